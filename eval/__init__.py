@@ -1,0 +1,1 @@
+"""KV caches for Hugging Face Transformers that hold less, move less and start sooner."""
