@@ -1,0 +1,217 @@
+"""`GEARCache`: a list of GEAR layers, beside Transformers' own layers for what is not full attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from ..memory import ReportingMixin
+from .config import GEARConfig
+from .layer import GEARLayer
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Layer types whose state is bounded or empty: Transformers' own layers keep them
+_BOUNDED_LAYER_TYPES = {
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "moe",
+    "mlp",
+    "dummy",
+}
+
+
+class GEARCache(ReportingMixin, Cache):
+    """
+    A cache that stores keys and values as a quantized backbone, a low-rank correction and sparse outliers, really packed.
+
+    Implements [GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
+    LLM](https://huggingface.co/papers/2403.05527). The prompt is compressed right after its attention, decoded tokens in chunks; nothing
+    is compressed twice. Under `sdpa` attention the cache is read tile by tile and never made dense; under any other implementation it is
+    made dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
+
+    See `Cache` for details on common methods that are implemented by all cache classes.
+
+    Args:
+        config (`PreTrainedConfig`, *optional*):
+            The config of the model. With it, sliding-window and other bounded layers stay Transformers' own and only full-attention layers
+            are compressed; without it, every layer is compressed.
+        nbits (`int`, *optional*, defaults to 4):
+            Bits a code: 2, 3, 4 or 8.
+        backbone (`str`, *optional*):
+            How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in groups of
+            `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits and more and to `"kivi"` below.
+        q_group_size (`int`, *optional*):
+            Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64, or where that does not
+            divide the head dimension (values) or `residual_length` (keys), to the largest divisor below it.
+        residual_length (`int`, *optional*, defaults to 64):
+            Decoded tokens that wait in exact form until they are compressed as one chunk.
+        sparsity (`float`, *optional*, defaults to 0.02):
+            Share of the values kept as outliers, half of it the largest and half the smallest, per channel of keys and per token of values.
+            0 is GEAR-L.
+        rank (`int`, *optional*, defaults to 4):
+            Rank of the prompt's low-rank correction, per head. 0 is the quantized backbone with outliers only.
+        decode_rank (`int`, *optional*):
+            The same for chunks of decoded tokens. Defaults to 2, or `rank` where that is smaller.
+        num_iterations (`int`, *optional*, defaults to 3):
+            Power iterations that find the low-rank correction.
+        low_rank_recent_ratio (`float`, *optional*, defaults to 1.0):
+            Share of the prompt, its most recent tokens, that has a low-rank correction.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            Padding of the prompt, needed for batches of unequal length under attention implementations other than `sdpa`.
+        key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity, value_rank, value_decode_rank (*optional*):
+            The same options for keys or values alone.
+
+    Raises:
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that cannot be compressed.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from kvcache_plugins import GEARCache
+
+    >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> inputs = tokenizer("A very long text ...", return_tensors="pt")
+
+    >>> cache = GEARCache(model.config, nbits=2)
+    >>> outputs = model.generate(**inputs, past_key_values=cache)
+    >>> cache.memory().kv_percent  # of a 16-bit cache
+    ```
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        nbits: int = 4,
+        backbone: str | None = None,
+        q_group_size: int | None = None,
+        residual_length: int = 64,
+        sparsity: float = 0.02,
+        rank: int = 4,
+        decode_rank: int | None = None,
+        num_iterations: int = 3,
+        low_rank_recent_ratio: float = 1.0,
+        attention_mask: torch.Tensor | None = None,
+        key_nbits: int | None = None,
+        key_backbone: str | None = None,
+        key_sparsity: float | None = None,
+        key_rank: int | None = None,
+        key_decode_rank: int | None = None,
+        value_nbits: int | None = None,
+        value_backbone: str | None = None,
+        value_sparsity: float | None = None,
+        value_rank: int | None = None,
+        value_decode_rank: int | None = None,
+    ):
+        self.gear_config = GEARConfig.from_options(
+            nbits=nbits,
+            backbone=backbone,
+            sparsity=sparsity,
+            rank=rank,
+            decode_rank=decode_rank,
+            key_overrides={
+                "nbits": key_nbits,
+                "backbone": key_backbone,
+                "sparsity": key_sparsity,
+                "rank": key_rank,
+                "decode_rank": key_decode_rank,
+            },
+            value_overrides={
+                "nbits": value_nbits,
+                "backbone": value_backbone,
+                "sparsity": value_sparsity,
+                "rank": value_rank,
+                "decode_rank": value_decode_rank,
+            },
+            q_group_size=q_group_size,
+            residual_length=residual_length,
+            num_iterations=num_iterations,
+            low_rank_recent_ratio=low_rank_recent_ratio,
+        )
+        self._given_mask = attention_mask
+        self.layers: list = []
+        if config is None:
+            super().__init__(layer_class_to_replicate=self._next_layer)
+        else:
+            super().__init__(layers=self._layers_for(config.get_text_config(decoder=True)))
+
+    def _next_layer(self) -> GEARLayer:
+        return GEARLayer(self.gear_config, len(self.layers), self._given_mask)
+
+    def _layers_for(self, config: PreTrainedConfig) -> list:
+        """Transformers' own layers for `config`, those of full attention replaced."""
+        own = DynamicCache(config=config).layers
+        layer_types = getattr(config, "layer_types", None) or [
+            "full_attention" if type(layer) is DynamicLayer else "sliding_attention" for layer in own
+        ]
+        unsupported = set(layer_types) - _BOUNDED_LAYER_TYPES - {"full_attention"}
+        full = [index for index, layer in enumerate(own) if type(layer) is DynamicLayer]
+        if unsupported or not full:
+            raise ValueError(
+                "`config` has to have layers of type `full_attention`, which are compressed, and beside them only "
+                f"{sorted(_BOUNDED_LAYER_TYPES)}, but its layer types are {sorted(set(layer_types))}"
+            )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.gear_config.validate_head_dim(head_dim, head_dim)
+        for index in full:
+            own[index] = GEARLayer(self.gear_config, index, self._given_mask)
+        return own
+
+    def stats(self) -> dict[str, int]:
+        """
+        Counters over all GEAR layers.
+
+        Returns:
+            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk; `tokens_cached` (tokens of the
+            sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once, however many items the batch has),
+            `chunks_compressed`, `attend_calls` (attentions over compressed states), `dense_reads` (times a side of a layer was made dense for
+            something other than `sdpa`) and `prompts_without_mask` (prompts compressed without having seen a mask).
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, GEARLayer)]
+        total: Counter[str] = Counter()
+        for layer in layers:
+            total.update(layer.stats())
+        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
+        compressing = sum(1 for layer in layers if layer.blocks)
+        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}
+
+    def save(self, path: str | Path, model: PreTrainedModel) -> None:
+        """
+        Writes the cache to a safetensors file, compressed as it is, with a fingerprint of the model that made it.
+
+        Args:
+            path (`str` or `Path`): where to write.
+            model (`PreTrainedModel`): the model whose states the cache holds.
+        """
+        from .snapshot import save_cache
+
+        save_cache(self, path, model)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel) -> GEARCache:
+        """
+        Reads a cache that `save` wrote.
+
+        Args:
+            path (`str` or `Path`): the file.
+            model (`PreTrainedModel`): the model that goes on from the cache.
+
+        Raises:
+            ValueError: if the file is damaged, of another version, or of another model.
+        """
+        from .snapshot import load_cache
+
+        return load_cache(path, model)

@@ -1,0 +1,137 @@
+"""Options of GEAR, validated once and immutable afterwards."""
+
+from dataclasses import dataclass
+
+from ..ops.quantization import SUPPORTED_NBITS, Grouping
+
+
+BACKBONES = ("kcvt", "kivi", "per-token")
+_DEFAULT_GROUP_SIZE = 64
+_DEFAULT_DECODE_RANK = 2
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is not above `limit`."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SideConfig:
+    """How one side, keys or values, is compressed. See `GEARCache` for the meaning of each field."""
+
+    side: str
+    nbits: int
+    backbone: str
+    sparsity: float
+    rank: int
+    decode_rank: int
+
+    def __post_init__(self) -> None:
+        if self.nbits not in SUPPORTED_NBITS:
+            raise ValueError(f"`{self.side}_nbits`/`nbits` has to be one of {list(SUPPORTED_NBITS)} but got {self.nbits}")
+        if self.backbone not in BACKBONES:
+            raise ValueError(
+                f"`{self.side}_backbone`/`backbone` has to be one of {list(BACKBONES)} but got {self.backbone!r}"
+            )
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"`{self.side}_sparsity`/`sparsity` has to be in [0, 1) but got {self.sparsity}")
+        for name, value in (("rank", self.rank), ("decode_rank", self.decode_rank)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"`{self.side}_{name}`/`{name}` has to be an integer of at least 0 but got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GEARConfig:
+    """All options of a `GEARCache`, with one `SideConfig` for keys and one for values."""
+
+    key: SideConfig
+    value: SideConfig
+    q_group_size: int | None
+    residual_length: int
+    num_iterations: int
+    low_rank_recent_ratio: float
+
+    def __post_init__(self) -> None:
+        for name in ("residual_length", "num_iterations"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` has to be an integer of at least 1 but got {value!r}")
+        group_size = self.q_group_size
+        if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
+            raise ValueError(f"`q_group_size` has to be an integer of at least 1 or None but got {group_size!r}")
+        if not 0 < self.low_rank_recent_ratio <= 1:
+            raise ValueError(f"`low_rank_recent_ratio` has to be in (0, 1] but got {self.low_rank_recent_ratio}")
+        if self.key.backbone == "kivi" and group_size is not None and self.residual_length % group_size != 0:
+            raise ValueError(
+                f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the `kivi` backbone, "
+                f"but got {group_size}; accepted: the divisors of {self.residual_length}"
+            )
+        for side in (self.key, self.value):
+            limits = (("rank", side.rank, self.token_group), ("decode_rank", side.decode_rank, self.residual_length))
+            for name, value, limit in limits:
+                if value > limit:
+                    raise ValueError(
+                        f"`{side.side}_{name}`/`{name}` has to be at most {limit}, the fewest tokens compressed at once, "
+                        f"but got {value}"
+                    )
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        nbits: int,
+        backbone: str | None,
+        sparsity: float,
+        rank: int,
+        decode_rank: int | None,
+        key_overrides: dict[str, int | float | str | None],
+        value_overrides: dict[str, int | float | str | None],
+        **shared: int | float | None,
+    ) -> "GEARConfig":
+        """Builds the config from the flat options of `GEARCache`; an override that is `None` falls back to the shared option."""
+
+        def side(name: str, overrides: dict[str, int | float | str | None]) -> SideConfig:
+            options = {"nbits": nbits, "backbone": backbone, "sparsity": sparsity, "rank": rank, "decode_rank": decode_rank}
+            options |= {option: value for option, value in overrides.items() if value is not None}
+            if options["backbone"] is None:
+                options["backbone"] = "kcvt" if options["nbits"] in SUPPORTED_NBITS and options["nbits"] >= 4 else "kivi"
+            if options["decode_rank"] is None:
+                options["decode_rank"] = min(_DEFAULT_DECODE_RANK, options["rank"])
+            return SideConfig(side=name, **options)
+
+        return cls(key=side("key", key_overrides), value=side("value", value_overrides), **shared)
+
+    @property
+    def token_group(self) -> int:
+        """Tokens that share a scale in `kivi` keys, and the shortest prompt that is compressed at all."""
+        return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
+
+    def channel_group(self, head_dim: int) -> int:
+        """Channels that share a scale where groups lie along channels."""
+        return self.q_group_size or largest_divisor(head_dim, _DEFAULT_GROUP_SIZE)
+
+    def key_grouping(self, head_dim: int) -> Grouping:
+        if self.key.backbone == "per-token":
+            return Grouping("token", self.channel_group(head_dim))
+        return Grouping("channel", self.token_group if self.key.backbone == "kivi" else None)
+
+    def value_grouping(self, head_dim: int) -> Grouping:
+        return Grouping("token", None if self.value.backbone == "kcvt" else self.channel_group(head_dim))
+
+    def validate_head_dim(self, key_head_dim: int, value_head_dim: int) -> None:
+        """Raises a `ValueError` if an option does not fit the model's head dimension."""
+        for side, head_dim in ((self.key, key_head_dim), (self.value, value_head_dim)):
+            for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
+                if value > head_dim:
+                    raise ValueError(
+                        f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got {value}"
+                    )
+        grouped = [("key", self.key_grouping(key_head_dim), key_head_dim)]
+        grouped.append(("value", self.value_grouping(value_head_dim), value_head_dim))
+        for name, grouping, head_dim in grouped:
+            if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
+                accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
+                raise ValueError(
+                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen `{name}_backbone`, but got "
+                    f"{grouping.group_size}; accepted: {accepted} or None"
+                )

@@ -1,0 +1,392 @@
+"""One layer of a GEAR cache: when what is compressed, and attention over all of it.
+
+The life of a token: `update` hands it out exact; a prompt is compressed right after attention has seen it, layer by layer, so that
+never more than one layer's prompt is dense at a time; a decoded token waits in the buffer, and chunks of `residual_length` are compressed at
+the *beginning* of the next update. A rollback (`crop`) of the newest update, as in assisted decoding, thus always finds its tokens exact.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..lazy_states import LazyLayer, LazyStates
+from ..ops.attention import OnlineAttention
+from ..ops.compressed_states import CompressedStates
+from ..ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
+from .config import GEARConfig
+from .decomposition import decompose
+from .storage import CompressedBlock, ExactBuffer, ExactPrefix
+
+
+# An update of this many times `residual_length` tokens is a prompt of its own, compressed at once with the prompt's rank
+_PROMPT_FACTOR = 4
+_PART_NAMES = {
+    "codes": "codes",
+    "scale": "scales",
+    "zero": "scales",
+    "low_rank_a": "low_rank",
+    "low_rank_b": "low_rank",
+    "outlier_indices": "outliers",
+    "outlier_values": "outliers",
+}
+
+
+class GEARLayer(LazyLayer):
+    """
+    Keys and values of one layer, compressed as in [GEAR](https://huggingface.co/papers/2403.05527).
+
+    Args:
+        config (`GEARConfig`):
+            What to compress to.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            The prompt's padding mask, for attention implementations that do not show it to the cache.
+    """
+
+    def __init__(self, config: GEARConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self._given_mask = attention_mask
+        self._clear()
+
+    def _clear(self) -> None:
+        self.prefix: ExactPrefix | None = None
+        self.blocks: list[CompressedBlock] = []
+        self.buffer: ExactBuffer | None = None
+        # The block that further decode chunks may join
+        self._open_block: CompressedBlock | None = None
+        # An update that is compressed as soon as attention has seen it
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sides_read: set[str] = set()
+        # Left padding of every item, once a mask has shown it, `[batch_size]`
+        self._padding: torch.Tensor | None = None
+        self._mask_seen = False
+        self._length = 0
+        self._counters = dict.fromkeys(("tokens_compressed", "chunks_compressed", "attend_calls", "prompts_without_mask"), 0)
+        self.dense_reads = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.config.validate_head_dim(key_states.shape[3], value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._shapes = {"keys": tuple(key_states.shape), "values": tuple(value_states.shape)}
+        self.batch_size = key_states.shape[0]
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Takes in new states and returns all states, lazily.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[batch_size, num_heads, new tokens, head_dim]`):
+                The new states, after the rotary embedding.
+
+        Raises:
+            ValueError: if states to be compressed are not finite; what is stored stays as it was.
+        """
+        # Lazy initialization
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._settle()
+        is_first, count = self._length == 0, key_states.shape[2]
+        if is_first:
+            self.batch_size = key_states.shape[0]
+        if is_first or count >= _PROMPT_FACTOR * self.config.residual_length:
+            self._pending = (key_states, value_states)
+        else:
+            self._append_exact(key_states, value_states)
+        self._length += count
+        exact = (key_states, value_states) if is_first else (None, None)
+        keys, values = (
+            LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
+            for side, states in zip(("keys", "values"), exact, strict=True)
+        )
+        return keys, values
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        if is_causal:
+            shape = (query.shape[2], self._length)
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+        attention = OnlineAttention(query, self._shapes["keys"][1], scale)
+        for keys, values, mask in self._tiles(attn_mask):
+            attention.add_tile(keys, values, mask)
+        self._counters["attend_calls"] += 1
+        self.on_exact_attention(attn_mask)
+        return attention.result()
+
+    def _tiles(
+        self, attn_mask: torch.Tensor | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Keys, values and mask of everything held, a tile at a time, each token once."""
+        prefix = self.prefix
+        if prefix is not None and prefix.num_slots:
+            mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
+            yield prefix.keys, prefix.values, mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
+        for number, block in enumerate(self.blocks):
+            for position, keys, values in block.tiles():
+                stop = position + keys.shape[2]
+                mask = slice_mask(attn_mask, position, stop)
+                if number == 0 and prefix is not None and not prefix.is_uniform:
+                    # Of shorter items the first block also spans padding and tokens that the prefix holds
+                    columns = torch.arange(position, stop, device=keys.device)
+                    mask = combine_masks(mask, columns >= prefix.end[:, None])
+                yield keys, values, mask
+        position = self._exact_start
+        for keys, values in self._exact_tail():
+            yield keys, values, slice_mask(attn_mask, position, position + keys.shape[2])
+            position += keys.shape[2]
+
+    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self.buffer is not None and self.buffer.length:
+            yield self.buffer.keys, self.buffer.values
+        if self._pending is not None:
+            yield self._pending
+
+    @property
+    def _exact_start(self) -> int:
+        """Position of the first token behind the compressed ones."""
+        return self._length - sum(keys.shape[2] for keys, _ in self._exact_tail())
+
+    def on_exact_attention(self, attn_mask: torch.Tensor | None) -> None:
+        """Learns the padding from the mask and compresses what was waiting for it."""
+        self._mask_seen = True
+        if attn_mask is not None and attn_mask.shape[-2] > 1:
+            first_new = self._length - attn_mask.shape[-2]
+            if first_new >= 0:
+                self._padding = leading_padding(attn_mask, first_new, self._padding, self.batch_size)
+        self._compress_pending()
+
+    def on_dense_read(self, side: str) -> None:
+        super().on_dense_read(side)
+        # An attention that reads both sides dense has its own references by now
+        self._sides_read.add(side)
+        if self._pending is not None and len(self._sides_read) == 2:
+            self._compress_pending()
+
+    def _settle(self) -> None:
+        """Compresses what the last update left to be compressed."""
+        self._compress_pending()
+        self._sides_read.clear()
+        chunk_length, buffer = self.config.residual_length, self.buffer
+        if buffer is None or buffer.length < chunk_length:
+            return
+        num_chunks = buffer.length // chunk_length
+        count = num_chunks * chunk_length
+        start = self._exact_start
+        compressed = self._compress(
+            buffer.keys[:, :, :count], buffer.values[:, :, :count], self._valid_tokens(start, count), num_chunks
+        )
+        block = self._open_block
+        if block is None:
+            self._open_block = CompressedBlock(*compressed, start=start, num_chunks=num_chunks, length=count)
+            self.blocks.append(self._open_block)
+        else:
+            block.append(*compressed)
+        buffer.drop_first(count, chunk_length)
+
+    def _compress_pending(self) -> None:
+        if self._pending is None:
+            return
+        (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
+        self._use_given_mask()
+        try:
+            if is_first:
+                self._compress_first_prompt(keys, values)
+            else:
+                self._compress_later_prompt(keys, values)
+        except ValueError:
+            # As if the update had not been
+            self._length -= keys.shape[2]
+            self._pending = None
+            raise
+        self._pending = self._open_block = None
+
+    def _use_given_mask(self) -> None:
+        if self._given_mask is not None and not self._mask_seen and self._padding is None:
+            self._padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
+        elif not self._mask_seen:
+            self._counters["prompts_without_mask"] += 1
+
+    def _compress_first_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Splits every item into exact first tokens and whole groups counted back from the end, and compresses those."""
+        batch_size, length = keys.shape[0], keys.shape[2]
+        padding = [0] * batch_size if self._padding is None else self._padding.tolist()
+        compressed_counts = [self._num_compressible(length - pad) for pad in padding]
+        exact_counts = [length - pad - count for pad, count in zip(padding, compressed_counts, strict=True)]
+        span = max(compressed_counts)
+        self._check_finite(keys, values, self._valid_tokens(0, length))
+        blocks = []
+        if span:
+            first_valid = torch.tensor([length - count for count in compressed_counts], device=keys.device)
+            valid = torch.arange(length - span, length, device=keys.device) >= first_valid[:, None]
+            states = keys[:, :, length - span :], values[:, :, length - span :]
+            compressed = self._compress(*states, None if bool(valid.all()) else valid, 1)
+            blocks.append(CompressedBlock(*compressed, start=length - span, num_chunks=1, length=span))
+        num_slots = max(exact_counts)
+        start = torch.tensor(padding, device=keys.device)
+        is_uniform = all(pad == 0 and count == num_slots for pad, count in zip(padding, exact_counts, strict=True))
+        slots = (start[:, None] + torch.arange(num_slots, device=keys.device)).clamp(max=length - 1)
+        exact = (
+            states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (keys, values)
+        )
+        count = torch.tensor(exact_counts, device=keys.device)
+        self.prefix = ExactPrefix(*exact, start=start, count=count, is_uniform=is_uniform)
+        self.blocks = blocks
+
+    def _compress_later_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compresses a long update together with the buffer before it; tokens beyond a whole number of groups become the buffer."""
+        tail = list(self._exact_tail())
+        keys, values = (torch.cat([states[side] for states in tail], dim=2) for side in (0, 1))
+        start = self._length - keys.shape[2]
+        count = self._num_compressible(keys.shape[2])
+        states = keys[:, :, :count], values[:, :, :count]
+        compressed = self._compress(*states, self._valid_tokens(start, count), 1)
+        self.blocks.append(CompressedBlock(*compressed, start=start, num_chunks=1, length=count))
+        self.buffer = None
+        if count < keys.shape[2]:
+            self._append_exact(keys[:, :, count:], values[:, :, count:])
+
+    def _num_compressible(self, num_tokens: int) -> int:
+        """How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them."""
+        group = self.config.token_group
+        if num_tokens < group:
+            return 0
+        return num_tokens - num_tokens % group if self.config.key.backbone == "kivi" else num_tokens
+
+    def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
+        """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
+        if self._padding is None or bool((self._padding <= start).all()):
+            return None
+        return torch.arange(start, start + count, device=self.device) >= self._padding.to(self.device)[:, None]
+
+    def _compress(
+        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, num_chunks: int
+    ) -> tuple[CompressedStates, CompressedStates]:
+        """Both sides of consecutive tokens `[B, H, tokens, D]`, in equal chunks; changes nothing of what is stored."""
+        self._check_finite(keys, values, valid)
+        is_prompt = self._pending is not None
+        config = self.config
+        sides = (
+            (keys, config.key, config.key_grouping(keys.shape[3])),
+            (values, config.value, config.value_grouping(values.shape[3])),
+        )
+        try:
+            compressed = [
+                decompose(
+                    states.unflatten(2, (num_chunks, -1)),
+                    None if valid is None else valid.unflatten(1, (num_chunks, -1)),
+                    side,
+                    grouping,
+                    rank=side.rank if is_prompt else side.decode_rank,
+                    num_iterations=config.num_iterations,
+                    recent_ratio=config.low_rank_recent_ratio if is_prompt else 1.0,
+                )
+                for states, side, grouping in sides
+            ]
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        self._counters["tokens_compressed"] += keys.shape[2]
+        self._counters["chunks_compressed"] += num_chunks
+        return compressed[0], compressed[1]
+
+    def _check_finite(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
+        for name, states in (("keys", keys), ("values", values)):
+            finite = states.isfinite().all(dim=3).all(dim=1)
+            if not bool((finite if valid is None else finite | ~valid).all()):
+                raise ValueError(
+                    f"layer {self.layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
+                    "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
+                )
+
+    def _append_exact(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = ExactBuffer(keys, values, max(self.config.residual_length, keys.shape[2]))
+        self.buffer.append(keys, values)
+
+    def materialize(self, side: str) -> torch.Tensor:
+        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        for block in self.blocks:
+            block.write_dense(side, dense)
+        # After the blocks: of shorter items the first one also spans the places of these
+        if self.prefix is not None:
+            self.prefix.write_dense(side, dense)
+        position = self._exact_start
+        for states in self._exact_tail():
+            tokens = states[0 if side == "keys" else 1]
+            dense[:, :, position : position + tokens.shape[2]] = tokens
+            position += tokens.shape[2]
+        return dense
+
+    def crop_tokens(self, count: int) -> None:
+        self._compress_pending()
+        if count == self._length:
+            counters, reads = self._counters, self.dense_reads
+            self._clear()
+            self._counters, self.dense_reads = counters, reads
+            return
+        exact_start = self._exact_start
+        self._length -= count
+        if self.buffer is not None:
+            self.buffer.drop_last(min(count, self.buffer.length))
+        if self._length >= exact_start:
+            return
+        self.blocks = [block for block in self.blocks if block.start < self._length]
+        if self.blocks and self.blocks[-1].start + self.blocks[-1].length > self._length:
+            self.blocks[-1].truncate(self._length - self.blocks[-1].start)
+        if self._open_block not in self.blocks or not self.blocks[-1].is_full:
+            self._open_block = None
+        if self.prefix is not None:
+            self.prefix.truncate(self._length)
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compress_pending()
+        for stored in (self.prefix, self.buffer, *self.blocks):
+            if stored is not None:
+                stored.map(function)
+        if self._padding is not None:
+            self._padding = function(self._padding)
+        for _, tensor in self.named_tensors():
+            self.batch_size = tensor.shape[0]
+            break
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._compress_pending()
+        for block in self.blocks:
+            for states in (block.keys, block.values):
+                for name, tensor in states.named_tensors():
+                    yield _PART_NAMES[name], tensor[:, :, : block.num_chunks]
+                    yield "spare", tensor[:, :, block.num_chunks :]
+        if self.buffer is not None:
+            for tensor in self.buffer.tensors():
+                yield "residual", tensor
+        if self.prefix is not None:
+            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
+            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        if self._padding is not None:
+            yield "index", self._padding
+
+    def num_values(self) -> int:
+        if not self.is_initialized:
+            return 0
+        return sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in map(self.states_shape, ("keys", "values")))
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        _, num_heads, _, head_dim = self._shapes[side]
+        return self.batch_size, num_heads, self._length, head_dim
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def stats(self) -> dict[str, int]:
+        exact = 0 if not self.is_initialized else self._length - sum(block.length for block in self.blocks)
+        return {"tokens_cached": self._length, "tokens_exact": exact, **self._counters, "dense_reads": self.dense_reads}
+
+    def reset(self) -> None:
+        self._clear()
+        self.is_initialized = False

@@ -1,0 +1,255 @@
+"""What a GEAR layer holds: exact tokens in front, compressed blocks, and the exact buffer of the newest tokens.
+
+    [ prefix: exact, fewer than a group ] [ block ] [ block ] ... [ buffer: exact, newest ]
+
+All of it is append-only. A block is either one prompt (one chunk) or a run of decode chunks of equal length that grows by
+doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..ops.compressed_states import CHUNK_DIM, CompressedStates
+
+
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+# Dense float32 values of one tile stay within the processor's caches
+_TILE_TOKENS = 1024
+
+
+@dataclass
+class CompressedBlock:
+    """
+    Keys and values of consecutive tokens, compressed in chunks of equal length.
+
+    Attributes:
+        keys, values (`CompressedStates`): both sides; the chunk dimension may have spare capacity.
+        start (`int`): position of the first token in the sequence, padding included.
+        num_chunks (`int`): chunks in use.
+        length (`int`): tokens in use, at most `num_chunks * chunk_length` (less after a crop).
+    """
+
+    keys: CompressedStates
+    values: CompressedStates
+    start: int
+    num_chunks: int
+    length: int
+
+    @property
+    def chunk_length(self) -> int:
+        return self.keys.chunk_length
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further chunks may follow, as no crop has cut into the last one."""
+        return self.length == self.num_chunks * self.chunk_length
+
+    def append(self, keys: CompressedStates, values: CompressedStates) -> None:
+        """Adds chunks of the same layout behind those in use; capacity doubles when it is exhausted."""
+        new = keys.num_chunks
+        if self.num_chunks + new > self.keys.num_chunks:
+            capacity = max(2 * self.keys.num_chunks, self.num_chunks + new)
+            self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
+            self.values = _with_capacity(self.values, self.num_chunks, capacity)
+        used = slice(self.num_chunks, self.num_chunks + new)
+        for stored, added in ((self.keys, keys), (self.values, values)):
+            tensors = dict(added.named_tensors())
+            for name, tensor in stored.named_tensors():
+                tensor[:, :, used] = tensors[name]
+        self.num_chunks += new
+        self.length += new * self.chunk_length
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, and of the storage whole chunks, or whole groups of a single chunk."""
+        self.num_chunks = -(-length // self.chunk_length)
+        self.length = length
+        if self.num_chunks == 1:
+            group = self.keys.grouping.group_size if self.keys.grouping.axis == "channel" else 1
+            kept = self.chunk_length if group is None else -(-length // group) * group
+            self.keys = _keep_tokens(_with_capacity(self.keys, 1, 1), kept)
+            self.values = _keep_tokens(_with_capacity(self.values, 1, 1), kept)
+        else:
+            self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
+            self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
+
+    def tiles(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Position of the first token, dense keys and dense values `[B, H, tokens, D]` (float32) of one tile after another."""
+        for chunks, tokens in self._tile_slices():
+            offset = chunks.start * self.chunk_length + tokens.start
+            used = self.length - offset
+            if used <= 0:
+                return
+            keys, values = (side.dequantize_tile(chunks, tokens)[:, :, :used] for side in (self.keys, self.values))
+            yield self.start + offset, keys, values
+
+    def write_dense(self, side: str, output: torch.Tensor) -> None:
+        """Writes the dense states of one side (`"keys"`, `"values"`) to their positions in `output` `[B, H, tokens, D]`."""
+        states: CompressedStates = getattr(self, side)
+        for chunks, tokens in self._tile_slices():
+            offset = chunks.start * self.chunk_length + tokens.start
+            tile = states.dequantize_tile(chunks, tokens)[:, :, : max(self.length - offset, 0)]
+            output[:, :, self.start + offset : self.start + offset + tile.shape[2]] = tile
+
+    def _tile_slices(self) -> Iterator[tuple[slice, slice]]:
+        length = self.chunk_length
+        if length <= _TILE_TOKENS:
+            step = max(_TILE_TOKENS // length, 1)
+            for first in range(0, self.num_chunks, step):
+                yield slice(first, min(first + step, self.num_chunks)), slice(0, length)
+            return
+        grouping = self.keys.grouping
+        group = grouping.group_size if grouping.axis == "channel" and grouping.group_size else 1
+        step = max(_TILE_TOKENS // group, 1) * group
+        for chunk in range(self.num_chunks):
+            for first in range(0, length, step):
+                yield slice(chunk, chunk + 1), slice(first, min(first + step, length))
+
+    def map(self, function: TensorFunction) -> None:
+        """Replaces every stored tensor by `function` of it."""
+        self.keys, self.values = self.keys.map(function), self.values.map(function)
+
+
+def _with_capacity(states: CompressedStates, used: int, capacity: int) -> CompressedStates:
+    """A copy with room for `capacity` chunks, the first `used` of them kept."""
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        shape[CHUNK_DIM] = capacity
+        resized = tensor.new_zeros(shape)
+        resized[:, :, :used] = tensor[:, :, :used]
+        return resized
+
+    return states.map(resize)
+
+
+def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
+    """The first `length` tokens of a single chunk; factors and outliers of the others go too."""
+    if length == states.chunk_length:
+        return states
+    tensors = {"codes": states.codes[:, :, :, :length]}
+    if states.grouping.axis == "token":
+        tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
+    elif states.grouping.group_size is not None:
+        groups = length // states.grouping.group_size
+        tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
+    if states.low_rank_a is not None:
+        first = states.chunk_length - states.low_rank_a.shape[3]
+        tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
+    if states.outlier_indices is not None and states.outlier_values is not None:
+        if states.outliers_per_channel:
+            inside = states.outlier_indices < length
+            tensors["outlier_indices"] = torch.where(inside, states.outlier_indices, 0).to(states.outlier_indices.dtype)
+            tensors["outlier_values"] = torch.where(inside, states.outlier_values, 0)
+        else:
+            tensors["outlier_indices"] = states.outlier_indices[:, :, :, :length]
+            tensors["outlier_values"] = states.outlier_values[:, :, :, :length]
+    # Copies, so that what was cut off is really freed
+    return replace(states, **{name: tensor.clone() for name, tensor in tensors.items()})
+
+
+class ExactBuffer:
+    """The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int):
+        self._keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
+        self._values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
+        self.length = 0
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[:, :, : self.length]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, :, : self.length]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        total = self.length + keys.shape[2]
+        if total > self._keys.shape[2]:
+            self._resize(max(total, 2 * self._keys.shape[2]))
+        self._keys[:, :, self.length : total] = keys
+        self._values[:, :, self.length : total] = values
+        self.length = total
+
+    def drop_first(self, count: int, capacity: int) -> None:
+        """Forgets the oldest `count` tokens; room beyond `capacity` that a long update made is given back."""
+        keys, values = self.keys[:, :, count:].clone(), self.values[:, :, count:].clone()
+        self.length = keys.shape[2]
+        if self._keys.shape[2] > max(capacity, self.length):
+            self._resize(max(capacity, self.length))
+        self._keys[:, :, : self.length], self._values[:, :, : self.length] = keys, values
+
+    def drop_last(self, count: int) -> None:
+        self.length -= count
+
+    def map(self, function: TensorFunction) -> None:
+        self._keys, self._values = function(self._keys), function(self._values)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._keys, self._values]
+
+    def _resize(self, capacity: int) -> None:
+        used = min(self.length, capacity)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+            new[:, :, :used] = old[:, :, :used]
+            setattr(self, name, new)
+
+
+@dataclass
+class ExactPrefix:
+    """
+    The first tokens of each item, exact: those that a prompt has beyond a whole number of groups.
+
+    Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and left-padded. The
+    tokens left over stand at the start, where attention sinks are.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, slots, D]`): the exact states.
+        start (`torch.Tensor` of shape `[B]`): position of an item's first real token.
+        count (`torch.Tensor` of shape `[B]`): slots in use.
+        is_uniform (`bool`): whether every item starts at 0 and uses every slot, so that nothing has to be masked.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: torch.Tensor
+    count: torch.Tensor
+    is_uniform: bool
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of every slot in the sequence, `[B, slots]`; unused slots stand behind those in use."""
+        return self.start[:, None] + torch.arange(self.num_slots, device=self.start.device)
+
+    @property
+    def in_use(self) -> torch.Tensor:
+        """Which slots hold a token, `[B, slots]`."""
+        return torch.arange(self.num_slots, device=self.start.device) < self.count[:, None]
+
+    @property
+    def end(self) -> torch.Tensor:
+        """Position behind the last token of each item, `[B]`: what stands before it is not in the first block."""
+        return self.start + self.count
+
+    def truncate(self, length: int) -> None:
+        """Forgets tokens at position `length` and beyond."""
+        self.count = torch.minimum(self.count, (length - self.start).clamp(min=0))
+        self.is_uniform = self.is_uniform and length >= self.num_slots
+
+    def write_dense(self, side: str, output: torch.Tensor) -> None:
+        """Writes the states of one side to their positions in `output` `[B, H, tokens, D]`."""
+        states: torch.Tensor = getattr(self, side)
+        items, slots = self.in_use.nonzero(as_tuple=True)
+        output[items, :, self.positions[items, slots]] = states[items, :, slots].to(output.dtype)
+
+    def map(self, function: TensorFunction) -> None:
+        self.keys, self.values = function(self.keys), function(self.values)
+        self.start, self.count = function(self.start), function(self.count)

@@ -1,0 +1,331 @@
+"""The seam between caches and attention: states that stay lazy until attention asks for them.
+
+`Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back dense
+tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device but only refers
+to its layer.
+
+- Given to `torch.nn.functional.scaled_dot_product_attention`, it calls the layer's `attend`: nothing is made dense.
+- The three steps by which Transformers repeats grouped key/value heads (index with `None`, expand, reshape) are carried along as a view.
+- Anything else (eager or flash attention, a user's own code) gets the dense tensor: right, and slower.
+
+`LazyLayer` is the base of every layer that works this way.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import __version__ as transformers_version
+from transformers.cache_utils import CacheLayerMixin
+
+
+# Until this release `crop(n)` with a positive `n` meant "down to n tokens"; since then only "remove -n tokens" exists
+_CROP_TAKES_LENGTH = tuple(int(part) for part in transformers_version.split(".")[:2]) < (5, 12)
+_REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
+_DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
+
+
+class LazyStates(torch.Tensor):
+    """
+    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, that become dense only when something needs them to.
+
+    Attributes:
+        layer (`LazyLayer`): the layer they belong to.
+        side (`str`): `"keys"` or `"values"`.
+        exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its compression).
+        num_repeats (`int`): how many query heads each head has been expanded to.
+    """
+
+    layer: "LazyLayer"
+    side: str
+    exact: torch.Tensor | None
+    num_repeats: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        layer: "LazyLayer",
+        side: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: torch.Tensor | None = None,
+        num_repeats: int = 1,
+    ) -> "LazyStates":
+        states = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        states.layer, states.side, states.exact, states.num_repeats = layer, side, exact, num_repeats
+        return states
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
+
+    def view_as_repeated(self, shape: tuple[int, ...], num_repeats: int) -> "LazyStates":
+        """The same states under another shape of the head dimensions."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return LazyStates(self.layer, self.side, shape, self.dtype, self.device, self.exact, num_repeats)
+
+    def to_dense(self) -> torch.Tensor:
+        """The dense states, in the shape reported."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(self.shape)
+        dense = self.exact if self.exact is not None else self.layer.materialize(self.side)
+        if dense.shape[2] < shape[-2]:
+            raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
+        dense = dense[:, :, : shape[-2]]
+        if len(shape) == 5:
+            return dense.unsqueeze(2).expand(shape)
+        return dense if self.num_repeats == 1 else dense.repeat_interleave(self.num_repeats, dim=1)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"LazyStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype}, layer={self.layer})"
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **kwargs)
+        handler = _LAZY_FUNCTIONS.get(func)
+        if handler is not None and isinstance(args[0], LazyStates):
+            result = handler(*args, **kwargs)
+            if result is not None:
+                return result
+        if func in _METADATA_FUNCTIONS or (
+            func.__name__ == "__get__" and getattr(func.__self__, "__name__", None) not in _DENSE_GETTERS
+        ):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*_densify(args), **_densify(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(*_densify(args), **_densify(kwargs or {}))
+
+
+def _densify(value: Any) -> Any:
+    """`value` with every lazy tensor in it made dense, and the layers told so."""
+    if isinstance(value, LazyStates):
+        dense = value.to_dense()
+        value.layer.on_dense_read(value.side)
+        return dense
+    if isinstance(value, (list, tuple)):
+        return type(value)(_densify(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _densify(item) for key, item in value.items()}
+    return value
+
+
+def _scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise."""
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    same_layer = isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.layer is value.layer
+    lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
+    # Dropout belongs to training, where nothing is compressed
+    if same_layer and not lazy_elsewhere and dropout_p == 0.0:
+        layer = key.layer
+        if key.exact is not None:
+            dense = key.to_dense(), value.to_dense()
+            output = F.scaled_dot_product_attention(query, *dense, attn_mask=attn_mask, **options)
+            layer.on_exact_attention(attn_mask)
+            return output
+        if key.shape[-2] == layer.get_seq_length():
+            return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+    query, key, value, attn_mask = _densify((query, key, value, attn_mask))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+
+def _lazy_getitem(states: LazyStates, index: Any) -> LazyStates | None:
+    if states.dim() == 4 and states.num_repeats == 1 and isinstance(index, tuple) and index == _REPEAT_INDEX:
+        batch_size, num_heads, length, head_dim = states.shape
+        return states.view_as_repeated((batch_size, num_heads, 1, length, head_dim), 1)
+    return None
+
+
+def _lazy_expand(states: LazyStates, *sizes: Any) -> LazyStates | None:
+    target = tuple(sizes[0]) if len(sizes) == 1 else sizes
+    shape = tuple(states.shape)
+    if len(shape) == len(target) == 5 and shape[2] == 1 and target[:2] == shape[:2] and target[3:] == shape[3:]:
+        return states.view_as_repeated(target, target[2])
+    return None
+
+
+def _lazy_reshape(states: LazyStates, *sizes: Any) -> LazyStates | None:
+    target = tuple(sizes[0]) if len(sizes) == 1 else sizes
+    shape = tuple(states.shape)
+    if len(shape) == 5 and target == (shape[0], shape[1] * shape[2], shape[3], shape[4]):
+        return states.view_as_repeated(target, states.num_repeats)
+    return None
+
+
+def _lazy_contiguous(states: LazyStates) -> LazyStates:
+    return states
+
+
+def _lazy_to(states: LazyStates, *args: Any, **kwargs: Any) -> LazyStates | None:
+    unchanged = not kwargs and len(args) == 1 and args[0] in (states.dtype, states.device)
+    return states if unchanged else None
+
+
+_LAZY_FUNCTIONS: dict[Callable[..., Any], Callable[..., LazyStates | None]] = {
+    torch.Tensor.__getitem__: _lazy_getitem,
+    torch.Tensor.expand: _lazy_expand,
+    torch.Tensor.reshape: _lazy_reshape,
+    torch.Tensor.contiguous: _lazy_contiguous,
+    torch.Tensor.to: _lazy_to,
+}
+_METADATA_FUNCTIONS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
+}
+
+
+class LazyLayer(CacheLayerMixin):
+    """
+    Base of the layers that hand out `LazyStates`.
+
+    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and lists its tensors once
+    (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow from that.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self) -> None:
+        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
+        self.is_initialized = False
+        self.dense_reads = 0
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """
+        Attention of `query` over everything the layer holds.
+
+        Args:
+            query (`torch.Tensor` of shape `[batch_size, num_heads, num_queries, head_dim]`):
+                Queries; `num_heads` is a multiple of the key/value heads.
+            attn_mask (`torch.Tensor`, *optional*):
+                As `scaled_dot_product_attention` takes it, over all positions that the layer reports.
+            is_causal (`bool`): whether a causal mask aligned to the upper left applies.
+            scale (`float`, *optional*): factor of the scores.
+
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
+        """
+
+    @abstractmethod
+    def materialize(self, side: str) -> torch.Tensor:
+        """All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
+
+    @abstractmethod
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
+
+    @abstractmethod
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
+
+    @abstractmethod
+    def num_values(self) -> int:
+        """How many key and value numbers a dense cache of the same tokens would hold."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Counters that prove the layer was exercised."""
+
+    @abstractmethod
+    def crop_tokens(self, count: int) -> None:
+        """Removes the newest `count` tokens, at least 1 and at most all of them."""
+
+    def on_exact_attention(self, attn_mask: torch.Tensor | None) -> None:
+        """Called after attention over exact states that `update` handed out: the place to compress them, the mask being known."""
+
+    def on_dense_read(self, side: str) -> None:
+        """Called when something other than attention has made one side dense."""
+        self.dense_reads += 1
+
+    @property
+    def keys(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("keys")
+
+    @property
+    def values(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("values")
+
+    def _stored_states(self, side: str) -> LazyStates | None:
+        if not self.is_initialized:
+            return None
+        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
+
+    @abstractmethod
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """The shape that the dense states of one side have."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # The name of `get_max_length` in earlier releases of Transformers 5
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
+        if tokens_to_remove > 0:
+            if not _CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
+        count = min(-tokens_to_remove, self.get_seq_length())
+        if count > 0:
+            self.crop_tokens(count)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))

@@ -1,0 +1,67 @@
+"""Columns of attention masks, for caches that attend to their tokens in pieces.
+
+A mask is what `scaled_dot_product_attention` takes: boolean (`True` attends) or added to the scores, of up to four dimensions that broadcast
+to `[batch_size, num_heads, num_queries, seq_len]`.
+"""
+
+import torch
+
+
+def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
+    """The mask with four dimensions and all its columns."""
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask
+
+
+def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    """The columns from `start` to `stop`."""
+    return None if mask is None else _full_rank(mask, stop)[..., start:stop]
+
+
+def mask_columns(
+    mask: torch.Tensor | None, positions: torch.Tensor, batch_size: int, length: int
+) -> torch.Tensor | None:
+    """The columns at `positions` `[batch_size, columns]` of every item; positions beyond the last column repeat that one."""
+    if mask is None:
+        return None
+    mask = _full_rank(mask, length)
+    mask = mask.expand(batch_size, *mask.shape[1:])
+    index = positions.clamp(max=length - 1)[:, None, None, :]
+    return mask.gather(3, index.expand(-1, *mask.shape[1:3], -1))
+
+
+def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
+    """`mask` narrowed to the columns that `allowed` `[batch_size, columns]` (bool) names for each item."""
+    allowed = allowed[:, None, None, :]
+    if mask is None:
+        return allowed
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -torch.inf)
+
+
+def leading_padding(
+    mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int
+) -> torch.Tensor | None:
+    """
+    Left padding of every item, learned from the mask of an update of several tokens.
+
+    A token that may not attend to itself is padding; that holds for left padding and not for sliding windows or custom patterns.
+
+    Args:
+        mask (`torch.Tensor`): the mask, with one row per new token.
+        first_new (`int`): position of the first new token.
+        known (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
+        batch_size (`int`): number of items.
+
+    Returns:
+        Number of padding tokens at the start of each item, `[batch_size]`, or `None` if there is none.
+    """
+    if first_new > 0 and known is None:
+        return None
+    mask = _full_rank(mask, mask.shape[-1])[:, 0]
+    itself = mask.diagonal(offset=first_new, dim1=-2, dim2=-1)
+    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    run = (real.cumsum(dim=1) == 0).sum(dim=1).expand(batch_size)
+    if known is not None:
+        run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
+    return run.clone() if bool((run > 0).any()) else None

@@ -1,0 +1,140 @@
+"""Asymmetric uniform quantization of keys and values, and the packing of the codes.
+
+Tensors come as chunks, `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D). A group of values
+shares one step (`scale`) and one minimum (`zero`), both in float16; a value is `zero + scale * code`. Groups lie along one
+of two axes:
+
+- `"channel"`: `group_size` consecutive tokens of one channel of one head (`None`: all tokens of the chunk);
+- `"token"`: `group_size` consecutive channels of one token of one head (`None`: all channels of all heads of the token).
+
+Codes are chosen against the *stored* float16 scale and zero, so that rounding those adds no second error.
+
+Packing is by slabs, not interleaved: at 2 bits, byte `j` of a token holds channels `j`, `j + D/4`, `j + D/2`, `j + 3D/4`. One
+shift and one mask then give `D/4` channels that lie side by side, for PyTorch and for a GPU alike. 3 bits are a 2-bit
+plane followed by a 1-bit plane, so that nothing is wasted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+SUPPORTED_NBITS = (2, 3, 4, 8)
+# Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
+_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+_METADATA_DTYPE = torch.float16
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which values share a scale and a zero: see the module's docstring."""
+
+    axis: str
+    group_size: int | None
+
+
+def packed_size(head_dim: int, nbits: int) -> int:
+    """Bytes that the codes of `head_dim` channels take."""
+    return sum(-(-head_dim // (8 // width)) for width, _ in _PLANES[nbits])
+
+
+def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
+    """Packs codes `[..., head_dim]` (`uint8`, below `2**nbits`) into bytes `[..., packed_size(head_dim, nbits)]`."""
+    planes = []
+    for width, shift in _PLANES[nbits]:
+        per_byte = 8 // width
+        plane = (codes >> shift) & (2**width - 1)
+        plane = F.pad(plane, (0, -plane.shape[-1] % per_byte))
+        slabs = plane.unflatten(-1, (per_byte, -1))
+        packed = slabs[..., 0, :].clone()
+        for i in range(1, per_byte):
+            packed |= slabs[..., i, :] << (i * width)
+        planes.append(packed)
+    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+
+def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
+    """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
+    codes, start = None, 0
+    for width, shift in _PLANES[nbits]:
+        per_byte = 8 // width
+        size = -(-head_dim // per_byte)
+        plane_bytes = packed[..., start : start + size]
+        start += size
+        mask = 2**width - 1
+        slabs = [(plane_bytes >> (i * width)) & mask for i in range(per_byte)]
+        plane = slabs[0] if per_byte == 1 else torch.cat(slabs, dim=-1)
+        plane = plane[..., :head_dim]
+        codes = plane if codes is None else codes | (plane << shift)
+    return codes
+
+
+def _reduce(states: torch.Tensor, grouping: Grouping, reduction: str) -> torch.Tensor:
+    """Minimum or maximum of every group: [B, H, M, groups, D] for channels, [B, H or 1, M, L, groups] for tokens."""
+    if grouping.axis == "channel":
+        size = grouping.group_size or states.shape[3]
+        return getattr(states.unflatten(3, (-1, size)), reduction)(dim=4)
+    if grouping.group_size is None:
+        return getattr(states, reduction)(dim=(1, 4), keepdim=True)
+    return getattr(states.unflatten(4, (-1, grouping.group_size)), reduction)(dim=5)
+
+
+def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch.Size) -> torch.Tensor:
+    """Repeats a value per group (what `quantize` returns as scale or zero) to the shape of the states, as a view where possible."""
+    if grouping.axis == "channel":
+        size = states_shape[3] // grouped.shape[3]
+        return grouped.unsqueeze(4).expand(-1, -1, -1, -1, size, -1).flatten(3, 4)
+    if grouped.shape[4] == 1:
+        return grouped.expand(-1, states_shape[1], -1, -1, states_shape[4])
+    size = states_shape[4] // grouped.shape[4]
+    return grouped.unsqueeze(5).expand(-1, -1, -1, -1, -1, size).flatten(4, 5)
+
+
+def quantize(
+    states: torch.Tensor, keep: torch.Tensor | None, nbits: int, grouping: Grouping
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Quantizes chunks of keys or values.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32):
+            What to quantize.
+        keep (`torch.Tensor` of shape broadcastable to `states`, bool, *optional*):
+            Which values may widen the range of their group. The others (padding, outliers) are clamped into it.
+        nbits (`int`):
+            Bits a code, one of 2, 3, 4, 8.
+        grouping (`Grouping`):
+            Which values share a scale.
+
+    Returns:
+        Codes (`uint8`, the shape of `states`), scale and zero (float16, `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`).
+
+    Raises:
+        ValueError: if a group's range does not fit float16.
+    """
+    if keep is None:
+        low, high = _reduce(states, grouping, "amin"), _reduce(states, grouping, "amax")
+    else:
+        low = _reduce(torch.where(keep, states, torch.inf), grouping, "amin")
+        high = _reduce(torch.where(keep, states, -torch.inf), grouping, "amax")
+        # A group of which nothing is kept
+        low, high = low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0)
+    levels = 2**nbits - 1
+    zero = low.to(_METADATA_DTYPE)
+    scale = ((high - zero.float()).clamp(min=0) / levels).to(_METADATA_DTYPE)
+    if not bool((zero.isfinite() & scale.isfinite()).all()):
+        raise ValueError("the states exceed the range of float16 (65504), in which scales and zeros are stored")
+    # A constant group has scale 0 and code 0 throughout
+    step = expand_groups(scale, grouping, states.shape).float()
+    inverse = torch.where(step > 0, 1 / step, 0)
+    codes = (states - expand_groups(zero, grouping, states.shape).float()).mul_(inverse).round_().clamp_(0, levels)
+    return codes.to(torch.uint8), scale, zero
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    """Turns what `quantize` returned into float32 states again."""
+    states = codes.float()
+    states *= expand_groups(scale, grouping, states.shape)
+    states += expand_groups(zero, grouping, states.shape)
+    return states
