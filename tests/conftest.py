@@ -1,0 +1,126 @@
+"""Fixtures shared by all tests: tiny random models, the two reference models, and the shared evaluation data.
+
+No test touches the network: the offline switches are set before anything of Hugging Face is imported.
+"""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+
+SEED = 42
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+
+# A standard deviation of 0.2 (Transformers' own is 0.02) makes attention peaked and logits far apart, so that a wrong
+# key or value changes what a random model says.
+COMMON = {"vocab_size": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+ROTARY = {
+    **COMMON,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+HYBRID_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", ROTARY),
+    "llama-mha": ("llama", {**ROTARY, "num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {**ROTARY, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", ROTARY),
+    "mistral-sliding": ("mistral", {**ROTARY, "sliding_window": 32}),
+    "gemma3-hybrid": (
+        "gemma3_text",
+        {**ROTARY, "num_hidden_layers": 4, "layer_types": HYBRID_LAYERS, "sliding_window": 32},
+    ),
+    "gpt2": ("gpt2", {**COMMON, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 2048}),
+    "opt": (
+        "opt",
+        {
+            **COMMON,
+            "init_std": 0.2,
+            "hidden_size": 128,
+            "word_embed_proj_dim": 128,
+            "ffn_dim": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    set_seed(SEED)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """A factory of random models in eval mode: `tiny_model("gemma3-hybrid", sliding_window=16)`.
+
+    The architectures are the keys of `ARCHITECTURES`; keywords override fields of the config, and
+    `attn_implementation` chooses the attention. The weights depend on the arguments alone.
+    """
+
+    def build(
+        architecture: str = "llama", *, attn_implementation: str = "sdpa", **config_fields: object
+    ) -> PreTrainedModel:
+        model_type, fields = ARCHITECTURES[architecture]
+        config = CONFIG_MAPPING[model_type](**{**fields, **config_fields})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+
+    return build
+
+
+@pytest.fixture
+def tiny_llama(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A random Llama of 2 layers, 4 query and 2 key/value heads of 32, vocabulary of 128, in eval mode."""
+    return tiny_model("llama")
+
+
+def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a reference model; without its package the test fails in CI and is skipped elsewhere."""
+    from kvcache_plugins.reference_model import load_model, reference_models
+
+    if not reference_models()[name]:
+        reason = f"the package that carries `{name}` is not installed: run `make test`"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return load_model(name, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer; shared by the session, so leave the model as it was."""
+    return load_reference_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Gemma 3 270M in float32 and its tokenizer; shared by the session, so leave the model as it was."""
+    return load_reference_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of evaluation sets beside the project's root."""
+    folder = PROJECT_ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"the evaluation sets are not there: {folder} is no folder")
+    return folder
