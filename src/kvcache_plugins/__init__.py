@@ -1,1 +1,22 @@
-"""KV caches for Hugging Face Transformers that hold less, move less and start sooner."""
+"""KV caches for Hugging Face Transformers that hold less, move less and start sooner.
+
+```python
+>>> from kvcache_plugins import GEARCache, create_cache
+>>> model.generate(**inputs, past_key_values=GEARCache(model.config, nbits=2))
+>>> model.generate(**inputs, past_key_values=create_cache("gear-2bit", model))
+```
+"""
+
+from .gear import GEARCache
+from .memory import MemoryReport, measure_memory
+from .registry import create_cache, list_caches, register_cache
+
+
+__all__ = [
+    "GEARCache",
+    "MemoryReport",
+    "create_cache",
+    "list_caches",
+    "measure_memory",
+    "register_cache",
+]

@@ -1,6 +1,38 @@
 """GEAR: quantized backbone, low rank and outliers."""
 
+import inspect
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..registry import get_config, register_cache
 from .cache import GEARCache
 
 
 __all__ = ["GEARCache"]
+
+
+def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
+    """GEAR: quantized backbone, low rank and outliers"""
+    return GEARCache(get_config(model), **options)  # type: ignore[arg-type]
+
+
+# The options are the class's own, so that a misspelt one is named before anything is built
+create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
+
+_PLAIN = {"rank": 0, "sparsity": 0.0}
+for _nbits in (4, 2):
+    register_cache(f"gear-{_nbits}bit", create_gear, nbits=_nbits)
+    register_cache(f"gear-l-{_nbits}bit", create_gear, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0)
+    register_cache(
+        f"kivi-{_nbits}bit", create_gear, summary="KIVI's grouping alone", nbits=_nbits, backbone="kivi", **_PLAIN
+    )
+    register_cache(
+        f"per-token-{_nbits}bit",
+        create_gear,
+        summary="Per-token grouping alone (FlexGen)",
+        nbits=_nbits,
+        backbone="per-token",
+        **_PLAIN,
+    )
+register_cache("gear", create_gear, nbits=4)
+register_cache("kcvt-4bit", create_gear, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

@@ -6,6 +6,7 @@ the *beginning* of the next update. A rollback (`crop`) of the newest update, as
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class GEARLayer(LazyLayer):
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
         # Left padding of every item, once a mask has shown it, `[batch_size]`
-        self._padding: torch.Tensor | None = None
+        self.padding: torch.Tensor | None = None
         self._mask_seen = False
         self._length = 0
         self._counters = dict.fromkeys(("tokens_compressed", "chunks_compressed", "attend_calls", "prompts_without_mask"), 0)
@@ -90,6 +91,8 @@ class GEARLayer(LazyLayer):
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.device != self.device:
+            self._move_to(key_states.device)
         self._settle()
         is_first, count = self._length == 0, key_states.shape[2]
         if is_first:
@@ -158,19 +161,19 @@ class GEARLayer(LazyLayer):
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new = self._length - attn_mask.shape[-2]
             if first_new >= 0:
-                self._padding = leading_padding(attn_mask, first_new, self._padding, self.batch_size)
-        self._compress_pending()
+                self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
+        self.settle_prompt()
 
     def on_dense_read(self, side: str) -> None:
         super().on_dense_read(side)
         # An attention that reads both sides dense has its own references by now
         self._sides_read.add(side)
         if self._pending is not None and len(self._sides_read) == 2:
-            self._compress_pending()
+            self.settle_prompt()
 
     def _settle(self) -> None:
         """Compresses what the last update left to be compressed."""
-        self._compress_pending()
+        self.settle_prompt()
         self._sides_read.clear()
         chunk_length, buffer = self.config.residual_length, self.buffer
         if buffer is None or buffer.length < chunk_length:
@@ -189,7 +192,8 @@ class GEARLayer(LazyLayer):
             block.append(*compressed)
         buffer.drop_first(count, chunk_length)
 
-    def _compress_pending(self) -> None:
+    def settle_prompt(self) -> None:
+        """Compresses a prompt that no attention has seen yet, so that what is stored is complete."""
         if self._pending is None:
             return
         (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
@@ -207,15 +211,15 @@ class GEARLayer(LazyLayer):
         self._pending = self._open_block = None
 
     def _use_given_mask(self) -> None:
-        if self._given_mask is not None and not self._mask_seen and self._padding is None:
-            self._padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
+        if self._given_mask is not None and not self._mask_seen and self.padding is None:
+            self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
         elif not self._mask_seen:
             self._counters["prompts_without_mask"] += 1
 
     def _compress_first_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Splits every item into exact first tokens and whole groups counted back from the end, and compresses those."""
         batch_size, length = keys.shape[0], keys.shape[2]
-        padding = [0] * batch_size if self._padding is None else self._padding.tolist()
+        padding = [0] * batch_size if self.padding is None else self.padding.tolist()
         compressed_counts = [self._num_compressible(length - pad) for pad in padding]
         exact_counts = [length - pad - count for pad, count in zip(padding, compressed_counts, strict=True)]
         span = max(compressed_counts)
@@ -261,9 +265,9 @@ class GEARLayer(LazyLayer):
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
-        if self._padding is None or bool((self._padding <= start).all()):
+        if self.padding is None or bool((self.padding <= start).all()):
             return None
-        return torch.arange(start, start + count, device=self.device) >= self._padding.to(self.device)[:, None]
+        return torch.arange(start, start + count, device=self.device) >= self.padding.to(self.device)[:, None]
 
     def _compress(
         self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, num_chunks: int
@@ -324,7 +328,7 @@ class GEARLayer(LazyLayer):
         return dense
 
     def crop_tokens(self, count: int) -> None:
-        self._compress_pending()
+        self.settle_prompt()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
             self._clear()
@@ -345,18 +349,18 @@ class GEARLayer(LazyLayer):
             self.prefix.truncate(self._length)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._compress_pending()
+        self.settle_prompt()
         for stored in (self.prefix, self.buffer, *self.blocks):
             if stored is not None:
                 stored.map(function)
-        if self._padding is not None:
-            self._padding = function(self._padding)
+        if self.padding is not None:
+            self.padding = function(self.padding)
         for _, tensor in self.named_tensors():
             self.batch_size = tensor.shape[0]
             break
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._compress_pending()
+        self.settle_prompt()
         for block in self.blocks:
             for states in (block.keys, block.values):
                 for name, tensor in states.named_tensors():
@@ -368,8 +372,8 @@ class GEARLayer(LazyLayer):
         if self.prefix is not None:
             yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
             yield from (("index", self.prefix.start), ("index", self.prefix.count))
-        if self._padding is not None:
-            yield "index", self._padding
+        if self.padding is not None:
+            yield "index", self.padding
 
     def num_values(self) -> int:
         if not self.is_initialized:
@@ -390,3 +394,37 @@ class GEARLayer(LazyLayer):
     def reset(self) -> None:
         self._clear()
         self.is_initialized = False
+
+    def _move_to(self, device: torch.device) -> None:
+        self.device = device
+        self.map_tensors(lambda tensor: tensor.to(device))
+
+    @property
+    def has_open_block(self) -> bool:
+        """Whether further decode chunks join the last block."""
+        return self._open_block is not None
+
+    def scalars(self) -> dict[str, Any]:
+        """What a snapshot needs beside the tensors."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"length": self._length, "dtype": dtype, "shapes": self._shapes, "counters": self._counters}
+
+    def restore(
+        self,
+        scalars: dict[str, Any],
+        *,
+        device: torch.device,
+        blocks: list[CompressedBlock],
+        is_open: bool,
+        prefix: ExactPrefix | None,
+        buffer: ExactBuffer | None,
+        padding: torch.Tensor | None,
+    ) -> None:
+        """Takes over what a snapshot held; the counterpart of `scalars` and the stored tensors."""
+        self._length, self._counters = scalars["length"], dict(scalars["counters"])
+        self._shapes = {side: tuple(shape) for side, shape in scalars["shapes"].items()}
+        self.dtype, self.device = getattr(torch, scalars["dtype"]), device
+        self.blocks, self.prefix, self.buffer, self.padding = blocks, prefix, buffer, padding
+        self._open_block = blocks[-1] if is_open else None
+        self.is_initialized = True
+        self.batch_size = next(tensor.shape[0] for _, tensor in self.named_tensors())
