@@ -1,0 +1,294 @@
+"""Several caches on one prompt, side by side: what each writes, how far it strays, what it holds and how fast it is.
+
+Every cache is used twice. Once to generate, with a streamer that notes when each token arrives: the first interval is
+prefill, the next is a warm-up, the median of the others is the time of a decoded token. And once to be scored: the
+prompt fills a fresh cache, the *dense* cache's continuation is fed through it, and its next-token distributions are
+held against the dense ones at the same positions. Two texts that part early say little about how different the caches
+are; distributions over one text do.
+
+`dynamic` always comes first: it is the reference.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from kvcache_plugins.memory import MemoryReport, measure_memory
+
+from .fidelity import cache_factories, cache_stats, continuation_logits, fill_cache, score_logits
+from .report import memory_fields
+
+
+REFERENCE = "dynamic"
+
+# What a peer's cache is known to raise in the middle of a run. The other rows are worth having all the same.
+_CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
+
+
+class TokenTimer(BaseStreamer):
+    """
+    Notes when `generate` delivers the prompt and each token, and hands them on to another streamer, if any.
+
+    Args:
+        inner (`BaseStreamer`, *optional*): Gets everything that this one gets.
+        on_token (`Callable[[], None]`, *optional*): Called at each generated token.
+    """
+
+    def __init__(self, inner: BaseStreamer | None = None, on_token: Callable[[], None] | None = None) -> None:
+        self.inner = inner
+        self.on_token = on_token
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: the prompt first, then token by token."""
+        self.times.append(time.perf_counter())
+        if self.on_token is not None and len(self.times) > 1:
+            self.on_token()
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        """Called by `generate` after the last token."""
+        if self.inner is not None:
+            self.inner.end()
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From the prompt to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Median over the decoded tokens, the first of them left out as a warm-up; `None` when nothing is left."""
+        intervals = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
+        return statistics.median(intervals[1:]) if len(intervals) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """
+    What one `generate` gave.
+
+    Args:
+        token_ids (`tuple[int, ...]`): The new tokens.
+        prefill_seconds (`float`): From the prompt to the first token.
+        seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
+        memory (`MemoryReport`): What the cache held at the end.
+        stats (`dict[str, int]`): Its counters at the end.
+    """
+
+    token_ids: tuple[int, ...]
+    prefill_seconds: float
+    seconds_per_token: float | None
+    memory: MemoryReport
+    stats: dict[str, int]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode speed."""
+        return 1 / self.seconds_per_token if self.seconds_per_token else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonRow:
+    """
+    One cache beside the reference.
+
+    Args:
+        cache (`str`): The name, with options if any.
+        text (`str`): What was generated.
+        generation (`Generation`, *optional*): Tokens, times and bytes; `None` when the cache failed.
+        first_difference (`int`, *optional*): Index of the first token that is not the reference's, if there is one.
+        kl (`float`, *optional*): Mean KL(dense || cache) along the reference's continuation, in nats.
+        error (`str`, *optional*): What the cache raised.
+    """
+
+    cache: str
+    text: str = ""
+    generation: Generation | None = None
+    first_difference: int | None = None
+    kl: float | None = None
+    error: str | None = None
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> torch.Tensor:
+    """Token ids of a prompt, `[num_tokens]`, as the user's turn of the chat template if `chat`."""
+    if chat:
+        if tokenizer.chat_template is None:
+            raise ValueError("`chat` needs a tokenizer with a chat template, and this model's has none")
+        turns = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    token_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids[0]
+    if token_ids.numel() == 0:
+        raise ValueError("The prompt is empty: give at least one token")
+    return token_ids
+
+
+def generate_with(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    seed: int = 42,
+    streamer: BaseStreamer | None = None,
+    on_token: Callable[[], None] | None = None,
+) -> Generation:
+    """
+    Continues a prompt through a cache and times it.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
+        cache (`Cache`): A fresh cache.
+        max_new_tokens (`int`): Tokens to generate at most.
+        temperature (`float`, *optional*): Samples at this temperature; greedy by default.
+        seed (`int`, *optional*, defaults to 42): Random seed.
+        streamer (`BaseStreamer`, *optional*): Shows the text as it comes.
+        on_token (`Callable[[], None]`, *optional*): Called at each new token.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    set_seed(seed)
+    timer = TokenTimer(streamer, on_token)
+    input_ids = token_ids[None].to(model.device)
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=timer,
+        **sampling,
+    )
+    return Generation(
+        token_ids=tuple(output[0, token_ids.numel() :].tolist()),
+        prefill_seconds=timer.prefill_seconds,
+        seconds_per_token=timer.seconds_per_token,
+        memory=measure_memory(cache),
+        stats=cache_stats(cache),
+    )
+
+
+class Comparison:
+    """
+    Caches compared on one prompt, against `dynamic`.
+
+    Args:
+        model (`PreTrainedModel`): The model, in eval mode.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
+        caches (`Sequence[str]`): `name` or `name:key=value,key=value`. A wrong one is a `ValueError` here.
+        max_new_tokens (`int`): Tokens to generate at most.
+        seed (`int`, *optional*, defaults to 42): Random seed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        token_ids: torch.Tensor,
+        caches: Sequence[str],
+        *,
+        max_new_tokens: int,
+        seed: int = 42,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.token_ids = token_ids
+        self.factories = cache_factories(list(dict.fromkeys([REFERENCE, *caches])), model)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+
+    @property
+    def num_steps(self) -> int:
+        """How often `run` announces what it does, if no text ends early."""
+        return len(self.factories) * (1 + self.max_new_tokens)
+
+    def run(self, announce: Callable[[str], None]) -> list[ComparisonRow]:
+        """The rows, `dynamic` first. A cache that fails on the way has a row with its error."""
+        announce(REFERENCE)
+        self._warm_up()
+        reference = self._generate(REFERENCE, announce)
+        continuation = torch.tensor(reference.token_ids)
+        # What follows the last token is nobody's text; a single token has nothing else
+        fed = continuation[: max(1, continuation.numel() - 1)]
+        targets = continuation[-fed.numel() :]
+        dense_logits = self._score(REFERENCE, fed)
+        rows = [self._row(REFERENCE, reference, reference, 0.0)]
+        for name in list(self.factories)[1:]:
+            announce(name)
+            try:
+                generation = self._generate(name, announce)
+                score = score_logits(dense_logits, self._score(name, fed), targets)
+            except _CACHE_FAILURES as error:
+                rows.append(ComparisonRow(cache=name, error=f"{type(error).__name__}: {error}"))
+            else:
+                rows.append(self._row(name, generation, reference, score.mean_kl))
+        return rows
+
+    def _warm_up(self) -> None:
+        # The first forward of a process is slower than any later one; without this the reference would pay for it
+        generate_with(self.model, self.token_ids[:8], self.factories[REFERENCE](), max_new_tokens=2)
+
+    def _generate(self, name: str, announce: Callable[[str], None]) -> Generation:
+        return generate_with(
+            self.model,
+            self.token_ids,
+            self.factories[name](),
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            on_token=lambda: announce(name),
+        )
+
+    def _score(self, name: str, continuation: torch.Tensor) -> torch.Tensor:
+        cache = self.factories[name]()
+        fill_cache(self.model, self.token_ids, cache)
+        return continuation_logits(self.model, continuation, cache)
+
+    def _row(self, name: str, generation: Generation, reference: Generation, kl: float) -> ComparisonRow:
+        return ComparisonRow(
+            cache=name,
+            text=self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            generation=generation,
+            first_difference=first_difference(reference.token_ids, generation.token_ids),
+            kl=kl,
+        )
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
+    if tuple(reference) == tuple(other):
+        return None
+    pairs = enumerate(zip(reference, other, strict=False))
+    return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
+
+
+def row_fields(row: ComparisonRow) -> dict[str, object]:
+    """A row for `compare --json`."""
+    fields: dict[str, object] = {"cache": row.cache, "error": row.error}
+    if row.generation is None:
+        return fields
+    generation = row.generation
+    return {
+        **fields,
+        "text": row.text,
+        "token_ids": list(generation.token_ids),
+        "first_difference": row.first_difference,
+        "kl": row.kl,
+        "memory": memory_fields(generation.memory),
+        "stats": generation.stats,
+        "prefill_seconds": generation.prefill_seconds,
+        "seconds_per_token": generation.seconds_per_token,
+        "tokens_per_second": generation.tokens_per_second,
+    }
