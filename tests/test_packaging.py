@@ -1,0 +1,101 @@
+"""What is on disk, what setup.cfg lists and what the wheel holds are the same thing.
+
+A package that setup.cfg does not list works in an editable install and is silently absent from the wheel.
+"""
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+BUILD_INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "src", "triton_kernels", "eval")
+
+
+def read_setup_cfg() -> tuple[dict[str, Path], set[str]]:
+    """The folder of each mapped package, and the packages listed."""
+    parser = configparser.ConfigParser()
+    parser.read(PROJECT_ROOT / "setup.cfg", encoding="utf-8")
+    lines = (line.split("=") for line in parser["options"]["package_dir"].split("\n") if line)
+    folders = {package.strip(): PROJECT_ROOT / folder.strip() for package, folder in lines}
+    return folders, set(parser["options"]["packages"].split())
+
+
+def modules_on_disk() -> dict[str, Path]:
+    """Where each Python file of the project is found in a wheel, and where it is on disk."""
+    folders, _ = read_setup_cfg()
+    return {
+        "/".join([*package.split("."), *path.relative_to(folder).parts]): path
+        for package, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built once from a copy of the sources: a build leaves folders behind that a later one would pack."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in BUILD_INPUTS:
+        path = PROJECT_ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", target, source]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (path,) = target.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    _, listed = read_setup_cfg()
+    on_disk = {name.rpartition("/")[0].replace("/", ".") for name in modules_on_disk()}
+    assert on_disk == listed
+
+
+def test_every_package_has_an_init() -> None:
+    modules = modules_on_disk()
+    missing = {name.rpartition("/")[0] for name in modules} - {name.removesuffix("/__init__.py") for name in modules}
+    assert missing == set()
+
+
+def test_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed"}
+
+
+def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/top_level.txt"))
+    assert wheel.read(name).decode().split() == ["kvcache_plugins"]
+
+
+def test_wheel_has_the_console_script_and_the_licence(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    assert "kvcache-plugins = kvcache_plugins.cli:app" in wheel.read(name).decode()
+    assert any(name.endswith("/LICENSE") for name in wheel.namelist())
+
+
+def test_wheel_is_importable(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    packages = sorted(read_setup_cfg()[1])
+    code = f"import {', '.join(packages)}; print(kvcache_plugins.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).is_relative_to(tmp_path)
+
+
+def test_top_level_name_of_the_kernels_is_guarded() -> None:
+    """In the repository's root the folder would shadow another project's `triton_kernels`: the mistake is loud."""
+    code = f"import sys; sys.path.insert(0, {str(PROJECT_ROOT)!r}); import triton_kernels"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "ImportError: The top-level name `triton_kernels` belongs to another project" in result.stderr
