@@ -109,7 +109,7 @@ def find_foreign_violations(sources: dict[str, str]) -> list[str]:
 
 
 def find_cycles(sources: dict[str, str]) -> list[str]:
-    """The units that import each other, directly or through others; inside a unit its files may refer to each other."""
+    """The units that import each other, directly or through others; inside a unit files may refer to each other."""
     graph: dict[str, set[str]] = {unit_of(module): set() for module in sources}
     for module, imported in import_graph(sources).items():
         graph[unit_of(module)] |= {unit_of(target) for target in imported} - {unit_of(module)}

