@@ -1,0 +1,211 @@
+"""Checks of `generate` in all its modes: against a plain loop through the same kind of cache, and `DynamicCache`."""
+
+import copy
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from .comparison import distance, require, require_length, require_same_tokens
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, Trace, pick_sampled
+
+
+NUM_NEW = 10
+NUM_BEAMS = 3
+NUM_BEAM_STEPS = 4
+NUM_DRAFTED = 4
+_CONTEXTS = {"a short context": SHORT_CONTEXT, "a long context": LONG_CONTEXT}
+_CHUNK_SIZES = {"a short context": 5, "a long context": 48}
+# A lossy cache has to be nearer to `DynamicCache` than this share of the way to another prompt's history
+_NEARER_THAN = 0.75
+
+
+def check_greedy(subject: Subject) -> None:
+    for context, length in _CONTEXTS.items():
+        prompt = subject.prompt(length, seed=1)
+        cache = subject.make_cache()
+        tokens = subject.generate(cache, prompt, NUM_NEW)
+        require_length(cache, length + NUM_NEW - 1, f"after `generate` in {context}")
+        trace = subject.decode(subject.make_cache(), (prompt,), NUM_NEW)
+        require_same_tokens(tokens, trace.tokens, f"`generate` and a loop of single steps in {context}")
+        if _is_exact(subject, prompt, trace, context):
+            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
+            require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+
+
+def check_sampling(subject: Subject) -> None:
+    _check_sampling(subject, num_sequences=1)
+
+
+def check_num_return_sequences(subject: Subject) -> None:
+    _check_sampling(subject, num_sequences=3)
+
+
+def check_beam_search(subject: Subject) -> None:
+    for context, length in _CONTEXTS.items():
+        prompt = subject.prompt(length, seed=3)
+        tokens = subject.generate(subject.make_cache(), prompt, NUM_BEAM_STEPS, num_beams=NUM_BEAMS)
+        expected = _beams_without_reordering(subject, prompt)
+        require_same_tokens(tokens, expected, f"beam search and beams recomputed at every step in {context}")
+        trace = Trace(tokens, subject.follow(subject.make_cache(), (prompt,), tokens))
+        if _is_exact(subject, prompt, trace, context):
+            expected = subject.generate(subject.make_reference(), prompt, NUM_BEAM_STEPS, num_beams=NUM_BEAMS)
+            require_same_tokens(tokens, expected, f"exact in {context}, but not the beams of `DynamicCache`")
+
+
+def check_prompt_lookup(subject: Subject) -> None:
+    _check_drafting(subject, prompt_lookup_num_tokens=NUM_DRAFTED)
+
+
+def check_assisted(subject: Subject) -> None:
+    _check_drafting(subject, assistant_model=_assistant_of(subject.model))
+
+
+def check_multi_turn(subject: Subject) -> None:
+    for context, length in _CONTEXTS.items():
+        first = subject.prompt(length, seed=5)
+        second = subject.prompt(min(length, LONG_APPEND), seed=6)
+        cache = subject.make_cache()
+        answer = subject.generate(cache, first, NUM_NEW)
+        conversation = torch.cat([first, answer, second], dim=1)
+        tokens = subject.generate(cache, conversation, NUM_NEW)
+        require_length(cache, conversation.shape[1] + NUM_NEW - 1, f"after two turns in {context}")
+
+        looped = subject.make_cache()
+        subject.decode(looped, (first,), NUM_NEW)
+        # The last token of an answer is not in the cache yet
+        trace = subject.decode(looped, (torch.cat([answer[:, -1:], second], dim=1),), NUM_NEW)
+        require_same_tokens(tokens, trace.tokens, f"the second turn and a loop of single steps in {context}")
+        if _is_exact(subject, conversation, trace, context):
+            expected = subject.generate(subject.make_reference(), conversation, NUM_NEW)
+            require_same_tokens(tokens, expected, f"exact in {context}, but not the second turn of `DynamicCache`")
+
+
+def check_chunked_prefill(subject: Subject) -> None:
+    for context, length in _CONTEXTS.items():
+        prompt, chunk_size = subject.prompt(length, seed=7), _CHUNK_SIZES[context]
+        cache = subject.make_cache()
+        tokens = subject.generate(cache, prompt, NUM_NEW, prefill_chunk_size=chunk_size)
+        require_length(cache, length + NUM_NEW - 1, f"after a prefill in chunks in {context}")
+        trace = subject.decode(subject.make_cache(), prompt.split(chunk_size, dim=1), NUM_NEW)
+        require_same_tokens(tokens, trace.tokens, f"`generate` and a loop over chunks and steps in {context}")
+        if _is_exact(subject, prompt, trace, context):
+            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
+            require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+
+
+def _is_exact(subject: Subject, prompts: torch.Tensor, trace: Trace, context: str) -> bool:
+    """
+    Holds a trace after `prompts` against `DynamicCache`: its logits have to resemble, far more than another history's
+    would.
+
+    Returns:
+        `bool`: Whether they agree to rounding, so that the tokens have to be those of `DynamicCache`.
+    """
+    expected = subject.follow(subject.make_reference(), (prompts,), trace.tokens)
+    error = distance(trace.logits, expected)
+    if error <= subject.rounding:
+        return True
+    others = subject.prompt(prompts.shape[1], seed=100).expand_as(prompts)
+    unrelated = subject.follow(subject.make_reference(), (others,), trace.tokens)
+    limit = _NEARER_THAN * distance(unrelated, expected)
+    what = f"the logits in {context} are {error:.2g} away from those of `DynamicCache`"
+    require(error <= limit, f"{what}, at most {limit:.2g} is right")
+    return False
+
+
+def _check_sampling(subject: Subject, num_sequences: int) -> None:
+    options = {"do_sample": True, "top_k": 0, "num_return_sequences": num_sequences}
+    for context, length in _CONTEXTS.items():
+        prompt = subject.prompt(length, seed=2)
+        prompts = prompt.expand(num_sequences, -1)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tokens = subject.generate(subject.make_cache(), prompt, NUM_NEW, **options)
+            torch.manual_seed(0)
+            trace = subject.decode(subject.make_cache(), (prompts,), NUM_NEW, pick_sampled)
+            require_same_tokens(tokens, trace.tokens, f"sampling and a loop of single steps in {context}, same seed")
+            if _is_exact(subject, prompts, trace, context):
+                torch.manual_seed(0)
+                expected = subject.generate(subject.make_reference(), prompt, NUM_NEW, **options)
+                require_same_tokens(tokens, expected, f"exact in {context}, but not the samples of `DynamicCache`")
+
+
+@torch.no_grad()
+def _beams_without_reordering(subject: Subject, prompt: torch.Tensor) -> torch.Tensor:
+    """
+    Beam search that never reorders a cache: at every step all beams are fed again to a fresh one.
+
+    Returns:
+        `torch.Tensor` of shape `[1, NUM_BEAM_STEPS]`: The best beam.
+    """
+    prompts = prompt.expand(NUM_BEAMS, -1)
+    beams = prompts.new_empty(NUM_BEAMS, 0)
+    # All beams begin equal, so that only one of them may be continued
+    scores = torch.tensor([0.0] + [-1e9] * (NUM_BEAMS - 1), device=prompt.device)
+    for _ in range(NUM_BEAM_STEPS):
+        cache = subject.make_cache()
+        logits = subject.feed(cache, prompts)
+        for step in range(beams.shape[1]):
+            logits = subject.feed(cache, beams[:, step : step + 1])
+        continued = scores[:, None] + logits[:, -1].log_softmax(dim=-1)
+        scores, best = continued.flatten().topk(NUM_BEAMS)
+        vocab_size = continued.shape[1]
+        beams = torch.cat([beams[best // vocab_size], (best % vocab_size)[:, None]], dim=1)
+    return beams[:1]
+
+
+def _check_drafting(subject: Subject, **options: object) -> None:
+    """Assisted tokens are those of greedy search: rejected drafts leave no trace in what comes after them."""
+    for context, length in _CONTEXTS.items():
+        # Said twice, so that prompt lookup finds something to draft
+        prompt = subject.prompt(length // 2, seed=4).repeat(1, 2)
+        cache = subject.make_cache()
+        removals = _record_removals(cache)
+        tokens = subject.generate(cache, prompt, NUM_NEW, **options)
+        require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
+        require(any(removals), f"inconclusive: no draft was rejected in {context}, so nothing was rolled back")
+        trace = Trace(tokens, subject.follow(subject.make_cache(), (prompt,), tokens))
+        if _is_exact(subject, prompt, trace, context):
+            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
+            require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+        else:
+            _require_likeliest(subject, prompt, trace, context)
+
+
+def _require_likeliest(subject: Subject, prompt: torch.Tensor, trace: Trace, context: str) -> None:
+    """
+    Tokens of a lossy cache have to be the likeliest ones up to its own error. They need not be those of greedy search:
+    the first forward of assisted generation takes in drafts with the prompt, and both may be compressed together.
+    """
+    dense = subject.follow(subject.make_reference(), (prompt,), trace.tokens)
+    errors = (trace.logits - dense).sub((trace.logits - dense).mean(dim=-1, keepdim=True)).abs().amax(dim=-1)
+    chosen = trace.logits.gather(-1, trace.tokens[..., None]).squeeze(-1)
+    gaps = trace.logits.amax(dim=-1) - chosen
+    step = int((gaps - 2 * errors).argmax())
+    gap, error = gaps.flatten()[step].item(), errors.flatten()[step].item()
+    what = f"the token at step {step} of assisted generation in {context}"
+    require(gap <= 2 * error, f"{what} is {gap:.2g} below the best logit, but the cache errs by {error:.2g}")
+
+
+def _record_removals(cache: Cache) -> list[int]:
+    """A list that fills with what `crop` is called with from now on."""
+    removals: list[int] = []
+    crop = cache.crop
+
+    def recording_crop(tokens_to_remove: int) -> None:
+        removals.append(tokens_to_remove)
+        crop(tokens_to_remove)
+
+    cache.crop = recording_crop  # type: ignore[method-assign]
+    return removals
+
+
+@torch.no_grad()
+def _assistant_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model with noise on its weights, so that some of what it drafts is accepted and some rejected."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in assistant.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.add_(0.1 * parameter.std(correction=0) * noise)
+    return assistant

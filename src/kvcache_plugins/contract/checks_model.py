@@ -1,0 +1,136 @@
+"""Checks of a cache under other models: attention implementations, dtypes, layer types, devices."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.hooks import (  # type: ignore[import-untyped]
+    attach_align_device_hook_on_blocks,
+    remove_hook_from_submodules,
+)
+from transformers import PreTrainedModel
+
+from .checks_batch import check_left_padding, check_reorder
+from .checks_generation import check_greedy, check_prompt_lookup
+from .checks_state import check_lengths, check_reset
+from .comparison import distance, require_close, require_same_tokens
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject
+
+
+NUM_STEPS = 4
+_HYBRID_CHECKS = {
+    "greedy": check_greedy,
+    "prompt lookup": check_prompt_lookup,
+    "reset": check_reset,
+    "reorder": check_reorder,
+    "left padding": check_left_padding,
+    "lengths": check_lengths,
+}
+
+
+def check_eager(subject: Subject) -> None:
+    for length in (SHORT_CONTEXT, LONG_CONTEXT):
+        with _attention("sdpa", subject.model):
+            expected, dense = _logits(subject, length), _logits(subject.dense, length)
+        with _attention("eager", subject.model):
+            logits = _logits(subject, length)
+        # Another implementation rounds otherwise, and a rounding error can turn a code over
+        limit = max(10 * subject.rounding, distance(expected, dense) / 4)
+        require_close(logits, expected, limit, f"`eager` and `sdpa` at {length} tokens")
+
+
+def check_bfloat16(subject: Subject) -> None:
+    _check_dtype(subject, torch.bfloat16)
+
+
+def check_float16(subject: Subject) -> None:
+    _check_dtype(subject, torch.float16)
+
+
+def check_hybrid(subject: Subject) -> None:
+    for name, check in _HYBRID_CHECKS.items():
+        try:
+            check(subject)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def check_device_map(subject: Subject) -> None:
+    prompt, steps = subject.rows(LONG_CONTEXT, 2, seed=92), subject.rows(NUM_STEPS, 2, seed=98)
+    expected = subject.generate(subject.make_cache(), prompt, NUM_STEPS, num_beams=2)
+    logits = subject.feed_each(subject.cache(prompt), steps)
+    with _dispatched(subject.model):
+        tokens = subject.generate(subject.make_cache(), prompt, NUM_STEPS, num_beams=2)
+        dispatched = subject.feed_each(subject.cache(prompt), steps)
+    require_same_tokens(tokens, expected, "with and without a device map")
+    require_close(dispatched, logits, subject.rounding, "with and without a device map")
+
+
+def _logits(subject: Subject, length: int) -> torch.Tensor:
+    """Logits after a prompt, of steps, of several tokens at once, and of steps again."""
+    prompt, more = subject.prompt(length, seed=94), subject.prompt(LONG_APPEND, seed=95)
+    steps = subject.prompt(NUM_STEPS, seed=96)
+    cache = subject.make_cache()
+    parts = [subject.feed(cache, prompt)[:, -1:], subject.feed_each(cache, steps)]
+    parts += [subject.feed(cache, more), subject.feed_each(cache, steps)]
+    return torch.cat(parts, dim=1)
+
+
+def _check_dtype(subject: Subject, dtype: torch.dtype) -> None:
+    """
+    In `dtype` a cache may be as far from `DynamicCache` as it is in the model's own dtype, and as far as
+    `DynamicCache` moves itself.
+    """
+    for length in (SHORT_CONTEXT, LONG_CONTEXT):
+        own, dense = _logits(subject, length), _logits(subject.dense, length)
+        with _dtype(dtype, subject.model):
+            low, dense_low = _logits(subject, length), _logits(subject.dense, length)
+            subject.generate(subject.make_cache(), subject.prompt(length, seed=94), NUM_STEPS)
+        limit = 1.5 * distance(own, dense) + 3 * distance(dense_low, dense) + subject.rounding
+        require_close(low, dense_low, limit, f"{dtype} at {length} tokens, against `DynamicCache`")
+
+
+@contextmanager
+def _attention(implementation: str, model: PreTrainedModel) -> Iterator[None]:
+    """`model` under another attention implementation for a while."""
+    original = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(original)
+
+
+@contextmanager
+def _dtype(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
+    """
+    `model` with its weights in another dtype for a while. It is the model itself, as a cache may have been made for
+    it, and it is bit for bit what it was afterwards.
+    """
+    originals = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in originals:
+        parameter.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in originals:
+            parameter.data = data
+
+
+@contextmanager
+def _dispatched(model: PreTrainedModel) -> Iterator[None]:
+    """`model` with Accelerate's hooks on every block, as `device_map=` attaches them, all on the device it is on."""
+    block_names = model._no_split_modules or []
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in block_names]
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=dict.fromkeys(("", *blocks), model.device),
+        offload=dict.fromkeys(("", *blocks), False),
+        skip_keys=model._skip_keys_device_placement,
+    )
+    model.hf_device_map = dict.fromkeys(blocks, str(model.device))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        remove_hook_from_submodules(model)
+        del model.hf_device_map

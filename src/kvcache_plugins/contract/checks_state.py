@@ -1,0 +1,299 @@
+"""Checks of what a cache remembers: rolling back, starting over, being copied, saved and asked about itself."""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from kvcache_plugins.memory import MemoryReport
+
+from .comparison import distance, require, require_close, require_length
+from .reachable import reachable_bytes
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject
+
+
+NUM_STEPS = 4
+NUM_ROUNDS = 9
+NUM_DRAFTED = 12
+NUM_REJECTED = 4
+NUM_CROPPED = 90
+
+
+@runtime_checkable
+class ReportingCache(Protocol):
+    """A cache that says what it holds and did: this project's addition to the contract of Transformers."""
+
+    def memory(self) -> MemoryReport: ...
+    def stats(self) -> dict[str, int]: ...
+
+
+@runtime_checkable
+class SavableCache(Protocol):
+    """A cache that can be kept on disk: this project's addition to the contract of Transformers."""
+
+    def save(self, path: Path, model: PreTrainedModel) -> object: ...
+    @classmethod
+    def load(cls, path: Path, model: PreTrainedModel) -> Cache: ...
+
+
+def check_crop_recent(subject: Subject) -> None:
+    drafted = subject.prompt(NUM_ROUNDS * NUM_DRAFTED, seed=12).split(NUM_DRAFTED, dim=1)
+    kept = tuple(chunk[:, :-NUM_REJECTED] for chunk in drafted)
+    continuation = subject.prompt(NUM_STEPS, seed=13)
+    for length in (SHORT_CONTEXT, LONG_CONTEXT):
+        prompt = subject.prompt(length, seed=11)
+        cropped = subject.cache(prompt, drafted[0])
+        _crop(cropped, NUM_REJECTED)
+        require_length(cropped, length + kept[0].shape[1], "after crop")
+        expected = subject.feed_each(subject.cache(prompt, kept[0]), continuation)
+        logits = subject.feed_each(cropped, continuation)
+        what = f"{NUM_REJECTED} of {NUM_DRAFTED} tokens after {length} removed, and never seen"
+        require_close(logits, expected, subject.rounding, what)
+        _check_crop_rhythm(subject, prompt, drafted, kept, continuation)
+
+
+def check_crop_prompt(subject: Subject) -> None:
+    prompt, steps = subject.prompt(LONG_CONTEXT, seed=14), subject.prompt(NUM_STEPS, seed=15)
+    continuation, more = subject.prompt(NUM_STEPS, seed=16), subject.prompt(LONG_APPEND, seed=17)
+    # Right after the prompt, as assisted generation does, and far back
+    for history, num_cropped in (((prompt,), NUM_REJECTED), ((prompt, steps), NUM_CROPPED)):
+        left = torch.cat(history, dim=1)[:, :-num_cropped]
+        cropped = subject.cache(*history)
+        _crop(cropped, num_cropped)
+        require_length(cropped, left.shape[1], f"after `crop({-num_cropped})` into the prompt")
+        logits = subject.feed_each(cropped, continuation)
+        _require_like_masked(subject, history, num_cropped, continuation, logits)
+        _require_like_shorter(subject, history, left, continuation, logits)
+        subject.feed(cropped, more)
+        require_length(cropped, left.shape[1] + NUM_STEPS + LONG_APPEND, "after going on from a cropped cache")
+    _crop(cropped, cropped.get_seq_length())
+    require_length(cropped, 0, "after all tokens were cropped")
+    again, expected = (subject.follow(cache, (left,), continuation) for cache in (cropped, subject.make_cache()))
+    require_close(again, expected, subject.rounding, "a cache cropped to nothing and used again, and a fresh one")
+
+
+def check_crop_zero(subject: Subject) -> None:
+    prompt = subject.prompt(LONG_CONTEXT, seed=18)
+    cache, untouched = subject.cache(prompt), subject.cache(prompt)
+    for step in subject.prompt(2 * LONG_APPEND, seed=19).split(10, dim=1):
+        _crop(cache, 0)
+        require_length(cache, untouched.get_seq_length(), "after `crop(0)`")
+        logits, expected = subject.feed(cache, step), subject.feed(untouched, step)
+        require_close(logits, expected, subject.rounding, "with and without `crop(0)` before every forward")
+
+
+def check_crop_positive(subject: Subject) -> None:
+    prompt, steps = subject.prompt(LONG_CONTEXT, seed=20), subject.prompt(NUM_STEPS, seed=21)
+    # Releases of Transformers to which a positive number meant a length make no such demand
+    if not _refuses_positive(subject.dense.cache(prompt)):
+        return
+    cache = subject.cache(prompt)
+    require(_refuses_positive(cache), "`crop(3)` has to raise a ValueError")
+    logits, expected = subject.feed_each(cache, steps), subject.feed_each(subject.cache(prompt), steps)
+    require_close(logits, expected, subject.rounding, "after `crop(3)` was refused")
+
+
+def check_reset(subject: Subject) -> None:
+    cache = subject.cache(subject.rows(LONG_CONTEXT, 2, seed=22), subject.rows(LONG_APPEND, 2, seed=24))
+    # Shorter than the first history and of another batch size, then longer again, then too short to be compressed
+    for num_rows, length in ((1, LONG_CONTEXT - 40), (2, LONG_CONTEXT), (1, SHORT_CONTEXT)):
+        cache.reset()
+        require_length(cache, 0, "after reset")
+        prompt, steps = subject.rows(length, num_rows, seed=25), subject.rows(NUM_STEPS, num_rows, seed=27)
+        logits, expected = (subject.follow(each, (prompt,), steps) for each in (cache, subject.make_cache()))
+        what = f"a reset cache and a fresh one, {num_rows} rows of {length} tokens"
+        require_close(logits, expected, subject.rounding, what)
+
+
+def check_deepcopy(subject: Subject) -> None:
+    prompt = subject.rows(LONG_CONTEXT, 2, seed=29)
+    original = subject.cache(prompt)
+    caches = {"original": original, "copy": copy.deepcopy(original)}
+    direct = {name: subject.cache(prompt) for name in caches}
+    futures = {
+        name: subject.rows(2 * NUM_STEPS + LONG_APPEND, 2, seed) for name, seed in (("original", 31), ("copy", 33))
+    }
+    # In turns, token by token and then many at once: shared storage that is written in place shows up
+    sizes = [1] * NUM_STEPS + [LONG_APPEND] + [1] * NUM_STEPS
+    for pieces in zip(*(future.split(sizes, dim=1) for future in futures.values()), strict=True):
+        for name, piece in zip(caches, pieces, strict=True):
+            logits, expected = subject.feed(caches[name], piece), subject.feed(direct[name], piece)
+            what = f"the {name} after `copy.deepcopy`, and a cache built directly"
+            require_close(logits, expected, subject.rounding, what)
+    length = original.get_seq_length()
+    caches["copy"].reset()
+    require_length(caches["copy"], 0, "the copy after its reset")
+    require_length(original, length, "the original after the reset of its copy")
+    piece = subject.rows(NUM_STEPS, 2, seed=35)
+    logits, expected = subject.feed(original, piece), subject.feed(direct["original"], piece)
+    require_close(logits, expected, subject.rounding, "the original after the reset of its copy")
+
+
+def check_lengths(subject: Subject) -> None:
+    cache = subject.make_cache()
+    returned = _record_returned_lengths(cache)
+    require_length(cache, 0, "before the first forward")
+    num_seen = 0
+    for size in (LONG_CONTEXT, 1, 1, 5, LONG_APPEND, 1, LONG_CONTEXT, 1):
+        announced = [_announced_length(cache, layer_idx, num_seen, size) for layer_idx in range(len(cache.layers))]
+        subject.feed(cache, subject.prompt(size, seed=num_seen))
+        num_seen += size
+        # A cache without a config has no layers before its first forward
+        for layer_idx, expected in enumerate(announced or [num_seen] * len(cache.layers)):
+            message = f"layer {layer_idx} returned {returned[layer_idx]} keys and values, {expected} were announced"
+            require(returned[layer_idx] == (expected, expected), message)
+            _require_layer_length(cache, layer_idx, num_seen)
+    require(cache.is_initialized, "`is_initialized` is False after several forwards")
+
+
+def check_memory(subject: Subject) -> None:
+    cache = subject.make_cache()
+    if not isinstance(cache, ReportingCache):
+        raise NotImplementedError("not supported: the cache has no `memory()` and `stats()`")
+    _require_memory(cache, "when empty")
+    for length in (LONG_CONTEXT, 1, LONG_APPEND, 1):
+        subject.feed(cache, subject.rows(length, 2, seed=36))
+        _require_memory(cache, f"after {cache.get_seq_length()} tokens")
+    stats = cache.stats()
+    require(all(isinstance(count, int) for count in stats.values()), f"`stats()` has to count, but got {stats}")
+    require(any(stats.values()), f"`stats()` shows no sign that the cache was used: {stats}")
+    cache.reset()
+    _require_memory(cache, "after reset")
+
+
+def check_save_load(subject: Subject) -> None:
+    cache = subject.cache(subject.rows(LONG_CONTEXT, 2, seed=37), subject.rows(LONG_APPEND, 2, seed=39))
+    if not isinstance(cache, SavableCache):
+        raise NotImplementedError("not supported: the cache has no `save` and `load`")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        cache.save(path, subject.model)
+        loaded = type(cache).load(path, subject.model)
+    require_length(loaded, cache.get_seq_length(), "after loading")
+    future = subject.rows(2 * NUM_STEPS + LONG_APPEND, 2, seed=41)
+    for piece in future.split([1] * NUM_STEPS + [LONG_APPEND] + [1] * NUM_STEPS, dim=1):
+        logits, expected = subject.feed(loaded, piece), subject.feed(cache, piece)
+        require_close(logits, expected, subject.rounding, "a loaded cache and the one that was saved")
+
+
+def _crop(cache: Cache, num_tokens: int) -> None:
+    """Crops. A cache that cannot has to say so by `is_croppable` as well."""
+    try:
+        cache.crop(-num_tokens)
+    except (NotImplementedError, ValueError) as error:
+        require(not cache.is_croppable, f"`crop({-num_tokens})` raises, but `is_croppable` is True: {error}")
+        raise
+
+
+def _refuses_positive(cache: Cache) -> bool:
+    # A sliding-window layer of Transformers beyond its window has an error of its own
+    refusal = (ValueError, RuntimeError) if any(cache.is_sliding) else ValueError
+    try:
+        cache.crop(3)
+    except refusal:
+        return True
+    return False
+
+
+def _check_crop_rhythm(
+    subject: Subject,
+    prompt: torch.Tensor,
+    drafted: tuple[torch.Tensor, ...],
+    kept: tuple[torch.Tensor, ...],
+    continuation: torch.Tensor,
+) -> None:
+    """The rhythm of speculative decoding, some tokens forward and a few back, until any buffer has overflowed."""
+    cropped, straight = subject.cache(prompt), subject.cache(prompt, *kept)
+    for chunk in drafted:
+        subject.feed(cropped, chunk)
+        _crop(cropped, NUM_REJECTED)
+    require_length(cropped, straight.get_seq_length(), f"after {NUM_ROUNDS} rounds of drafting and rejecting")
+    logits, expected = subject.feed_each(cropped, continuation), subject.feed_each(straight, continuation)
+    dense, uncropped = (
+        subject.feed_each(subject.dense.cache(prompt, *chunks), continuation) for chunks in (kept, drafted)
+    )
+    limit = subject.lossy_limit(noise=distance(expected, dense), control=distance(uncropped, dense))
+    what = f"{NUM_ROUNDS} rounds of drafting and rejecting after {prompt.shape[1]} tokens, and never drafting"
+    require_close(logits, expected, limit, what)
+
+
+def _require_like_masked(
+    subject: Subject,
+    history: tuple[torch.Tensor, ...],
+    num_masked: int,
+    continuation: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """
+    A cropped cache has to go on like one that still holds the tokens but may not look at them. Both attend to the same
+    stored history, so that even a lossy cache can be held to rounding here.
+    """
+    masked = subject.cache(*history)
+    # Sliding windows count what is stored, masked or not
+    if any(masked.is_sliding):
+        return
+    mask = torch.ones_like(torch.cat(history, dim=1))
+    mask[:, -num_masked:] = 0
+    expected = subject.feed_each(masked, continuation, mask)
+    require_close(logits, expected, subject.rounding, "cropped into the prompt, and the same tokens masked")
+
+
+def _require_like_shorter(
+    subject: Subject,
+    history: tuple[torch.Tensor, ...],
+    left: torch.Tensor,
+    continuation: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """A cropped cache has to go on like one that never saw the tokens, as nearly as two compressions agree."""
+    shorter, dense_shorter, whole, dense_whole = (
+        each.feed_each(each.cache(*chunks), continuation)
+        for chunks in ((left,), history)
+        for each in (subject, subject.dense)
+    )
+    noise = max(distance(shorter, dense_shorter), distance(whole, dense_whole))
+    limit = max(subject.rounding, 2 * noise)
+    require_close(logits, shorter, limit, "cropped into the prompt, and never having seen the rest")
+
+
+def _record_returned_lengths(cache: Cache) -> dict[int, tuple[int, int]]:
+    """A dict that fills with the lengths of the keys and values that `update` returns for every layer from now on."""
+    lengths: dict[int, tuple[int, int]] = {}
+    update = cache.update
+
+    def recording_update(
+        key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = update(key_states, value_states, layer_idx, *args, **kwargs)
+        lengths[layer_idx] = (keys.shape[-2], values.shape[-2])
+        return keys, values
+
+    cache.update = recording_update  # type: ignore[method-assign]
+    return lengths
+
+
+def _announced_length(cache: Cache, layer_idx: int, num_seen: int, query_length: int) -> int:
+    """The length that a layer announces to the mask, held against the tokens it has seen."""
+    length, offset = cache.get_mask_sizes(query_length, layer_idx)
+    right = length + offset == num_seen + query_length and (offset == 0 or cache.is_sliding[layer_idx])
+    sizes = f"`get_mask_sizes({query_length})` says {(length, offset)}"
+    require(right, f"layer {layer_idx} has seen {num_seen} tokens, but {sizes}")
+    return length
+
+
+def _require_layer_length(cache: Cache, layer_idx: int, num_seen: int) -> None:
+    length, max_length = cache.get_seq_length(layer_idx), cache.get_max_length(layer_idx)
+    require(length == num_seen, f"`get_seq_length({layer_idx})` says {length}, it should be {num_seen}")
+    roomy = max_length == -1 or max_length >= num_seen or cache.is_sliding[layer_idx]
+    require(roomy, f"`get_max_length({layer_idx})` says {max_length}, but it holds {num_seen} tokens")
+
+
+def _require_memory(cache: ReportingCache, when: str) -> None:
+    report, held = cache.memory(), reachable_bytes(cache)
+    says = f"`memory()` says {report.total_bytes} bytes {report.parts} {when}"
+    require(report.total_bytes == held, f"{says}, but the tensors reachable from the cache have {held}")
+    per_device = sum(report.devices.values())
+    require(per_device == held, f"`memory()` gives {per_device} bytes over all devices {when}, not {held}")

@@ -1,0 +1,198 @@
+"""How the checks drive a model through a cache.
+
+Everything is done through public doors only (the model's forward, `generate`, the methods of `Cache`), so that nothing
+is assumed about how a cache stores what it holds. Three rules make the checks fair to caches that lose precision and
+still able to fail:
+
+- state is compared with *itself*: after an operation the cache must go on like one of the same kind that was built
+  directly, to rounding;
+- where exactness cannot be asked for (a history compressed at other boundaries), the allowed error is made of the
+  cache's own error against `DynamicCache`, and is never more than half of what doing nothing would give;
+- `generate` is compared with a loop of single forwards through the same kind of cache, and with `DynamicCache` token
+  for token wherever the cache turns out to be exact.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .comparison import require
+
+
+CacheMaker = Callable[[], Cache]
+Tokenizer = PreTrainedTokenizerBase | None
+Picker = Callable[[torch.Tensor], torch.Tensor]
+
+SHORT_CONTEXT = 12
+"""Tokens of a prompt that a cache with any exact buffer at all keeps exact."""
+LONG_CONTEXT = 230
+"""Tokens of a prompt that is long enough to be compressed, and no multiple of any group."""
+LONG_APPEND = 70
+"""Tokens that fill a buffer of 64 when appended."""
+
+_TEXT = (
+    "The ship left the harbour before dawn with a cargo of salt, rope and letters. Nobody on the quay could say how "
+    "long she would be gone, but every family had counted the barrels of water, and 41 barrels meant four months at "
+    "sea. In the second week the wind turned north. The captain, who kept two watches and trusted neither, wrote both "
+    "times into the log: 6:12 and 6:19. What he did not write was that the compass drifted, always towards the coast. "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tokens `[batch, steps]` that were picked and logits `[batch, steps, vocabulary]` they were picked from."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def pick_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of every row."""
+    return logits.argmax(dim=-1)
+
+
+def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
+    """A token of every row, drawn as `generate` draws it: reproducible with `torch.manual_seed`."""
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """
+    What a check is run on: a model, and how to make a cache for it.
+
+    Args:
+        model (`PreTrainedModel`): Any decoder.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Prompts are text with it, random tokens without.
+        make_cache (`Callable`): Makes a fresh cache of the kind that is checked.
+        make_reference (`Callable`): Makes a fresh cache that is right by definition, a `DynamicCache`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    make_cache: CacheMaker
+    make_reference: CacheMaker
+
+    @property
+    def dense(self) -> "Subject":
+        """The same with the reference as the cache."""
+        return replace(self, make_cache=self.make_reference)
+
+    @property
+    def rounding(self) -> float:
+        """Distance between logits that rounding may make, in the dtype of the model."""
+        return max(1e-4, 20 * torch.finfo(self.model.dtype).eps)
+
+    def lossy_limit(self, noise: float, control: float) -> float:
+        """
+        Distance that is right where a cache cannot be asked to be exact.
+
+        Args:
+            noise (`float`): The cache's own distance from `DynamicCache`: two such errors may add up.
+            control (`float`): The distance that doing nothing would give: a right cache is nearer than half of it.
+        """
+        return max(self.rounding, min(2 * noise, control / 2))
+
+    def prompt(self, length: int, seed: int) -> torch.Tensor:
+        """A prompt `[1, length]`: text from some place on where there is a tokenizer, random tokens otherwise."""
+        if self.tokenizer is None:
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(1, self._vocab_size, (1, length), generator=generator)
+        else:
+            words = (_TEXT * 2).split()
+            start = (37 * seed) % (len(words) // 2)
+            tokens = self.tokenizer(" ".join(words[start:]), return_tensors="pt").input_ids
+            tokens = tokens.repeat(1, 1 + length // tokens.shape[1])[:, :length]
+        return tokens.to(self.model.device)
+
+    def rows(self, length: int, num_rows: int, seed: int) -> torch.Tensor:
+        """A batch `[num_rows, length]` of different prompts."""
+        return torch.cat([self.prompt(length, seed + row) for row in range(num_rows)])
+
+    @torch.no_grad()
+    def feed(self, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[batch, new tokens, vocabulary]` of one forward. `mask` covers cached and new tokens."""
+        options = {}
+        if mask is not None:
+            position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            options = {"attention_mask": mask, "position_ids": position_ids}
+        logits = self.model(tokens, past_key_values=cache, use_cache=True, **options).logits.float()
+        real = logits if mask is None else logits[mask[:, -tokens.shape[1] :].bool()]
+        require(bool(torch.isfinite(real).all()), "the logits are not finite")
+        return logits
+
+    def feed_each(self, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """As `feed`, one forward a token. Here `mask` covers the cached tokens only."""
+        logits = []
+        for step in range(tokens.shape[1]):
+            mask = _longer(mask)
+            logits.append(self.feed(cache, tokens[:, step : step + 1], mask))
+        return torch.cat(logits, dim=1)
+
+    def cache(self, *chunks: torch.Tensor) -> Cache:
+        """A fresh cache that has seen `chunks`, one forward each, and records the past as if it may be cropped."""
+        cache = self.make_cache()
+        cache.activate_past_recording()
+        for chunk in chunks:
+            self.feed(cache, chunk)
+        return cache
+
+    def decode(
+        self,
+        cache: Cache,
+        chunks: tuple[torch.Tensor, ...],
+        num_new_tokens: int,
+        pick: Picker = pick_greedy,
+        mask: torch.Tensor | None = None,
+    ) -> Trace:
+        """What `generate` should do, as a plain loop: the prompt in `chunks`, then a forward a token."""
+        for chunk in chunks:
+            logits = self.feed(cache, chunk, mask)[:, -1:]
+        tokens, seen = [pick(logits[:, -1])[:, None]], [logits]
+        while len(tokens) < num_new_tokens:
+            mask = _longer(mask)
+            seen.append(self.feed(cache, tokens[-1], mask))
+            tokens.append(pick(seen[-1][:, -1])[:, None])
+        return Trace(torch.cat(tokens, dim=1), torch.cat(seen, dim=1))
+
+    def follow(self, cache: Cache, chunks: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> torch.Tensor:
+        """The logits that `decode` would have picked from, had its picks been `tokens`, two at least."""
+        for chunk in chunks:
+            logits = self.feed(cache, chunk)[:, -1:]
+        return torch.cat([logits, self.feed_each(cache, tokens[:, :-1])], dim=1)
+
+    def generate(self, cache: Cache, tokens: torch.Tensor, num_new_tokens: int, **options: object) -> torch.Tensor:
+        """The new tokens of `model.generate`, the model's own generation config aside: no early end, no warping."""
+        plain = GenerationConfig(
+            do_sample=False,
+            eos_token_id=self._vocab_size,
+            pad_token_id=0,
+            max_new_tokens=num_new_tokens,
+        )
+        options.setdefault("attention_mask", torch.ones_like(tokens))
+        with _generation_config(plain, self.model):
+            output = self.model.generate(tokens, past_key_values=cache, **options)  # type: ignore[operator]
+        return output[:, tokens.shape[1] :]
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+
+def _longer(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """`mask` with one more token to look at."""
+    return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+
+
+@contextmanager
+def _generation_config(config: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
+    """`model` with another generation config for a while."""
+    original = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = original
