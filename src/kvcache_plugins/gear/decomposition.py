@@ -125,7 +125,7 @@ def _low_rank(
     length = missing.shape[3]
     if recent_ratio < 1:
         counts = torch.tensor([[length]], device=missing.device) if valid is None else valid.sum(dim=2)
-        recent = (counts * recent_ratio).ceil().long().clamp(min=1)
+        recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
         is_recent = torch.arange(length, device=missing.device) >= (length - recent)[:, :, None]
         residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
         residual = residual[:, :, :, -int(recent.max()) :]

@@ -19,7 +19,7 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 _TILE_TOKENS = 1024
 
 
-@dataclass
+@dataclass(eq=False)
 class CompressedBlock:
     """
     Keys and values of consecutive tokens, compressed in chunks of equal length.
@@ -199,7 +199,7 @@ class ExactBuffer:
             setattr(self, name, new)
 
 
-@dataclass
+@dataclass(eq=False)
 class ExactPrefix:
     """
     The first tokens of each item, exact: those that a prompt has beyond a whole number of groups.

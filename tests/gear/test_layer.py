@@ -1,0 +1,276 @@
+"""When a GEAR layer compresses what, and that what it attends to is what it holds."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.gear.layer import GEARLayer
+
+
+NUM_HEADS, HEAD_DIM, GROUP = 2, 32, 64
+METHODS = {
+    "gear-4bit": {"nbits": 4},
+    "gear-2bit": {"nbits": 2},
+    "gear-l-2bit": {"nbits": 2, "sparsity": 0},
+    "kivi-2bit": {"nbits": 2, "sparsity": 0, "rank": 0},
+    "per-token-3bit": {"nbits": 3, "backbone": "per-token"},
+    "kcvt-8bit": {"nbits": 8, "rank": 0},
+    "recent": {"nbits": 2, "low_rank_recent_ratio": 0.3},
+    "mixed": {"key_nbits": 4, "value_nbits": 2, "value_sparsity": 0, "key_rank": 0},
+}
+
+
+def make_layer(**options) -> GEARLayer:
+    return GEARCache(**options)._next_layer()
+
+
+def states(batch_size, length, heads=NUM_HEADS, dtype=torch.float32, head_dim=HEAD_DIM):
+    return tuple(torch.randn(batch_size, heads, length, head_dim).to(dtype) for _ in range(2))
+
+
+def prefill(layer, keys, values, padding=None, groups=2):
+    """One attention over a prompt as Transformers calls it; returns its output."""
+    length = keys.shape[2]
+    mask = None
+    if padding is not None:
+        columns = torch.arange(length)
+        mask = (columns >= torch.tensor(padding)[:, None])[:, None, None, :] & torch.ones(
+            length, length, dtype=torch.bool
+        ).tril()
+    lazy_keys, lazy_values = layer.update(keys, values)
+    query = torch.randn(keys.shape[0], keys.shape[1] * groups, length, keys.shape[3]).to(keys.dtype)
+    return F.scaled_dot_product_attention(
+        query, lazy_keys, lazy_values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+
+
+def decode(layer, count, mask=None):
+    for _ in range(count):
+        keys, values = layer.update(*states(layer.batch_size, 1, dtype=layer.dtype))
+        query = torch.randn(layer.batch_size, NUM_HEADS * 2, 1, HEAD_DIM).to(layer.dtype)
+        F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("length", [1, GROUP - 1, GROUP, GROUP + 1, 200, 1024, 1100])
+@pytest.mark.parametrize("method", METHODS)
+def test_prompt_is_compressed_right_after_its_attention(method, length):
+    layer = make_layer(**METHODS[method])
+    prefill(layer, *states(2, length))
+    parts = {part: tensor for part, tensor in layer.named_tensors() if tensor.numel()}
+    if length < GROUP:
+        assert "codes" not in parts
+        assert layer.stats()["tokens_compressed"] == 0
+    else:
+        whole = length - length % GROUP if layer.config.key.backbone == "kivi" else length
+        assert layer.stats()["tokens_compressed"] == whole
+        assert layer.stats()["tokens_exact"] == length - whole
+    assert layer.get_seq_length() == length
+    assert layer.get_mask_sizes(3) == (length + 3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_equals_attention_over_the_dense_states(method, dtype):
+    layer = make_layer(**METHODS[method], residual_length=32)
+    prefill(layer, *states(2, 150, dtype=dtype), padding=[0, 60])
+    decode(layer, 75)
+    for num_queries in (1, 3):
+        keys, values = layer.update(*states(2, num_queries, dtype=dtype))
+        mask = torch.ones(2, 1, num_queries, layer.get_seq_length(), dtype=torch.bool)
+        mask[1, :, :, :60] = False
+        mask[:, :, 0, -1] = num_queries == 1
+        query = torch.randn(2, NUM_HEADS * 2, num_queries, HEAD_DIM).to(dtype)
+        expected = F.scaled_dot_product_attention(
+            query.float(),
+            layer.materialize("keys").float(),
+            layer.materialize("values").float(),
+            attn_mask=mask,
+            enable_gqa=True,
+        )
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert torch.allclose(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padded_rows_equal_the_same_rows_alone(method):
+    lengths = [300, 130, 40]
+    keys, values = states(3, 300)
+    layer = make_layer(**METHODS[method])
+    padding = [300 - length for length in lengths]
+    prefill(layer, keys, values, padding=padding)
+    for side in ("keys", "values"):
+        for item, length in enumerate(lengths):
+            alone = make_layer(**METHODS[method])
+            prefill(alone, keys[item : item + 1, :, -length:], values[item : item + 1, :, -length:])
+            expected = alone.materialize(side)
+            assert torch.allclose(layer.materialize(side)[item : item + 1, :, -length:], expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_changes_no_bit_of_another(method):
+    keys, values = states(2, 300)
+    first, second = make_layer(**METHODS[method]), make_layer(**METHODS[method])
+    prefill(first, keys, values, padding=[0, 100])
+    changed = [side.clone() for side in (keys, values)]
+    for side in changed:
+        side[1] *= 100
+    prefill(second, *changed, padding=[0, 100])
+    for side in ("keys", "values"):
+        assert torch.equal(first.materialize(side)[0], second.materialize(side)[0])
+        assert not torch.equal(first.materialize(side)[1], second.materialize(side)[1])
+
+
+@pytest.mark.parametrize("residual_length", [20, 64])
+@pytest.mark.parametrize("backbone", ["kcvt", "kivi", "per-token"])
+def test_each_token_is_compressed_once_and_history_never_changes(residual_length, backbone):
+    layer = make_layer(nbits=2, backbone=backbone, residual_length=residual_length)
+    prefill(layer, *states(1, 128))
+    before = layer.materialize("keys")[:, :, :100].clone()
+    decode(layer, 5 * residual_length + 1)
+    # Tokens of the prompt that do not fill a group stay exact
+    exact_prefix = 128 % layer.config.token_group if backbone == "kivi" else 0
+    assert layer.stats()["tokens_compressed"] == 128 - exact_prefix + 5 * residual_length
+    assert layer.stats()["chunks_compressed"] == 6
+    assert torch.equal(layer.materialize("keys")[:, :, :100], before)
+
+
+def test_growth_copies_rarely():
+    layer = make_layer(nbits=2, residual_length=16)
+    prefill(layer, *states(1, 64))
+    addresses = set()
+    for _ in range(64 * 16):
+        decode(layer, 1)
+        if len(layer.blocks) > 1:
+            addresses.add(layer.blocks[1].keys.codes.data_ptr())
+    # Capacity doubles: 63 chunks need 7 allocations, not 63
+    assert layer.blocks[1].num_chunks == 63
+    assert layer.blocks[1].keys.num_chunks == 64
+    assert len(addresses) <= 7
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])
+def test_crop_is_as_if_the_tokens_had_not_been(method, count):
+    layer = make_layer(**METHODS[method], residual_length=32)
+    prefill(layer, *states(2, 200), padding=[0, 60])
+    decode(layer, 100)
+    dense = {side: layer.materialize(side) for side in ("keys", "values")}
+    stored = sum(tensor.nbytes for _, tensor in layer.named_tensors())
+    layer.crop(-count)
+    assert layer.get_seq_length() == 300 - count
+    for side, before in dense.items():
+        assert torch.equal(layer.materialize(side), before[:, :, : 300 - count])
+    assert sum(tensor.nbytes for _, tensor in layer.named_tensors()) <= stored
+    if count < 300:
+        after = [tensor.clone() for tensor in states(2, 1)]
+        keys, values = layer.update(*after)
+        assert torch.equal(keys.to_dense()[:, :, -1:], after[0])
+        decode(layer, 70)
+        # Of the 300 tokens the last 4 were still exact, and are compressed only now
+        kept = min(300 - count, 296)
+        assert torch.equal(layer.materialize("keys")[:, :, :kept], dense["keys"][:, :, :kept])
+
+
+def test_rolled_back_update_leaves_no_trace():
+    layer = make_layer(nbits=2, residual_length=32)
+    prefill(layer, *states(1, 128))
+    decode(layer, 30)
+    twin = copy.deepcopy(layer)
+    layer.update(*states(1, 90))
+    layer.crop(-90)
+    torch.manual_seed(1)
+    decode(layer, 50)
+    torch.manual_seed(1)
+    decode(twin, 50)
+    assert torch.equal(layer.materialize("keys"), twin.materialize("keys"))
+    assert layer.stats()["tokens_compressed"] == twin.stats()["tokens_compressed"]
+
+
+def test_long_later_update_is_a_prompt_of_its_own():
+    layer = make_layer(nbits=2)
+    prefill(layer, *states(1, 128))
+    decode(layer, 10)
+    prefill_keys, prefill_values = states(1, 300)
+    keys, values = layer.update(prefill_keys, prefill_values)
+    mask = torch.ones(300, 438, dtype=torch.bool).tril(diagonal=138)[None, None]
+    query = torch.randn(1, 4, 300, HEAD_DIM)
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    assert output.isfinite().all()
+    assert [block.length for block in layer.blocks] == [128, 256]
+    assert layer.buffer.length == 310 - 256
+    decode(layer, 100)
+    assert layer.stats()["tokens_compressed"] == 128 + 256 + 128
+
+
+def test_padding_that_spans_several_updates_enters_no_range():
+    keys, values = states(2, 512)
+    spoiled = [side.clone() for side in (keys, values)]
+    for side in spoiled:
+        side[1, :, :400] *= 1000
+
+    def in_two_updates(keys, values):
+        layer = make_layer(nbits=2)
+        mask = (torch.arange(512) >= torch.tensor([[0], [400]]))[:, None, None, :] & torch.ones(512, 512).bool().tril()
+        for start in (0, 256):
+            new = slice(start, start + 256)
+            lazy = layer.update(keys[:, :, new], values[:, :, new])
+            query = torch.randn(2, 4, 256, HEAD_DIM)
+            F.scaled_dot_product_attention(query, *lazy, attn_mask=mask[:, :, new, : start + 256], enable_gqa=True)
+        return layer.materialize("keys")
+
+    assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_not_a_number_raises_with_the_layer_and_harms_nothing(bad, side):
+    layer = make_layer(nbits=2, residual_length=16)
+    prompt = states(1, 128)
+    prompt[side][0, 1, 70, 3] = bad
+    with pytest.raises(ValueError, match="layer 0.*NaN or infinity"):
+        prefill(layer, *prompt)
+    assert layer.get_seq_length() == 0
+    prefill(layer, *states(1, 128))
+    decode(layer, 10)
+    new = states(1, 6)
+    new[side][0, 0, 2, 0] = bad
+    layer.update(*new)
+    dense = layer.materialize("keys")
+    with pytest.raises(ValueError, match="layer 0.*NaN or infinity"):
+        decode(layer, 1)
+    assert torch.equal(layer.materialize("keys").nan_to_num(), dense.nan_to_num())
+    layer.crop(-6)
+    decode(layer, 30)
+    assert layer.materialize("keys").isfinite().all()
+
+
+def test_not_a_number_in_padding_is_nothing():
+    keys, values = states(2, 128)
+    keys[1, :, :30] = torch.nan
+    layer = make_layer(nbits=2)
+    prefill(layer, keys, values, padding=[0, 30])
+    assert layer.materialize("keys")[1, :, 30:].isfinite().all()
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 1), (80, 3), (96, 2), (128, 8), (256, 1), (8, 5)])
+@pytest.mark.parametrize("backbone", ["kcvt", "kivi", "per-token"])
+def test_head_dims_and_head_counts(head_dim, heads, backbone):
+    layer = make_layer(nbits=3, backbone=backbone)
+    keys, values = states(1, 150, heads=heads, head_dim=head_dim)
+    prefill(layer, keys, values)
+    error = (layer.materialize("keys") - keys).norm() / keys.norm()
+    assert error < 0.2
+
+
+def test_tensors_own_no_more_than_they_show():
+    layer = make_layer(nbits=2)
+    prefill(layer, *states(2, 200), padding=[0, 60])
+    decode(layer, 200)
+    layer.crop(-100)
+    storages = {}
+    for _, tensor in layer.named_tensors():
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(storages.values()) == sum(tensor.nbytes for _, tensor in layer.named_tensors())

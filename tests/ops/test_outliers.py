@@ -1,0 +1,66 @@
+"""Outliers are counted along the axis that is filtered, and no place is chosen twice."""
+
+import pytest
+import torch
+from kvcache_plugins.ops.outliers import index_dtype, num_outliers_per_side, select_key_outliers, select_value_outliers
+
+
+def test_counts_come_from_the_filtered_axis():
+    # The released code takes the count of keys from the channels: 40 a side of 1000 tokens at 4096 channels, instead of 10
+    states = torch.randn(1, 32, 1, 1000, 128)
+    indices, in_use = select_key_outliers(states, None, 0.02)
+    assert indices.shape == (1, 32, 1, 20, 128)
+    assert in_use.all()
+    assert select_value_outliers(states[:, :, :, :3], 0.02).shape == (1, 1, 3, 2 * round(0.01 * 4096))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(64, 1), (1000, 10), (1024, 10), (49, 0), (192, 2)])
+def test_count_is_rounded(length, expected):
+    assert num_outliers_per_side(length, 0.02) == expected
+
+
+def test_keys_are_the_largest_and_smallest_of_each_channel():
+    states = torch.randn(2, 2, 3, 50, 8)
+    indices, _ = select_key_outliers(states, None, 0.08)
+    chosen = states.gather(3, indices).sort(dim=3).values
+    ordered = states.sort(dim=3).values
+    assert torch.equal(chosen, torch.cat([ordered[:, :, :, :2], ordered[:, :, :, -2:]], dim=3))
+
+
+def test_values_are_chosen_over_all_heads():
+    states = torch.zeros(1, 2, 1, 4, 50)
+    states[:, 1, :, 2, 7] = 5
+    states[:, 0, :, 2, 3] = -5
+    indices = select_value_outliers(states, 0.02)
+    assert indices.shape == (1, 1, 4, 2)
+    assert sorted(indices[0, 0, 2].tolist()) == [3, 57]
+
+
+def test_no_place_twice_among_equal_values():
+    indices, _ = select_key_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5)
+    for channel in range(2):
+        assert indices[0, 0, 0, :, channel].unique().numel() == 50
+
+
+def test_short_item_of_a_padded_batch_keeps_its_own_count():
+    states = torch.randn(2, 2, 1, 400, 4)
+    valid = torch.ones(2, 1, 400, dtype=torch.bool)
+    valid[1, 0, :300] = False
+    indices, in_use = select_key_outliers(states, valid, 0.02)
+    alone, _ = select_key_outliers(states[1:, :, :, 300:], None, 0.02)
+    assert in_use.flatten(1).sum(1).tolist() == [8, 2]
+    kept = indices[1:][in_use[1:].expand(1, 2, 1, 8, 4)].view(2, 2, 4)
+    assert torch.equal(kept, alone[0, :, 0] + 300)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(256, torch.uint8), (257, torch.int16), (32768, torch.int16), (32769, torch.int32)]
+)
+def test_smallest_index_type(length, dtype):
+    assert index_dtype(length) == dtype
+    assert torch.tensor(length - 1).to(dtype).item() == length - 1
+
+
+def test_nothing_to_keep():
+    assert select_key_outliers(torch.randn(1, 1, 1, 20, 4), None, 0.02) is None
+    assert select_value_outliers(torch.randn(1, 1, 1, 20, 4), 0.0) is None

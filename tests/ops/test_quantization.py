@@ -1,0 +1,84 @@
+"""Packing is exact; quantization stays within half a step of every value, in every grouping."""
+
+import pytest
+import torch
+from kvcache_plugins.ops.quantization import (
+    SUPPORTED_NBITS,
+    Grouping,
+    dequantize,
+    expand_groups,
+    pack,
+    packed_size,
+    quantize,
+    unpack,
+)
+
+
+GROUPINGS = {
+    "kcvt-keys": Grouping("channel", None),
+    "kivi-keys": Grouping("channel", 8),
+    "per-token": Grouping("token", 4),
+    "kcvt-values": Grouping("token", None),
+}
+
+
+@pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 63, 64, 80, 96, 128, 256])
+def test_packing_is_exact(nbits, head_dim):
+    codes = torch.randint(0, 2**nbits, (2, 3, 5, head_dim), dtype=torch.uint8)
+    packed = pack(codes, nbits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, 5, packed_size(head_dim, nbits))
+    assert torch.equal(unpack(packed, nbits, head_dim), codes)
+
+
+@pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
+def test_packing_wastes_nothing(nbits):
+    assert packed_size(64, nbits) == 64 * nbits // 8
+
+
+@pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_error_is_at_most_half_a_step(nbits, name):
+    grouping = GROUPINGS[name]
+    states = torch.randn(2, 3, 2, 24, 16) * 3 + 1
+    codes, scale, zero = quantize(states, None, nbits, grouping)
+    assert scale.dtype == zero.dtype == torch.float16
+    step = expand_groups(scale, grouping, states.shape).float()
+    error = (dequantize(codes, scale, zero, grouping) - states).abs()
+    # Scale and zero are rounded to float16, which moves the ends of the range a little
+    assert (error <= 0.5 * step + 2e-3 * states.abs().amax()).all()
+    assert codes.max() == 2**nbits - 1
+    assert codes.min() == 0
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_constant_groups_are_exact(name):
+    states = torch.full((1, 2, 1, 8, 8), 0.3).half().float()
+    codes, scale, zero = quantize(states, None, 2, GROUPINGS[name])
+    assert torch.equal(dequantize(codes, scale, zero, GROUPINGS[name]), states)
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_values_left_out_do_not_widen_the_range(name):
+    states = torch.randn(2, 2, 1, 16, 16)
+    keep = torch.ones_like(states, dtype=torch.bool)
+    keep[:, :, :, 3, 5] = False
+    spoiled = states.clone()
+    spoiled[:, :, :, 3, 5] = 1e4
+    _, scale, zero = quantize(states, keep, 3, GROUPINGS[name])
+    _, spoiled_scale, spoiled_zero = quantize(spoiled, keep, 3, GROUPINGS[name])
+    assert torch.equal(scale, spoiled_scale)
+    assert torch.equal(zero, spoiled_zero)
+
+
+def test_group_of_which_nothing_is_kept_is_finite():
+    states = torch.randn(1, 1, 1, 8, 4)
+    keep = torch.zeros_like(states, dtype=torch.bool)
+    codes, scale, zero = quantize(states, keep, 2, GROUPINGS["kivi-keys"])
+    assert dequantize(codes, scale, zero, GROUPINGS["kivi-keys"]).isfinite().all()
+
+
+def test_states_beyond_float16_raise():
+    with pytest.raises(ValueError, match="float16"):
+        quantize(torch.full((1, 1, 1, 8, 4), 1e5), None, 4, GROUPINGS["kivi-keys"])
