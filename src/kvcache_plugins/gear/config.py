@@ -106,6 +106,13 @@ class GEARConfig:
         """Tokens that share a scale in `kivi` keys, and the shortest prompt that is compressed at all."""
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
 
+    def num_compressible(self, num_tokens: int) -> int:
+        """How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them."""
+        group = self.token_group
+        if num_tokens < group:
+            return 0
+        return num_tokens - num_tokens % group if self.key.backbone == "kivi" else num_tokens
+
     def channel_group(self, head_dim: int) -> int:
         """Channels that share a scale where groups lie along channels."""
         return self.q_group_size or largest_divisor(head_dim, _DEFAULT_GROUP_SIZE)

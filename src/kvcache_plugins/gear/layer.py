@@ -12,10 +12,9 @@ import torch
 
 from ..lazy_states import LazyLayer, LazyStates
 from ..ops.attention import OnlineAttention
-from ..ops.compressed_states import CompressedStates
 from ..ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
+from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
-from .decomposition import decompose
 from .storage import CompressedBlock, ExactBuffer, ExactPrefix
 
 
@@ -180,16 +179,13 @@ class GEARLayer(LazyLayer):
             return
         num_chunks = buffer.length // chunk_length
         count = num_chunks * chunk_length
-        start = self._exact_start
-        compressed = self._compress(
-            buffer.keys[:, :, :count], buffer.values[:, :, :count], self._valid_tokens(start, count), num_chunks
-        )
-        block = self._open_block
-        if block is None:
-            self._open_block = CompressedBlock(*compressed, start=start, num_chunks=num_chunks, length=count)
-            self.blocks.append(self._open_block)
+        states = buffer.keys[:, :, :count], buffer.values[:, :, :count]
+        block = self._compress(*states, self._exact_start, num_chunks, is_prompt=False)
+        if self._open_block is None:
+            self._open_block = block
+            self.blocks.append(block)
         else:
-            block.append(*compressed)
+            self._open_block.append(block)
         buffer.drop_first(count, chunk_length)
 
     def settle_prompt(self) -> None:
@@ -200,7 +196,10 @@ class GEARLayer(LazyLayer):
         self._use_given_mask()
         try:
             if is_first:
-                self._compress_first_prompt(keys, values)
+                padding = None if self.padding is None else self.padding.tolist()
+                self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx)
+                for block in self.blocks:
+                    self._count(block)
             else:
                 self._compress_later_prompt(keys, values)
         except ValueError:
@@ -216,52 +215,16 @@ class GEARLayer(LazyLayer):
         elif not self._mask_seen:
             self._counters["prompts_without_mask"] += 1
 
-    def _compress_first_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Splits every item into exact first tokens and whole groups counted back from the end, and compresses those."""
-        batch_size, length = keys.shape[0], keys.shape[2]
-        padding = [0] * batch_size if self.padding is None else self.padding.tolist()
-        compressed_counts = [self._num_compressible(length - pad) for pad in padding]
-        exact_counts = [length - pad - count for pad, count in zip(padding, compressed_counts, strict=True)]
-        span = max(compressed_counts)
-        self._check_finite(keys, values, self._valid_tokens(0, length))
-        blocks = []
-        if span:
-            first_valid = torch.tensor([length - count for count in compressed_counts], device=keys.device)
-            valid = torch.arange(length - span, length, device=keys.device) >= first_valid[:, None]
-            states = keys[:, :, length - span :], values[:, :, length - span :]
-            compressed = self._compress(*states, None if bool(valid.all()) else valid, 1)
-            blocks.append(CompressedBlock(*compressed, start=length - span, num_chunks=1, length=span))
-        num_slots = max(exact_counts)
-        start = torch.tensor(padding, device=keys.device)
-        is_uniform = all(pad == 0 and count == num_slots for pad, count in zip(padding, exact_counts, strict=True))
-        slots = (start[:, None] + torch.arange(num_slots, device=keys.device)).clamp(max=length - 1)
-        exact = (
-            states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-            for states in (keys, values)
-        )
-        count = torch.tensor(exact_counts, device=keys.device)
-        self.prefix = ExactPrefix(*exact, start=start, count=count, is_uniform=is_uniform)
-        self.blocks = blocks
-
     def _compress_later_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compresses a long update together with the buffer before it; tokens beyond a whole number of groups become the buffer."""
         tail = list(self._exact_tail())
         keys, values = (torch.cat([states[side] for states in tail], dim=2) for side in (0, 1))
         start = self._length - keys.shape[2]
-        count = self._num_compressible(keys.shape[2])
-        states = keys[:, :, :count], values[:, :, :count]
-        compressed = self._compress(*states, self._valid_tokens(start, count), 1)
-        self.blocks.append(CompressedBlock(*compressed, start=start, num_chunks=1, length=count))
+        count = self.config.num_compressible(keys.shape[2])
+        self.blocks.append(self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True))
         self.buffer = None
         if count < keys.shape[2]:
             self._append_exact(keys[:, :, count:], values[:, :, count:])
-
-    def _num_compressible(self, num_tokens: int) -> int:
-        """How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them."""
-        group = self.config.token_group
-        if num_tokens < group:
-            return 0
-        return num_tokens - num_tokens % group if self.config.key.backbone == "kivi" else num_tokens
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
@@ -270,43 +233,17 @@ class GEARLayer(LazyLayer):
         return torch.arange(start, start + count, device=self.device) >= self.padding.to(self.device)[:, None]
 
     def _compress(
-        self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, num_chunks: int
-    ) -> tuple[CompressedStates, CompressedStates]:
-        """Both sides of consecutive tokens `[B, H, tokens, D]`, in equal chunks; changes nothing of what is stored."""
-        self._check_finite(keys, values, valid)
-        is_prompt = self._pending is not None
-        config = self.config
-        sides = (
-            (keys, config.key, config.key_grouping(keys.shape[3])),
-            (values, config.value, config.value_grouping(values.shape[3])),
-        )
-        try:
-            compressed = [
-                decompose(
-                    states.unflatten(2, (num_chunks, -1)),
-                    None if valid is None else valid.unflatten(1, (num_chunks, -1)),
-                    side,
-                    grouping,
-                    rank=side.rank if is_prompt else side.decode_rank,
-                    num_iterations=config.num_iterations,
-                    recent_ratio=config.low_rank_recent_ratio if is_prompt else 1.0,
-                )
-                for states, side, grouping in sides
-            ]
-        except ValueError as error:
-            raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        self._counters["tokens_compressed"] += keys.shape[2]
-        self._counters["chunks_compressed"] += num_chunks
-        return compressed[0], compressed[1]
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, num_chunks: int, *, is_prompt: bool
+    ) -> CompressedBlock:
+        """A block of consecutive tokens `[B, H, tokens, D]` from position `start` on; changes nothing of what is stored."""
+        valid = self._valid_tokens(start, keys.shape[2])
+        block = compress_tokens(keys, values, valid, start, num_chunks, self.config, self.layer_idx, is_prompt=is_prompt)
+        self._count(block)
+        return block
 
-    def _check_finite(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
-        for name, states in (("keys", keys), ("values", values)):
-            finite = states.isfinite().all(dim=3).all(dim=1)
-            if not bool((finite if valid is None else finite | ~valid).all()):
-                raise ValueError(
-                    f"layer {self.layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
-                    "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
-                )
+    def _count(self, block: CompressedBlock) -> None:
+        self._counters["tokens_compressed"] += block.length
+        self._counters["chunks_compressed"] += block.num_chunks
 
     def _append_exact(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.buffer is None:

@@ -46,15 +46,15 @@ class CompressedBlock:
         """Whether further chunks may follow, as no crop has cut into the last one."""
         return self.length == self.num_chunks * self.chunk_length
 
-    def append(self, keys: CompressedStates, values: CompressedStates) -> None:
-        """Adds chunks of the same layout behind those in use; capacity doubles when it is exhausted."""
-        new = keys.num_chunks
+    def append(self, block: "CompressedBlock") -> None:
+        """Adds the chunks of a block that follows this one and has its layout; capacity doubles when it is exhausted."""
+        new = block.num_chunks
         if self.num_chunks + new > self.keys.num_chunks:
             capacity = max(2 * self.keys.num_chunks, self.num_chunks + new)
             self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
             self.values = _with_capacity(self.values, self.num_chunks, capacity)
         used = slice(self.num_chunks, self.num_chunks + new)
-        for stored, added in ((self.keys, keys), (self.values, values)):
+        for stored, added in ((self.keys, block.keys), (self.values, block.values)):
             tensors = dict(added.named_tensors())
             for name, tensor in stored.named_tensors():
                 tensor[:, :, used] = tensors[name]

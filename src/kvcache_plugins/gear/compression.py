@@ -1,0 +1,115 @@
+"""From consecutive exact tokens to a compressed block, and how the first prompt is split into exact tokens and whole groups."""
+
+import torch
+
+from .config import GEARConfig
+from .decomposition import decompose
+from .storage import CompressedBlock, ExactPrefix
+
+
+def compress_tokens(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+    start: int,
+    num_chunks: int,
+    config: GEARConfig,
+    layer_idx: int,
+    *,
+    is_prompt: bool,
+) -> CompressedBlock:
+    """
+    Compresses consecutive tokens in chunks of equal length.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states.
+        valid (`torch.Tensor` of shape `[batch_size, tokens]`, bool, *optional*): tokens that are not padding; all by default.
+        start (`int`): position of the first token.
+        num_chunks (`int`): number of chunks.
+        config (`GEARConfig`): options.
+        layer_idx (`int`): named in errors.
+        is_prompt (`bool`): whether the prompt's ranks apply, or those of decoded tokens.
+
+    Raises:
+        ValueError: if states are not finite or exceed float16.
+    """
+    check_finite(keys, values, valid, layer_idx)
+    if valid is not None:
+        valid = valid.unflatten(1, (num_chunks, -1))
+    sides = (
+        (keys, config.key, config.key_grouping(keys.shape[3])),
+        (values, config.value, config.value_grouping(values.shape[3])),
+    )
+    try:
+        compressed_keys, compressed_values = (
+            decompose(
+                states.unflatten(2, (num_chunks, -1)),
+                valid,
+                side,
+                grouping,
+                rank=side.rank if is_prompt else side.decode_rank,
+                num_iterations=config.num_iterations,
+                recent_ratio=config.low_rank_recent_ratio if is_prompt else 1.0,
+            )
+            for states, side, grouping in sides
+        )
+    except ValueError as error:
+        raise ValueError(f"layer {layer_idx}: {error}") from error
+    return CompressedBlock(
+        compressed_keys, compressed_values, start=start, num_chunks=num_chunks, length=keys.shape[2]
+    )
+
+
+def split_first_prompt(
+    keys: torch.Tensor, values: torch.Tensor, padding: list[int] | None, config: GEARConfig, layer_idx: int
+) -> tuple[ExactPrefix, list[CompressedBlock]]:
+    """
+    Splits every item of a left-padded batch into exact first tokens and tokens to compress, and compresses those.
+
+    Items end together, so groups are counted back from the end: a sequence is compressed the same alone and padded.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states of the whole prompt.
+        padding (`list[int]`, *optional*): padding tokens at the start of each item; none by default.
+        config (`GEARConfig`): options.
+        layer_idx (`int`): named in errors.
+
+    Returns:
+        The exact tokens, and one block or none.
+    """
+    batch_size, length, device = keys.shape[0], keys.shape[2], keys.device
+    padding = padding or [0] * batch_size
+    compressed_counts = [config.num_compressible(length - pad) for pad in padding]
+    exact_counts = [length - pad - count for pad, count in zip(padding, compressed_counts, strict=True)]
+    start = torch.tensor(padding, device=device)
+    positions = torch.arange(length, device=device)
+    check_finite(keys, values, positions >= start[:, None], layer_idx)
+    blocks = []
+    first = length - max(compressed_counts)
+    if first < length:
+        first_valid = torch.tensor([length - count for count in compressed_counts], device=device)
+        valid = positions[first:] >= first_valid[:, None]
+        states = keys[:, :, first:], values[:, :, first:]
+        all_valid = min(compressed_counts) == length - first
+        blocks.append(
+            compress_tokens(*states, None if all_valid else valid, first, 1, config, layer_idx, is_prompt=True)
+        )
+    num_slots = max(exact_counts)
+    slots = (start[:, None] + torch.arange(num_slots, device=device)).clamp(max=length - 1)[:, None, :, None]
+    exact_keys, exact_values = (
+        states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
+    )
+    is_uniform = not any(padding) and min(exact_counts) == num_slots
+    count = torch.tensor(exact_counts, device=device)
+    return ExactPrefix(exact_keys, exact_values, start=start, count=count, is_uniform=is_uniform), blocks
+
+
+def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, layer_idx: int) -> None:
+    """Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or infinity."""
+    for name, states in (("keys", keys), ("values", values)):
+        finite = states.isfinite().all(dim=3).all(dim=1)
+        if not bool((finite if valid is None else finite | ~valid).all()):
+            raise ValueError(
+                f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is unharmed, but "
+                "layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
+            )

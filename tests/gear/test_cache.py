@@ -1,0 +1,190 @@
+"""`GEARCache` on whole models: options, layers, bytes, and that nothing dense is ever built under `sdpa`."""
+
+import pytest
+import torch
+from kvcache_plugins import GEARCache, create_cache, list_caches
+from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.memory import reachable_tensors
+from transformers import DynamicCache
+
+
+GEAR_NAMES = list_caches("gear*") + list_caches("k[ic]v*") + list_caches("per-token*")
+
+
+def generate(model, input_ids, cache, **kwargs):
+    kwargs = {"max_new_tokens": 80, "do_sample": False, **kwargs}
+    return model.generate(input_ids, past_key_values=cache, **kwargs)
+
+
+def prompt(model, batch_size=2, length=200):
+    return torch.randint(3, model.config.vocab_size, (batch_size, length))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nbits": 5}, "nbits.*2, 3, 4, 8.*5"),
+        ({"key_nbits": 1}, "key_nbits.*2, 3, 4, 8"),
+        ({"backbone": "kvit"}, "backbone.*kcvt.*kivi.*per-token.*kvit"),
+        ({"value_backbone": "x"}, "value_backbone.*kcvt"),
+        ({"sparsity": 1.0}, r"sparsity.*\[0, 1\)"),
+        ({"value_sparsity": -0.1}, "value_sparsity"),
+        ({"rank": -1}, "rank.*at least 0"),
+        ({"rank": 65}, "rank.*at most 64"),
+        ({"decode_rank": 21, "residual_length": 20}, "decode_rank.*at most 20"),
+        ({"residual_length": 0}, "residual_length.*at least 1"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
+        ({"q_group_size": 0}, "q_group_size"),
+        ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
+    ],
+)
+def test_options_out_of_range_are_named_with_what_is_accepted(options, message):
+    with pytest.raises(ValueError, match=message):
+        GEARCache(**options)
+
+
+def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
+    with pytest.raises(ValueError, match="rank.*head dimension, 32.*33"):
+        GEARCache(tiny_llama.config, rank=33)
+    with pytest.raises(ValueError, match=r"q_group_size.*head dimension, 32.*64.*\[1, 2, 4, 8, 16, 32\]"):
+        GEARCache(tiny_llama.config, nbits=2, q_group_size=64)
+    # Without the config they are found out at the first update, before anything is stored
+    cache = GEARCache(nbits=2, q_group_size=64)
+    with pytest.raises(ValueError, match="q_group_size"):
+        tiny_llama(prompt(tiny_llama), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_unknown_options_and_presets_are_refused(tiny_llama):
+    with pytest.raises(ValueError, match="nbit.*nbits"):
+        create_cache("gear", tiny_llama, nbit=2)
+    with pytest.raises(ValueError, match="gear-3bits.*gear-2bit"):
+        create_cache("gear-3bits")
+
+
+def test_config_without_full_attention_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="full_attention.*sliding_attention"):
+        GEARCache(tiny_model("mistral-sliding").config)
+
+
+def test_hybrid_models_keep_their_own_layers(tiny_model):
+    model = tiny_model("gemma3-hybrid")
+    cache = GEARCache(model.config, nbits=8)
+    own = DynamicCache(config=model.config)
+    assert [isinstance(layer, GEARLayer) for layer in cache.layers] == [False, True, False, True]
+    assert [type(layer) for layer in cache.layers[::2]] == [type(layer) for layer in own.layers[::2]]
+    input_ids = prompt(model)
+    assert torch.equal(generate(model, input_ids, cache), generate(model, input_ids, own))
+    assert cache.stats()["layers_compressing"] == 2
+
+
+@pytest.mark.parametrize("name", GEAR_NAMES)
+def test_memory_is_the_sum_of_all_reachable_tensors(tiny_llama, name):
+    cache = create_cache(name, tiny_llama)
+    generate(tiny_llama, prompt(tiny_llama), cache)
+    report = cache.memory()
+    tensors = list(reachable_tensors(cache))
+    assert report.total_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert sum(report.devices.values()) == report.total_bytes
+    # Nothing stands behind a view that is not counted
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(storages.values()) == report.total_bytes
+    config = tiny_llama.config
+    expected = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * cache.get_seq_length()
+    assert report.num_values == expected
+    assert report.dense_bytes == 4 * expected
+    assert report.kv_percent == pytest.approx(100 * report.total_bytes / (2 * expected))
+
+
+def test_switches_change_the_bytes_and_the_logits(tiny_llama):
+    """A method whose parts make no difference was the commonest complaint about the released code."""
+    input_ids = prompt(tiny_llama, length=256)
+    logits, sizes = {}, {}
+    for name in ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "per-token-2bit"):
+        cache = create_cache(name, tiny_llama)
+        tiny_llama(input_ids[:, :-1], past_key_values=cache)
+        sizes[name] = cache.memory().parts
+        logits[name] = tiny_llama(input_ids[:, -1:], past_key_values=cache).logits
+    names = list(logits)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            assert not torch.equal(logits[first], logits[second])
+    assert "outliers" not in sizes["gear-l-2bit"]
+    assert "low_rank" not in sizes["kivi-2bit"]
+    assert sizes["gear-4bit"]["codes"] == 2 * sizes["gear-2bit"]["codes"] * 255 // 192
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
+    model = tiny_model(architecture)
+    input_ids = prompt(model)
+    mask = torch.ones_like(input_ids)
+    if padded:
+        mask[1, :70] = 0
+    cache = GEARCache(model.config, nbits=8)
+    output = generate(model, input_ids, cache, attention_mask=mask)
+    stats = cache.stats()
+    assert stats["dense_reads"] == 0
+    assert stats["attend_calls"] == 2 * 79
+    assert stats["prompts_without_mask"] == 0
+    assert stats["layers_compressing"] == 2
+    # The same cache read dense by the model's own eager attention
+    model.set_attn_implementation("eager")
+    dense = GEARCache(model.config, nbits=8, attention_mask=mask)
+    assert torch.equal(output, generate(model, input_ids, dense, attention_mask=mask))
+    assert dense.stats()["attend_calls"] == 0
+
+
+def test_eager_attention_reads_dense_and_says_so(tiny_model):
+    model = tiny_model("llama", attn_implementation="eager")
+    cache = GEARCache(model.config, nbits=2)
+    input_ids = prompt(model)
+    output = generate(model, input_ids, cache)
+    stats = cache.stats()
+    assert stats["dense_reads"] == 2 * 2 * 80
+    assert stats["prompts_without_mask"] == 2
+    lazy = GEARCache(model.config, nbits=2)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(output, generate(model, input_ids, lazy))
+
+
+def test_eager_attention_can_be_told_the_padding(tiny_model):
+    model = tiny_model("llama", attn_implementation="eager")
+    input_ids = prompt(model)
+    mask = torch.ones_like(input_ids)
+    mask[1, :70] = 0
+    cache = GEARCache(model.config, nbits=2, attention_mask=mask)
+    generate(model, input_ids, cache, attention_mask=mask)
+    model.set_attn_implementation("sdpa")
+    seen = GEARCache(model.config, nbits=2)
+    generate(model, input_ids, seen, attention_mask=mask)
+    for told, shown in zip(cache.layers, seen.layers, strict=True):
+        assert torch.allclose(told.materialize("keys"), shown.materialize("keys"), atol=1e-3)
+
+
+def test_compiled_model_generates_the_same(tiny_llama):
+    input_ids = prompt(tiny_llama, length=100)
+    expected = generate(tiny_llama, input_ids, GEARCache(nbits=2), max_new_tokens=8)
+    compiled = torch.compile(tiny_llama, backend="eager")
+    assert torch.equal(generate(compiled, input_ids, GEARCache(nbits=2), max_new_tokens=8), expected)
+
+
+def test_without_config_every_layer_is_compressed(tiny_llama):
+    cache = GEARCache()
+    generate(tiny_llama, prompt(tiny_llama), cache)
+    assert cache.stats()["layers_compressing"] == 2
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.memory().total_bytes == 0
+    assert cache.stats()["tokens_compressed"] == 0
+
+
+def test_gradients_flow_through_the_exact_prompt(tiny_llama):
+    input_ids = prompt(tiny_llama, length=100)
+    tiny_llama(input_ids, past_key_values=GEARCache(nbits=2)).logits.sum().backward()
+    gradient = tiny_llama.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    tiny_llama.zero_grad()
+    tiny_llama(input_ids, use_cache=False).logits.sum().backward()
+    assert torch.allclose(gradient, tiny_llama.model.layers[0].self_attn.k_proj.weight.grad, rtol=1e-3, atol=1e-4)
