@@ -1,13 +1,14 @@
-"""Lazy states report what dense ones would, attend without becoming dense, and are right for whatever else reads them."""
+"""Lazy states report what dense ones would, attend without becoming dense, and are right for any other reader."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import repeat_kv
+
 from kvcache_plugins import GEARCache
 from kvcache_plugins.lazy_states import LazyStates
-from transformers.integrations.sdpa_attention import repeat_kv
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """The seam between caches and attention: states that stay lazy until attention asks for them.
 
-`Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back dense
-tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device but only refers
-to its layer.
+`Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back
+dense tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device
+but only refers to its layer.
 
 - Given to `torch.nn.functional.scaled_dot_product_attention`, it calls the layer's `attend`: nothing is made dense.
-- The three steps by which Transformers repeats grouped key/value heads (index with `None`, expand, reshape) are carried along as a view.
+- The three steps by which Transformers repeats grouped key/value heads (index with `None`, expand, reshape) are
+  carried along as a view.
 - Anything else (eager or flash attention, a user's own code) gets the dense tensor: right, and slower.
 
 `LazyLayer` is the base of every layer that works this way.
@@ -29,12 +30,14 @@ _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 class LazyStates(torch.Tensor):
     """
-    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, that become dense only when something needs them to.
+    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, that become dense only when something
+    needs them to.
 
     Attributes:
         layer (`LazyLayer`): the layer they belong to.
         side (`str`): `"keys"` or `"values"`.
-        exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its compression).
+        exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
+            compression).
         num_repeats (`int`): how many query heads each head has been expanded to.
     """
 
@@ -140,7 +143,9 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise."""
+    """
+    The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
+    """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     same_layer = isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.layer is value.layer
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
@@ -213,7 +218,8 @@ class LazyLayer(CacheLayerMixin):
     """
     Base of the layers that hand out `LazyStates`.
 
-    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and lists its tensors once
+    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
+        lists its tensors once
     (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow from that.
     """
 
@@ -247,7 +253,9 @@ class LazyLayer(CacheLayerMixin):
 
     @abstractmethod
     def materialize(self, side: str) -> torch.Tensor:
-        """All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
+        """
+        All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype.
+        """
 
     @abstractmethod
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -270,7 +278,10 @@ class LazyLayer(CacheLayerMixin):
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
 
     def on_exact_attention(self, attn_mask: torch.Tensor | None) -> None:
-        """Called after attention over exact states that `update` handed out: the place to compress them, the mask being known."""
+        """
+        Called after attention over exact states that `update` handed out: the place to compress them, the mask being
+        known.
+        """
 
     def on_dense_read(self, side: str) -> None:
         """Called when something other than attention has made one side dense."""

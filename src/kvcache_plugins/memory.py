@@ -17,7 +17,8 @@ class MemoryReport:
     What a cache holds.
 
     Attributes:
-        parts (`dict[str, int]`): bytes per part (`codes`, `scales`, `low_rank`, `outliers`, `residual`, `spare`, `dense`, ...).
+        parts (`dict[str, int]`): bytes per part (`codes`, `scales`, `low_rank`, `outliers`, `residual`, `spare`,
+            `dense`, ...).
         devices (`dict[str, int]`): bytes per device.
         dense_bytes (`int`): bytes that `DynamicCache` would hold of the same tokens in the same dtype.
         num_values (`int`): key and value numbers that those tokens have.
@@ -40,7 +41,9 @@ class MemoryReport:
 
     @property
     def kv_percent(self) -> float:
-        """Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200)."""
+        """
+        Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200).
+        """
         return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
 
     @property
@@ -55,8 +58,9 @@ def measure_memory(cache: Cache) -> MemoryReport:
 
     Args:
         cache (`Cache`):
-            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their parts; of others every
-            reachable tensor is counted, once, as `dense` or, where the layer quantizes, as `quantized`.
+            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
+            parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
+            `quantized`.
     """
     parts: Counter[str] = Counter()
     devices: Counter[str] = Counter()
@@ -84,11 +88,18 @@ class ReportingMixin:
         layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
         lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]
         quantized = [layer.get_seq_length() for layer in layers if getattr(layer, "_quantized_keys", None) is not None]
-        return {"num_layers": len(layers), "tokens_cached": max(lengths, default=0), "layers_quantized": len(quantized)}
+        return {
+            "num_layers": len(layers),
+            "tokens_cached": max(lengths, default=0),
+            "layers_quantized": len(quantized),
+        }
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once each."""
+    """
+    Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once
+    each.
+    """
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -113,7 +124,11 @@ def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    quantized = {id(tensor) for name in ("_quantized_keys", "_quantized_values") for tensor in reachable_tensors(getattr(layer, name, None))}
+    quantized = {
+        id(tensor)
+        for name in ("_quantized_keys", "_quantized_values")
+        for tensor in reachable_tensors(getattr(layer, name, None))
+    }
     for tensor in reachable_tensors(layer):
         yield ("quantized" if id(tensor) in quantized else "dense"), tensor
 
@@ -124,7 +139,9 @@ def _dense_equivalent(layer: object, named: list[tuple[str, torch.Tensor]]) -> t
         return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
     quantized_keys = getattr(layer, "_quantized_keys", None)
     if quantized_keys is not None:
-        per_token = sum(_quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values"))
+        per_token = sum(
+            _quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values")
+        )
         return per_token * layer.get_seq_length(), layer.dtype.itemsize
     stored = [tensor for _, tensor in named if tensor.is_floating_point()]
     numbers = sum(tensor.numel() for tensor in stored)
@@ -132,7 +149,10 @@ def _dense_equivalent(layer: object, named: list[tuple[str, torch.Tensor]]) -> t
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple) -> int:
-    """Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq, fp8)."""
+    """
+    Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
+    fp8).
+    """
     shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
     if isinstance(states, tuple) and isinstance(states[1], dict):
         shape = states[1]["shape"]

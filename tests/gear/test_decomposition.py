@@ -1,12 +1,11 @@
-"""Each part of the decomposition lowers the error of every head and item; outliers are exact; padding does not matter."""
+"""Each part of the decomposition lowers the error of each head and item; outliers are exact; padding does not matter."""
 
 import pytest
 import torch
+
 from kvcache_plugins.gear.config import SideConfig
 from kvcache_plugins.gear.decomposition import decompose
 from kvcache_plugins.ops.quantization import Grouping
-
-
 
 
 def side_config(side, nbits=2, sparsity=0.02, rank=4):
@@ -69,9 +68,7 @@ def test_padding_changes_nothing(side, backbone, recent_ratio):
     config = side_config(side, sparsity=0.05)
     kwargs = {"config": config, "grouping": GROUPINGS[side, backbone], "recent_ratio": recent_ratio}
     _, alone = reconstruct(states, **kwargs)
-    _, batch = reconstruct(
-        torch.cat([other, padded]), valid=torch.cat([torch.ones_like(valid), valid]), **kwargs
-    )
+    _, batch = reconstruct(torch.cat([other, padded]), valid=torch.cat([torch.ones_like(valid), valid]), **kwargs)
     assert torch.allclose(batch[1:, :, :, 160:], alone, atol=1e-3)
     # The result of the whole item is not touched by what the other row holds, to the last bit
     _, batch_with_zeros = reconstruct(

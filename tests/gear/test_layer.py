@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.layer import GEARLayer
 

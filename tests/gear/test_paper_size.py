@@ -1,6 +1,7 @@
 """The published sizes, from the published formula, over the three data sets of the paper's table 1."""
 
 import pytest
+
 from kvcache_plugins.gear.paper_size import paper_kv_percent
 
 

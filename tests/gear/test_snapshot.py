@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from kvcache_plugins import GEARCache, create_cache
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from kvcache_plugins import GEARCache, create_cache
 
 
 def filled(model, name="gear-2bit", **options):
@@ -14,9 +15,7 @@ def filled(model, name="gear-2bit", **options):
     input_ids = torch.randint(3, 128, (2, 150))
     mask = torch.ones_like(input_ids)
     mask[1, :40] = 0
-    tokens = model.generate(
-        input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=100, do_sample=False
-    )
+    tokens = model.generate(input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=100, do_sample=False)
     return cache, tokens, torch.cat([mask, torch.ones(2, 100, dtype=mask.dtype)], dim=1)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kvcache_plugins.ops.attention import OnlineAttention
 from kvcache_plugins.ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
 

@@ -1,6 +1,7 @@
 """Power iteration comes close to the singular value decomposition, and does not see padding."""
 
 import torch
+
 from kvcache_plugins.ops.low_rank import orthonormalize, power_iteration
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+
 from kvcache_plugins.ops.outliers import index_dtype, num_outliers_per_side, select_key_outliers, select_value_outliers
 
 
 def test_counts_come_from_the_filtered_axis():
-    # The released code takes the count of keys from the channels: 40 a side of 1000 tokens at 4096 channels, instead of 10
+    # The released code takes the count of keys from the channels: 40 a side of 1000 tokens at 4096 channels, instead
+    # of 10
     states = torch.randn(1, 32, 1, 1000, 128)
     indices, in_use = select_key_outliers(states, None, 0.02)
     assert indices.shape == (1, 32, 1, 20, 128)

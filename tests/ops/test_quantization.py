@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvcache_plugins.ops.quantization import (
     SUPPORTED_NBITS,
     Grouping,

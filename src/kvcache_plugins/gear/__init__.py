@@ -4,7 +4,8 @@ import inspect
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..registry import get_config, register_cache
+from kvcache_plugins.registry import get_config, register_cache
+
 from .cache import GEARCache
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..memory import ReportingMixin
+from kvcache_plugins.memory import ReportingMixin
+
 from .config import GEARConfig
 from .layer import GEARLayer
 
@@ -33,32 +34,36 @@ _BOUNDED_LAYER_TYPES = {
 
 class GEARCache(ReportingMixin, Cache):
     """
-    A cache that stores keys and values as a quantized backbone, a low-rank correction and sparse outliers, really packed.
+    A cache that stores keys and values as a quantized backbone, a low-rank correction and sparse outliers, really
+    packed.
 
     Implements [GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
-    LLM](https://huggingface.co/papers/2403.05527). The prompt is compressed right after its attention, decoded tokens in chunks; nothing
-    is compressed twice. Under `sdpa` attention the cache is read tile by tile and never made dense; under any other implementation it is
-    made dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
+    LLM](https://huggingface.co/papers/2403.05527). The prompt is compressed right after its attention, decoded tokens
+    in chunks; nothing is compressed twice. Under `sdpa` attention the cache is read tile by tile and never made dense;
+    under any other implementation it is made dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors
+    and outliers in float16.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         config (`PreTrainedConfig`, *optional*):
-            The config of the model. With it, sliding-window and other bounded layers stay Transformers' own and only full-attention layers
-            are compressed; without it, every layer is compressed.
+            The config of the model. With it, sliding-window and other bounded layers stay Transformers' own and only
+            full-attention layers are compressed; without it, every layer is compressed.
         nbits (`int`, *optional*, defaults to 4):
             Bits a code: 2, 3, 4 or 8.
         backbone (`str`, *optional*):
-            How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in groups of
-            `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits and more and to `"kivi"` below.
+            How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same
+            in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits
+            and more and to `"kivi"` below.
         q_group_size (`int`, *optional*):
-            Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64, or where that does not
-            divide the head dimension (values) or `residual_length` (keys), to the largest divisor below it.
+            Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
+            or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
+            divisor below it.
         residual_length (`int`, *optional*, defaults to 64):
             Decoded tokens that wait in exact form until they are compressed as one chunk.
         sparsity (`float`, *optional*, defaults to 0.02):
-            Share of the values kept as outliers, half of it the largest and half the smallest, per channel of keys and per token of values.
-            0 is GEAR-L.
+            Share of the values kept as outliers, half of it the largest and half the smallest, per channel of keys and
+            per token of values. 0 is GEAR-L.
         rank (`int`, *optional*, defaults to 4):
             Rank of the prompt's low-rank correction, per head. 0 is the quantized backbone with outliers only.
         decode_rank (`int`, *optional*):
@@ -68,12 +73,15 @@ class GEARCache(ReportingMixin, Cache):
         low_rank_recent_ratio (`float`, *optional*, defaults to 1.0):
             Share of the prompt, its most recent tokens, that has a low-rank correction.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            Padding of the prompt, needed for batches of unequal length under attention implementations other than `sdpa`.
-        key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity, value_rank, value_decode_rank (*optional*):
+            Padding of the prompt, needed for batches of unequal length under attention implementations other than
+            `sdpa`.
+        key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity,
+        value_rank, value_decode_rank (*optional*):
             The same options for keys or values alone.
 
     Raises:
-        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that cannot be compressed.
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
+        cannot be compressed.
 
     Example:
 
@@ -175,10 +183,11 @@ class GEARCache(ReportingMixin, Cache):
         Counters over all GEAR layers.
 
         Returns:
-            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk; `tokens_cached` (tokens of the
-            sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once, however many items the batch has),
-            `chunks_compressed`, `attend_calls` (attentions over compressed states), `dense_reads` (times a side of a layer was made dense for
-            something other than `sdpa`) and `prompts_without_mask` (prompts compressed without having seen a mask).
+            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk;
+            `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
+            (each token once, however many items the batch has), `chunks_compressed`, `attend_calls` (attentions over
+            compressed states), `dense_reads` (times a side of a layer was made dense for something other than `sdpa`)
+            and `prompts_without_mask` (prompts compressed without having seen a mask).
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer)]
         total: Counter[str] = Counter()

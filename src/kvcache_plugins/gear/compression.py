@@ -1,4 +1,5 @@
-"""From consecutive exact tokens to a compressed block, and how the first prompt is split into exact tokens and whole groups."""
+"""From consecutive exact tokens to a compressed block, and how the first prompt is split into exact tokens and whole
+groups."""
 
 import torch
 
@@ -23,7 +24,8 @@ def compress_tokens(
 
     Args:
         keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states.
-        valid (`torch.Tensor` of shape `[batch_size, tokens]`, bool, *optional*): tokens that are not padding; all by default.
+        valid (`torch.Tensor` of shape `[batch_size, tokens]`, bool, *optional*): tokens that are not padding; all by
+            default.
         start (`int`): position of the first token.
         num_chunks (`int`): number of chunks.
         config (`GEARConfig`): options.
@@ -69,7 +71,8 @@ def split_first_prompt(
     Items end together, so groups are counted back from the end: a sequence is compressed the same alone and padded.
 
     Args:
-        keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states of the whole prompt.
+        keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states of the whole
+            prompt.
         padding (`list[int]`, *optional*): padding tokens at the start of each item; none by default.
         config (`GEARConfig`): options.
         layer_idx (`int`): named in errors.
@@ -105,11 +108,14 @@ def split_first_prompt(
 
 
 def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, layer_idx: int) -> None:
-    """Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or infinity."""
+    """
+    Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or
+    infinity.
+    """
     for name, states in (("keys", keys), ("values", values)):
         finite = states.isfinite().all(dim=3).all(dim=1)
         if not bool((finite if valid is None else finite | ~valid).all()):
             raise ValueError(
-                f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is unharmed, but "
-                "layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
+                f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
+                "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
             )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..ops.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
 
 
 BACKBONES = ("kcvt", "kivi", "per-token")
@@ -28,7 +28,9 @@ class SideConfig:
 
     def __post_init__(self) -> None:
         if self.nbits not in SUPPORTED_NBITS:
-            raise ValueError(f"`{self.side}_nbits`/`nbits` has to be one of {list(SUPPORTED_NBITS)} but got {self.nbits}")
+            raise ValueError(
+                f"`{self.side}_nbits`/`nbits` has to be one of {list(SUPPORTED_NBITS)} but got {self.nbits}"
+            )
         if self.backbone not in BACKBONES:
             raise ValueError(
                 f"`{self.side}_backbone`/`backbone` has to be one of {list(BACKBONES)} but got {self.backbone!r}"
@@ -63,16 +65,16 @@ class GEARConfig:
             raise ValueError(f"`low_rank_recent_ratio` has to be in (0, 1] but got {self.low_rank_recent_ratio}")
         if self.key.backbone == "kivi" and group_size is not None and self.residual_length % group_size != 0:
             raise ValueError(
-                f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the `kivi` backbone, "
-                f"but got {group_size}; accepted: the divisors of {self.residual_length}"
+                f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the `kivi` "
+                f"backbone, but got {group_size}; accepted: the divisors of {self.residual_length}"
             )
         for side in (self.key, self.value):
             limits = (("rank", side.rank, self.token_group), ("decode_rank", side.decode_rank, self.residual_length))
             for name, value, limit in limits:
                 if value > limit:
                     raise ValueError(
-                        f"`{side.side}_{name}`/`{name}` has to be at most {limit}, the fewest tokens compressed at once, "
-                        f"but got {value}"
+                        f"`{side.side}_{name}`/`{name}` has to be at most {limit}, the fewest tokens compressed "
+                        f"at once, but got {value}"
                     )
 
     @classmethod
@@ -88,13 +90,24 @@ class GEARConfig:
         value_overrides: dict[str, int | float | str | None],
         **shared: int | float | None,
     ) -> "GEARConfig":
-        """Builds the config from the flat options of `GEARCache`; an override that is `None` falls back to the shared option."""
+        """
+        Builds the config from the flat options of `GEARCache`; an override that is `None` falls back to the shared
+        option.
+        """
 
         def side(name: str, overrides: dict[str, int | float | str | None]) -> SideConfig:
-            options = {"nbits": nbits, "backbone": backbone, "sparsity": sparsity, "rank": rank, "decode_rank": decode_rank}
+            options = {
+                "nbits": nbits,
+                "backbone": backbone,
+                "sparsity": sparsity,
+                "rank": rank,
+                "decode_rank": decode_rank,
+            }
             options |= {option: value for option, value in overrides.items() if value is not None}
             if options["backbone"] is None:
-                options["backbone"] = "kcvt" if options["nbits"] in SUPPORTED_NBITS and options["nbits"] >= 4 else "kivi"
+                options["backbone"] = (
+                    "kcvt" if options["nbits"] in SUPPORTED_NBITS and options["nbits"] >= 4 else "kivi"
+                )
             if options["decode_rank"] is None:
                 options["decode_rank"] = min(_DEFAULT_DECODE_RANK, options["rank"])
             return SideConfig(side=name, **options)
@@ -107,7 +120,9 @@ class GEARConfig:
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
 
     def num_compressible(self, num_tokens: int) -> int:
-        """How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them."""
+        """
+        How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them.
+        """
         group = self.token_group
         if num_tokens < group:
             return 0
@@ -131,7 +146,8 @@ class GEARConfig:
             for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
                 if value > head_dim:
                     raise ValueError(
-                        f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got {value}"
+                        f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got "
+                        f"{value}"
                     )
         grouped = [("key", self.key_grouping(key_head_dim), key_head_dim)]
         grouped.append(("value", self.value_grouping(value_head_dim), value_head_dim))
@@ -139,6 +155,6 @@ class GEARConfig:
             if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
                 accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
                 raise ValueError(
-                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen `{name}_backbone`, but got "
-                    f"{grouping.group_size}; accepted: {accepted} or None"
+                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen `{name}_backbone`, but "
+                    f"got {grouping.group_size}; accepted: {accepted} or None"
                 )

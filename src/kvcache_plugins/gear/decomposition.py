@@ -1,17 +1,18 @@
 """GEAR: states as quantized backbone + low rank + sparse outliers.
 
-Implements [GEAR](https://huggingface.co/papers/2403.05527), with the counts of outliers taken from the axis that is filtered (the released
-code takes both from the channels) and every head and batch item on its own. Outliers are left out of the range of their
-group and clamped into it; after the low rank is known, what is missing there is stored, so that outliers are exact to
-float16 in the sum of all three parts.
+Implements [GEAR](https://huggingface.co/papers/2403.05527), with the counts of outliers taken from the axis that is
+filtered (the released code takes both from the channels) and every head and batch item on its own. Outliers are left
+out of the range of their group and clamped into it; after the low rank is known, what is missing there is stored, so
+that outliers are exact to float16 in the sum of all three parts.
 """
 
 import torch
 
-from ..ops.compressed_states import CompressedStates
-from ..ops.low_rank import power_iteration
-from ..ops.outliers import index_dtype, select_key_outliers, select_value_outliers
-from ..ops.quantization import Grouping, dequantize, pack, quantize
+from kvcache_plugins.ops.compressed_states import CompressedStates
+from kvcache_plugins.ops.low_rank import power_iteration
+from kvcache_plugins.ops.outliers import index_dtype, select_key_outliers, select_value_outliers
+from kvcache_plugins.ops.quantization import Grouping, dequantize, pack, quantize
+
 from .config import SideConfig
 
 
@@ -34,7 +35,8 @@ def decompose(
         states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype):
             What to compress, `M` chunks of `L` tokens.
         valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*):
-            Tokens that are real. The others enter no range, no outlier count and no factor, and what is stored of them means nothing.
+            Tokens that are real. The others enter no range, no outlier count and no factor, and what is stored of them
+            means nothing.
         config (`SideConfig`):
             Options of this side.
         grouping (`Grouping`):

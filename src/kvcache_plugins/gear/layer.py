@@ -1,8 +1,9 @@
 """One layer of a GEAR cache: when what is compressed, and attention over all of it.
 
-The life of a token: `update` hands it out exact; a prompt is compressed right after attention has seen it, layer by layer, so that
-never more than one layer's prompt is dense at a time; a decoded token waits in the buffer, and chunks of `residual_length` are compressed at
-the *beginning* of the next update. A rollback (`crop`) of the newest update, as in assisted decoding, thus always finds its tokens exact.
+The life of a token: `update` hands it out exact; a prompt is compressed right after attention has seen it, layer by
+layer, so that never more than one layer's prompt is dense at a time; a decoded token waits in the buffer, and chunks
+of `residual_length` are compressed at the *beginning* of the next update. A rollback (`crop`) of the newest update, as
+in assisted decoding, thus always finds its tokens exact.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +11,17 @@ from typing import Any
 
 import torch
 
-from ..lazy_states import LazyLayer, LazyStates
-from ..ops.attention import OnlineAttention
-from ..ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
+from kvcache_plugins.lazy_states import LazyLayer, LazyStates
+from kvcache_plugins.ops.attention import OnlineAttention
+from kvcache_plugins.ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
+
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .storage import CompressedBlock, ExactBuffer, ExactPrefix
 
 
-# An update of this many times `residual_length` tokens is a prompt of its own, compressed at once with the prompt's rank
+# An update of this many times `residual_length` tokens is a prompt of its own, compressed at once with the prompt's
+# rank
 _PROMPT_FACTOR = 4
 _PART_NAMES = {
     "codes": "codes",
@@ -63,7 +66,9 @@ class GEARLayer(LazyLayer):
         self.padding: torch.Tensor | None = None
         self._mask_seen = False
         self._length = 0
-        self._counters = dict.fromkeys(("tokens_compressed", "chunks_compressed", "attend_calls", "prompts_without_mask"), 0)
+        self._counters = dict.fromkeys(
+            ("tokens_compressed", "chunks_compressed", "attend_calls", "prompts_without_mask"), 0
+        )
         self.dense_reads = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -216,7 +221,10 @@ class GEARLayer(LazyLayer):
             self._counters["prompts_without_mask"] += 1
 
     def _compress_later_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Compresses a long update together with the buffer before it; tokens beyond a whole number of groups become the buffer."""
+        """
+        Compresses a long update together with the buffer before it; tokens beyond a whole number of groups become the
+        buffer.
+        """
         tail = list(self._exact_tail())
         keys, values = (torch.cat([states[side] for states in tail], dim=2) for side in (0, 1))
         start = self._length - keys.shape[2]
@@ -235,9 +243,13 @@ class GEARLayer(LazyLayer):
     def _compress(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, num_chunks: int, *, is_prompt: bool
     ) -> CompressedBlock:
-        """A block of consecutive tokens `[B, H, tokens, D]` from position `start` on; changes nothing of what is stored."""
+        """
+        A block of consecutive tokens `[B, H, tokens, D]` from position `start` on; changes nothing of what is stored.
+        """
         valid = self._valid_tokens(start, keys.shape[2])
-        block = compress_tokens(keys, values, valid, start, num_chunks, self.config, self.layer_idx, is_prompt=is_prompt)
+        block = compress_tokens(
+            keys, values, valid, start, num_chunks, self.config, self.layer_idx, is_prompt=is_prompt
+        )
         self._count(block)
         return block
 
@@ -326,7 +338,12 @@ class GEARLayer(LazyLayer):
 
     def stats(self) -> dict[str, int]:
         exact = 0 if not self.is_initialized else self._length - sum(block.length for block in self.blocks)
-        return {"tokens_cached": self._length, "tokens_exact": exact, **self._counters, "dense_reads": self.dense_reads}
+        return {
+            "tokens_cached": self._length,
+            "tokens_exact": exact,
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }
 
     def reset(self) -> None:
         self._clear()

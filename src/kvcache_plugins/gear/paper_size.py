@@ -1,7 +1,8 @@
 """The arithmetic behind the column "KV size" of the GEAR paper.
 
-`GEARCache.memory()` sums what is stored; this module reproduces what was published, which counts less: the buffer is added on top of the
-compressed tokens, low-rank factors are counted at half their size, and outliers without indices at 4 bits.
+`GEARCache.memory()` sums what is stored; this module reproduces what was published, which counts less: the buffer is
+added on top of the compressed tokens, low-rank factors are counted at half their size, and outliers without indices at
+4 bits.
 """
 
 

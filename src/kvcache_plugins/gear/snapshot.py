@@ -1,7 +1,8 @@
 """Saving and loading a GEAR cache, compressed as it is, as one safetensors file.
 
-A long prefix is prefilled once and reused. The file holds the tensors of every layer, and in its header a JSON document with the format's
-version, the options, the numbers that go with the tensors, and a fingerprint of the model whose states these are.
+A long prefix is prefilled once and reused. The file holds the tensors of every layer, and in its header a JSON
+document with the format's version, the options, the numbers that go with the tensors, and a fingerprint of the model
+whose states these are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..ops.compressed_states import CompressedStates
-from ..ops.quantization import Grouping
+from kvcache_plugins.ops.compressed_states import CompressedStates
+from kvcache_plugins.ops.quantization import Grouping
+
 from .config import GEARConfig, SideConfig
 from .layer import GEARLayer
 from .storage import CompressedBlock, ExactBuffer, ExactPrefix
@@ -38,7 +40,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A digest of the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True).to_dict()
-    digest.update(json.dumps([config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")], default=str).encode())
+    digest.update(
+        json.dumps([config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")], default=str).encode()
+    )
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         # Weights that accelerate keeps elsewhere are not worth loading for this
@@ -85,8 +89,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> GEARCache:
         )
     if document["model"] != fingerprint(model):
         raise ValueError(
-            f"`model`: the cache in {path} was made by another model ({document['model_name'] or 'unnamed'}), or by the same one in "
-            "another dtype; its states mean nothing to this one"
+            f"`model`: the cache in {path} was made by another model ({document['model_name'] or 'unnamed'}), or by the "
+            "same one in another dtype; its states mean nothing to this one"
         )
     sides = {side: SideConfig(**document["config"].pop(side)) for side in ("key", "value")}
     cache = GEARCache(model.config if document["has_config"] else None)
@@ -142,7 +146,9 @@ def _block_to_document(prefix: str, block: CompressedBlock, tensors: dict[str, t
     document: dict[str, Any] = {name: getattr(block, name) for name in ("start", "num_chunks", "length")}
     for side in ("keys", "values"):
         states: CompressedStates = getattr(block, side)
-        tensors |= {f"{prefix}{side}.{name}": tensor[:, :, : block.num_chunks] for name, tensor in states.named_tensors()}
+        tensors |= {
+            f"{prefix}{side}.{name}": tensor[:, :, : block.num_chunks] for name, tensor in states.named_tensors()
+        }
         document[side] = {
             "nbits": states.nbits,
             "grouping": dataclasses.asdict(states.grouping),

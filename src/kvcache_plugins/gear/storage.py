@@ -2,8 +2,8 @@
 
     [ prefix: exact, fewer than a group ] [ block ] [ block ] ... [ buffer: exact, newest ]
 
-All of it is append-only. A block is either one prompt (one chunk) or a run of decode chunks of equal length that grows by
-doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
+All of it is append-only. A block is either one prompt (one chunk) or a run of decode chunks of equal length that grows
+by doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..ops.compressed_states import CHUNK_DIM, CompressedStates
+from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +47,9 @@ class CompressedBlock:
         return self.length == self.num_chunks * self.chunk_length
 
     def append(self, block: "CompressedBlock") -> None:
-        """Adds the chunks of a block that follows this one and has its layout; capacity doubles when it is exhausted."""
+        """
+        Adds the chunks of a block that follows this one and has its layout; capacity doubles when it is exhausted.
+        """
         new = block.num_chunks
         if self.num_chunks + new > self.keys.num_chunks:
             capacity = max(2 * self.keys.num_chunks, self.num_chunks + new)
@@ -75,7 +77,10 @@ class CompressedBlock:
             self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
 
     def tiles(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Position of the first token, dense keys and dense values `[B, H, tokens, D]` (float32) of one tile after another."""
+        """
+        Position of the first token, dense keys and dense values `[B, H, tokens, D]` (float32) of one tile after
+        another.
+        """
         for chunks, tokens in self._tile_slices():
             offset = chunks.start * self.chunk_length + tokens.start
             used = self.length - offset
@@ -85,7 +90,9 @@ class CompressedBlock:
             yield self.start + offset, keys, values
 
     def write_dense(self, side: str, output: torch.Tensor) -> None:
-        """Writes the dense states of one side (`"keys"`, `"values"`) to their positions in `output` `[B, H, tokens, D]`."""
+        """
+        Writes the dense states of one side (`"keys"`, `"values"`) to their positions in `output` `[B, H, tokens, D]`.
+        """
         states: CompressedStates = getattr(self, side)
         for chunks, tokens in self._tile_slices():
             offset = chunks.start * self.chunk_length + tokens.start
@@ -140,7 +147,9 @@ def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     if states.outlier_indices is not None and states.outlier_values is not None:
         if states.outliers_per_channel:
             inside = states.outlier_indices < length
-            tensors["outlier_indices"] = torch.where(inside, states.outlier_indices, 0).to(states.outlier_indices.dtype)
+            tensors["outlier_indices"] = torch.where(inside, states.outlier_indices, 0).to(
+                states.outlier_indices.dtype
+            )
             tensors["outlier_values"] = torch.where(inside, states.outlier_values, 0)
         else:
             tensors["outlier_indices"] = states.outlier_indices[:, :, :, :length]
@@ -204,8 +213,8 @@ class ExactPrefix:
     """
     The first tokens of each item, exact: those that a prompt has beyond a whole number of groups.
 
-    Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and left-padded. The
-    tokens left over stand at the start, where attention sinks are.
+    Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and
+    left-padded. The tokens left over stand at the start, where attention sinks are.
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, slots, D]`): the exact states.

@@ -1,8 +1,8 @@
 """Attention over keys and values that arrive tile by tile: the reference in plain PyTorch.
 
-The softmax is kept online (running maximum, running sum), so no tile needs to outlive its turn: a layer's dense keys and
-values are never whole in memory, nor is the matrix of scores. Grouped-query heads share a tile, which is never expanded.
-Arithmetic is in float32.
+The softmax is kept online (running maximum, running sum), so no tile needs to outlive its turn: a layer's dense keys
+and values are never whole in memory, nor is the matrix of scores. Grouped-query heads share a tile, which is never
+expanded. Arithmetic is in float32.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a tile, D head dim.
 """
@@ -65,7 +65,10 @@ class OnlineAttention:
         return masked.view(scores.shape)
 
     def result(self) -> torch.Tensor:
-        """The attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may attend to nothing."""
+        """
+        The attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may attend to
+        nothing.
+        """
         assert self.output is not None, "no tile was added"
         output = self.output / torch.where(self.sum > 0, self.sum, 1)
         return output.view(*self.query_shape[:3], -1).to(self.dtype)

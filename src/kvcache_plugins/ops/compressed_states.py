@@ -1,8 +1,9 @@
 """Keys or values in compressed form, and how a tile of them becomes dense again.
 
-`CompressedStates` is a sum of up to three parts, as in GEAR: quantized codes, a low-rank correction `A B^T`, and sparse
-corrections that make the outliers exact. It says nothing of how the parts were chosen. Every tensor has the batch as its first
-dimension and the chunk as its third, so batch operations and growth are the same one line for all of them.
+`CompressedStates` is a sum of up to three parts, as in GEAR: quantized codes, a low-rank correction `A B^T`, and
+sparse corrections that make the outliers exact. It says nothing of how the parts were chosen. Every tensor has the
+batch as its first dimension and the chunk as its third, so batch operations and growth are the same one line for all
+of them.
 
 Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, K outliers.
 """
@@ -26,10 +27,13 @@ class CompressedStates:
 
     Attributes:
         codes (`torch.Tensor` of shape `[B, H, M, L, packed bytes]`, uint8): packed codes.
-        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's step and minimum.
-        low_rank_a (`torch.Tensor` of shape `[B, H, M, last tokens, R]`, float16, *optional*): covers the last tokens of the chunk.
+        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
+            step and minimum.
+        low_rank_a (`torch.Tensor` of shape `[B, H, M, last tokens, R]`, float16, *optional*): covers the last tokens
+            of the chunk.
         low_rank_b (`torch.Tensor` of shape `[B, H, M, D, R]`, float16, *optional*): the other factor.
-        outlier_indices (integer `torch.Tensor`, *optional*): for keys `[B, H, M, K, D]`, tokens within the chunk; for values
+        outlier_indices (integer `torch.Tensor`, *optional*): for keys `[B, H, M, K, D]`, tokens within the chunk; for
+        values
             `[B, 1, M, L, K]`, channels within `H * D`.
         outlier_values (`torch.Tensor`, float16, *optional*): what is missing at those places after codes and low rank.
         nbits (`int`): bits a code.

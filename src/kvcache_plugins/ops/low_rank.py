@@ -1,9 +1,9 @@
 """Low-rank approximation by power iteration (PowerSGD), batched over heads, batch items and chunks.
 
-`R ~ A B^T` with `R` `[..., num_tokens, head_dim]`, `A` `[..., num_tokens, rank]` and `B` `[..., head_dim, rank]`. A library SVD would be
-exact and slow; three iterations come within a few per cent of it. The starting matrix is the same for every head and
-item, so the result of one sequence does not depend on what else is in its batch, and rows of zeros (padding) change
-nothing.
+`R ~ A B^T` with `R` `[..., num_tokens, head_dim]`, `A` `[..., num_tokens, rank]` and `B` `[..., head_dim, rank]`. A
+library SVD would be exact and slow; three iterations come within a few per cent of it. The starting matrix is the same
+for every head and item, so the result of one sequence does not depend on what else is in its batch, and rows of zeros
+(padding) change nothing.
 """
 
 import torch
@@ -16,8 +16,8 @@ def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
     """
     Orthonormal columns spanning those of `matrix` `[..., num_rows, rank]`, by Gram-Schmidt done twice.
 
-    A column that depends on the ones before it becomes zero, where a library QR would fill in an arbitrary direction, and rows
-    of zeros stay zero.
+    A column that depends on the ones before it becomes zero, where a library QR would fill in an arbitrary direction,
+    and rows of zeros stay zero.
     """
     columns: list[torch.Tensor] = []
     for column in matrix.unbind(dim=-1):

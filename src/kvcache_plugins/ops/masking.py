@@ -1,7 +1,7 @@
 """Columns of attention masks, for caches that attend to their tokens in pieces.
 
-A mask is what `scaled_dot_product_attention` takes: boolean (`True` attends) or added to the scores, of up to four dimensions that broadcast
-to `[batch_size, num_heads, num_queries, seq_len]`.
+A mask is what `scaled_dot_product_attention` takes: boolean (`True` attends) or added to the scores, of up to four
+dimensions that broadcast to `[batch_size, num_heads, num_queries, seq_len]`.
 """
 
 import torch
@@ -22,7 +22,9 @@ def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor
 def mask_columns(
     mask: torch.Tensor | None, positions: torch.Tensor, batch_size: int, length: int
 ) -> torch.Tensor | None:
-    """The columns at `positions` `[batch_size, columns]` of every item; positions beyond the last column repeat that one."""
+    """
+    The columns at `positions` `[batch_size, columns]` of every item; positions beyond the last column repeat that one.
+    """
     if mask is None:
         return None
     mask = _full_rank(mask, length)
@@ -45,7 +47,8 @@ def leading_padding(
     """
     Left padding of every item, learned from the mask of an update of several tokens.
 
-    A token that may not attend to itself is padding; that holds for left padding and not for sliding windows or custom patterns.
+    A token that may not attend to itself is padding; that holds for left padding and not for sliding windows or custom
+    patterns.
 
     Args:
         mask (`torch.Tensor`): the mask, with one row per new token.

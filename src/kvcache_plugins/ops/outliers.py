@@ -1,7 +1,7 @@
 """Selection of outliers: the largest and the smallest values of every channel (keys) or of every token (values).
 
-Selection is along the axis that the values of one group share, and the counts are taken from the length of that same axis: per
-channel over the real tokens of the chunk, per token over the channels of all heads. Tensors are
+Selection is along the axis that the values of one group share, and the counts are taken from the length of that same
+axis: per channel over the real tokens of the chunk, per token over the channels of all heads. Tensors are
 `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D).
 """
 
@@ -9,7 +9,10 @@ import torch
 
 
 def num_outliers_per_side(length: int, sparsity: float) -> int:
-    """How many of `length` values are kept on each side: half of `sparsity`, to the nearest whole number, at most half of all."""
+    """
+    How many of `length` values are kept on each side: half of `sparsity`, to the nearest whole number, at most half of
+    all.
+    """
     return min(round(sparsity / 2 * length), length // 2)
 
 
@@ -26,8 +29,8 @@ def _extremes(
     """
     Indices of the `num_per_side` largest and smallest values of the last dimension, and which of them count.
 
-    `counts`, broadcastable to `[..., 1]`, is each row's own number a side. No index that counts appears twice, not even among equal values:
-    corrections are added, and one added twice would be wrong.
+    `counts`, broadcastable to `[..., 1]`, is each row's own number a side. No index that counts appears twice, not
+    even among equal values: corrections are added, and one added twice would be wrong.
     """
     in_use = torch.arange(num_per_side, device=rows.device) < counts
     highest = rows if valid is None else torch.where(valid, rows, -torch.inf)
@@ -53,8 +56,8 @@ def select_key_outliers(
             Share of the values to keep, half of it on each side.
 
     Returns:
-        Token indices `[B, H, M, K, D]` (int64) and whether each is in use, `[B or 1, 1, M or 1, K, 1]`, or `None` if there is nothing to
-        keep.
+        Token indices `[B, H, M, K, D]` (int64) and whether each is in use, `[B or 1, 1, M or 1, K, 1]`, or `None` if
+        there is nothing to keep.
     """
     if valid is None:
         counts = torch.tensor([[num_outliers_per_side(states.shape[3], sparsity)]])
