@@ -57,7 +57,7 @@ class LazyStates(torch.Tensor):
         exact: torch.Tensor | None = None,
         num_repeats: int = 1,
     ) -> "LazyStates":
-        states = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
         states.layer, states.side, states.exact, states.num_repeats = layer, side, exact, num_repeats
         return states
 
@@ -69,7 +69,7 @@ class LazyStates(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return LazyStates(self.layer, self.side, shape, self.dtype, self.device, self.exact, num_repeats)
 
-    def to_dense(self) -> torch.Tensor:
+    def densify(self) -> torch.Tensor:
         """The dense states, in the shape reported."""
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(self.shape)
@@ -81,7 +81,7 @@ class LazyStates(torch.Tensor):
             return dense.unsqueeze(2).expand(shape)
         return dense if self.num_repeats == 1 else dense.repeat_interleave(self.num_repeats, dim=1)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"LazyStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype}, layer={self.layer})"
 
@@ -102,15 +102,13 @@ class LazyStates(torch.Tensor):
             result = handler(*args, **kwargs)
             if result is not None:
                 return result
-        if func in _METADATA_FUNCTIONS or (
-            func.__name__ == "__get__" and getattr(func.__self__, "__name__", None) not in _DENSE_GETTERS
-        ):
+        if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*_densify(args), **_densify(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: tuple[type, ...],
@@ -120,10 +118,17 @@ class LazyStates(torch.Tensor):
         return func(*_densify(args), **_densify(kwargs or {}))
 
 
+def _is_metadata_getter(func: Callable[..., Any]) -> bool:
+    """Whether `func` reads an attribute such as `shape` or `dtype`, and none that holds the states themselves."""
+    return (
+        func.__name__ == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
+    )
+
+
 def _densify(value: Any) -> Any:
     """`value` with every lazy tensor in it made dense, and the layers told so."""
     if isinstance(value, LazyStates):
-        dense = value.to_dense()
+        dense = value.densify()
         value.layer.on_dense_read(value.side)
         return dense
     if isinstance(value, (list, tuple)):
@@ -146,18 +151,22 @@ def _scaled_dot_product_attention(
     """
     The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
     """
-    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    same_layer = isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.layer is value.layer
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
     # Dropout belongs to training, where nothing is compressed
-    if same_layer and not lazy_elsewhere and dropout_p == 0.0:
-        layer = key.layer
-        if key.exact is not None:
-            dense = key.to_dense(), value.to_dense()
+    if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
+        layer = key.layer if key.layer is value.layer else None
+        if layer is not None and key.exact is not None:
+            dense = key.densify(), value.densify()
             output = F.scaled_dot_product_attention(query, *dense, attn_mask=attn_mask, **options)
             layer.on_exact_attention(attn_mask)
             return output
-        if key.shape[-2] == layer.get_seq_length():
+        if layer is not None and key.shape[-2] == layer.get_seq_length():
             return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
@@ -226,6 +235,9 @@ class LazyLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
+    # Set from the first states, in `lazy_initialization`
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(self) -> None:
         # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -133,7 +134,7 @@ def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]
         yield ("quantized" if id(tensor) in quantized else "dense"), tensor
 
 
-def _dense_equivalent(layer: object, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
     """Numbers that a dense layer would hold, and bytes a number."""
     if isinstance(layer, LazyLayer):
         return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
@@ -148,7 +149,7 @@ def _dense_equivalent(layer: object, named: list[tuple[str, torch.Tensor]]) -> t
     return numbers, (stored[0].element_size() if stored else 0)
 
 
-def _quantized_numel_per_token(states: torch.Tensor | tuple) -> int:
+def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
     """
     Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
     fp8).

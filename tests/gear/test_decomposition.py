@@ -1,4 +1,4 @@
-"""Each part of the decomposition lowers the error of each head and item; outliers are exact; padding does not matter."""
+"""Each part of the decomposition lowers the error of each head and item; outliers are exact; padding is nothing."""
 
 import pytest
 import torch

@@ -168,7 +168,7 @@ def test_crop_is_as_if_the_tokens_had_not_been(method, count):
     if count < 300:
         after = [tensor.clone() for tensor in states(2, 1)]
         keys, values = layer.update(*after)
-        assert torch.equal(keys.to_dense()[:, :, -1:], after[0])
+        assert torch.equal(keys.densify()[:, :, -1:], after[0])
         decode(layer, 70)
         # Of the 300 tokens the last 4 were still exact, and are compressed only now
         kept = min(300 - count, 296)

@@ -1,6 +1,7 @@
 """GEAR: quantized backbone, low rank and outliers."""
 
 import inspect
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,7 +21,7 @@ def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **optio
 # The options are the class's own, so that a misspelt one is named before anything is built
 create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
 
-_PLAIN = {"rank": 0, "sparsity": 0.0}
+_PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 for _nbits in (4, 2):
     register_cache(f"gear-{_nbits}bit", create_gear, nbits=_nbits)
     register_cache(f"gear-l-{_nbits}bit", create_gear, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0)

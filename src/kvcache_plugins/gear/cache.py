@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
@@ -150,16 +150,16 @@ class GEARCache(ReportingMixin, Cache):
             low_rank_recent_ratio=low_rank_recent_ratio,
         )
         self._given_mask = attention_mask
-        self.layers: list = []
+        self.layers: list[Any] = []
         if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)
+            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
             super().__init__(layers=self._layers_for(config.get_text_config(decoder=True)))
 
     def _next_layer(self) -> GEARLayer:
         return GEARLayer(self.gear_config, len(self.layers), self._given_mask)
 
-    def _layers_for(self, config: PreTrainedConfig) -> list:
+    def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         """Transformers' own layers for `config`, those of full attention replaced."""
         own = DynamicCache(config=config).layers
         layer_types = getattr(config, "layer_types", None) or [

@@ -117,5 +117,6 @@ def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor |
         if not bool((finite if valid is None else finite | ~valid).all()):
             raise ValueError(
                 f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
-                "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
+                "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` "
+                "the cache."
             )

@@ -1,6 +1,7 @@
 """Options of GEAR, validated once and immutable afterwards."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
 
@@ -86,17 +87,17 @@ class GEARConfig:
         sparsity: float,
         rank: int,
         decode_rank: int | None,
-        key_overrides: dict[str, int | float | str | None],
-        value_overrides: dict[str, int | float | str | None],
-        **shared: int | float | None,
+        key_overrides: dict[str, Any],
+        value_overrides: dict[str, Any],
+        **shared: Any,
     ) -> "GEARConfig":
         """
         Builds the config from the flat options of `GEARCache`; an override that is `None` falls back to the shared
         option.
         """
 
-        def side(name: str, overrides: dict[str, int | float | str | None]) -> SideConfig:
-            options = {
+        def side(name: str, overrides: dict[str, Any]) -> SideConfig:
+            options: dict[str, Any] = {
                 "nbits": nbits,
                 "backbone": backbone,
                 "sparsity": sparsity,
@@ -155,6 +156,6 @@ class GEARConfig:
             if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
                 accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
                 raise ValueError(
-                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen `{name}_backbone`, but "
-                    f"got {grouping.group_size}; accepted: {accepted} or None"
+                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen "
+                    f"`{name}_backbone`, but got {grouping.group_size}; accepted: {accepted} or None"
                 )

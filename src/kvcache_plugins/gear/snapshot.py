@@ -89,10 +89,10 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> GEARCache:
         )
     if document["model"] != fingerprint(model):
         raise ValueError(
-            f"`model`: the cache in {path} was made by another model ({document['model_name'] or 'unnamed'}), or by the "
-            "same one in another dtype; its states mean nothing to this one"
+            f"`model`: the cache in {path} was made by another model ({document['model_name'] or 'unnamed'}), or by "
+            "the same one in another dtype; its states mean nothing to this one"
         )
-    sides = {side: SideConfig(**document["config"].pop(side)) for side in ("key", "value")}
+    sides: dict[str, Any] = {side: SideConfig(**document["config"].pop(side)) for side in ("key", "value")}
     cache = GEARCache(model.config if document["has_config"] else None)
     cache.gear_config = GEARConfig(**sides, **document["config"])
     if not document["has_config"]:
@@ -184,10 +184,11 @@ def _fill_layer(layer: GEARLayer, document: dict[str, Any], tensors: dict[str, t
 
 def _block_from_document(prefix: str, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CompressedBlock:
     names = ("codes", "scale", "zero", "low_rank_a", "low_rank_b", "outlier_indices", "outlier_values")
-    sides = {}
+    sides: dict[str, Any] = {}
     for side in ("keys", "values"):
         fields = {**document[side], "grouping": Grouping(**document[side]["grouping"])}
-        sides[side] = CompressedStates(**{name: tensors.get(f"{prefix}{side}.{name}") for name in names}, **fields)
+        fields |= {name: tensors.get(f"{prefix}{side}.{name}") for name in names}
+        sides[side] = CompressedStates(**fields)
     return CompressedBlock(**sides, **{name: document[name] for name in ("start", "num_chunks", "length")})
 
 
@@ -196,6 +197,7 @@ def _dense_layer_to_document(layer: DynamicLayer) -> tuple[dict[str, Any], dict[
     if not layer.is_initialized:
         return document, {}
     document["length"] = layer.get_seq_length()
+    assert layer.keys is not None and layer.values is not None
     return document, {"keys": layer.keys, "values": layer.values}
 
 

@@ -7,7 +7,7 @@ by doubling its capacity; nothing that is compressed is ever decompressed to be 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -155,7 +155,7 @@ def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
             tensors["outlier_indices"] = states.outlier_indices[:, :, :, :length]
             tensors["outlier_values"] = states.outlier_values[:, :, :, :length]
     # Copies, so that what was cut off is really freed
-    return replace(states, **{name: tensor.clone() for name, tensor in tensors.items()})
+    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
 
 
 class ExactBuffer:

@@ -11,6 +11,7 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, K outl
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,7 +72,12 @@ class CompressedStates:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
         """The same states with `function` applied to every tensor."""
-        return dataclasses.replace(self, **{name: function(tensor) for name, tensor in self.named_tensors()})
+        return self.replace({name: function(tensor) for name, tensor in self.named_tensors()})
+
+    def replace(self, tensors: dict[str, torch.Tensor]) -> "CompressedStates":
+        """The same states with other tensors under some names."""
+        changes: dict[str, Any] = dict(tensors)
+        return dataclasses.replace(self, **changes)
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
@@ -91,7 +97,9 @@ class CompressedStates:
             groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
         states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
         if self.low_rank_a is not None and self.low_rank_b is not None:
-            self._add_low_rank(states, chunks, tokens)
+            _add_low_rank(
+                states, self.low_rank_a[:, :, chunks], self.low_rank_b[:, :, chunks], tokens, self.chunk_length
+            )
         if self.outlier_indices is not None and self.outlier_values is not None:
             indices = self.outlier_indices[:, :, chunks].long()
             values = self.outlier_values[:, :, chunks].float()
@@ -101,15 +109,14 @@ class CompressedStates:
                 states = _add_token_outliers(states, indices[:, :, :, tokens], values[:, :, :, tokens])
         return states.flatten(2, 3)
 
-    def _add_low_rank(self, states: torch.Tensor, chunks: slice, tokens: slice) -> None:
-        # A covers only the last tokens of a chunk when low rank is kept for recent tokens alone
-        first = self.chunk_length - self.low_rank_a.shape[3]
-        start = max(tokens.start, first)
-        if start >= tokens.stop:
-            return
-        a = self.low_rank_a[:, :, chunks, start - first : tokens.stop - first].float()
-        b = self.low_rank_b[:, :, chunks].float()
-        states[:, :, :, start - tokens.start :] += a @ b.transpose(-1, -2)
+
+def _add_low_rank(states: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tokens: slice, chunk_length: int) -> None:
+    """Adds `A B^T` to `states` `[B, H, M, tokens, D]`; A covers the last tokens of a chunk, all or the recent ones."""
+    first = chunk_length - a.shape[3]
+    start = max(tokens.start, first)
+    if start < tokens.stop:
+        rows = a[:, :, :, start - first : tokens.stop - first].float()
+        states[:, :, :, start - tokens.start :] += rows @ b.float().transpose(-1, -2)
 
 
 def _add_channel_outliers(states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, tokens: slice) -> None:

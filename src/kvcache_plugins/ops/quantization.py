@@ -59,7 +59,8 @@ def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
     """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
-    codes, start = None, 0
+    codes: torch.Tensor | None = None
+    start = 0
     for width, shift in _PLANES[nbits]:
         per_byte = 8 // width
         size = -(-head_dim // per_byte)
@@ -70,6 +71,7 @@ def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
         plane = slabs[0] if per_byte == 1 else torch.cat(slabs, dim=-1)
         plane = plane[..., :head_dim]
         codes = plane if codes is None else codes | (plane << shift)
+    assert codes is not None
     return codes
 
 
