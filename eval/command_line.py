@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import typer
@@ -24,6 +25,7 @@ from kvcache_plugins.reference_model import load_model
 
 # A pipe has no width to fit, so nothing is cut or folded there; every table fits 100 columns on its own.
 PIPE_WIDTH = 160
+MIN_NAME_WIDTH = 10
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,6 +47,9 @@ def load_for_evaluation(
     dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(f'`{each}`' for each in DTYPES)}, but got `{dtype}`")
+    # Transformers would take it for a hub name and complain about its letters
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"`model` is `{name}`, but there is no such folder")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     return load_model(name, dtype=DTYPES[dtype], device=chosen)
@@ -68,7 +73,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError) as error:
-        open_console(stderr=True).print(f"Error: {error}", markup=False, soft_wrap=True)
+        open_console(stderr=True).print(f"Error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -97,7 +102,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
             justify="right" if kind == "number" else "left",
             no_wrap=kind != "name",
             overflow="fold" if kind == "name" else "ellipsis",
-            min_width=len(heading) if kind == "number" else None,
+            min_width=MIN_NAME_WIDTH if kind == "name" else len(heading),
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

@@ -122,7 +122,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = 
         if tokenizer.chat_template is None:
             raise ValueError("`chat` needs a tokenizer with a chat template, and this model's has none")
         turns = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     token_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids[0]
     if token_ids.numel() == 0:
         raise ValueError("The prompt is empty: give at least one token")
@@ -161,7 +161,7 @@ def generate_with(
     timer = TokenTimer(streamer, on_token)
     input_ids = token_ids[None].to(model.device)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
@@ -259,7 +259,7 @@ class Comparison:
     def _row(self, name: str, generation: Generation, reference: Generation, kl: float) -> ComparisonRow:
         return ComparisonRow(
             cache=name,
-            text=self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
             generation=generation,
             first_difference=first_difference(reference.token_ids, generation.token_ids),
             kl=kl,

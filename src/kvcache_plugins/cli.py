@@ -22,8 +22,9 @@ from .registry import CacheEntry, create_cache, describe_caches, list_caches, pa
 
 DEMO_CACHES = ("dynamic", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit")
 
-# Characters of the generated text in a table of 100 columns; the whole text stands below it
+# Characters of the generated text in a table, and the width from which there is room for them
 SHORT_TEXT = 20
+TEXT_FROM_WIDTH = 100
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -134,8 +135,8 @@ def generate(
 def _summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
     memory = generation.memory
     return (
-        f"{cache}: {memory.total_bytes:,} bytes held ({memory.compression_ratio:.2f}x less than dense, "
-        f"{memory.kv_percent:.1f} % of 16-bit); prompt of {num_prompt_tokens} tokens in "
+        f"{cache}: {memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, "
+        f"{memory.kv_percent:.1f} % of a 16-bit cache); prompt of {num_prompt_tokens} tokens in "
         f"{generation.prefill_seconds:.2f} s, {len(generation.token_ids)} new ones at "
         f"{_number(generation.tokens_per_second, 1)} tokens/s"
     )
@@ -177,13 +178,14 @@ def compare(
         comparison = Comparison(loaded, tokenizer, token_ids, caches, max_new_tokens=max_new_tokens, seed=seed)
         with track_progress(comparison.num_steps) as announce:
             rows = comparison.run(announce)
-    title = f"{model}, {loaded.dtype}, prompt of {token_ids.numel()} tokens, {max_new_tokens} new ones"
+    loaded_dtype = str(loaded.dtype).removeprefix("torch.")
     if as_json:
-        settings = {"model": model, "dtype": str(loaded.dtype).removeprefix("torch."), "chat": chat, "seed": seed}
+        settings = {"model": model, "dtype": loaded_dtype, "chat": chat, "seed": seed}
         settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
         content = {**provenance(loaded.device), "settings": settings, "rows": [row_fields(row) for row in rows]}
         typer.echo(json.dumps(content, indent=2))
     else:
+        title = f"{model}, {loaded_dtype}, prompt of {token_ids.numel()} tokens, {max_new_tokens} new ones at most"
         _print_rows(title, rows)
     if any(row.error for row in rows):
         raise typer.Exit(1)
@@ -202,7 +204,6 @@ def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
     console = open_console()
     columns = {
         "cache": "name",
-        "text": "text",
         "differs at": "number",
         "KL": "number",
         "MB": "number",
@@ -211,7 +212,10 @@ def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
         "prefill s": "number",
         "tokens/s": "number",
     }
-    console.print(make_table(title, columns, [_number_cells(row) for row in rows]))
+    # A narrow terminal keeps the numbers: the texts stand below in any case
+    if console.width >= TEXT_FROM_WIDTH:
+        columns["text"] = "text"
+    console.print(make_table(title, columns, [_number_cells(row)[: len(columns)] for row in rows]))
     reports = {row.cache: row.generation.memory.parts for row in rows if row.generation is not None}
     parts = list(dict.fromkeys(part for report in reports.values() for part, size in report.items() if size))
     cells = [(cache, *(_kilobytes(report.get(part, 0)) for part in parts)) for cache, report in reports.items()]
@@ -224,12 +228,11 @@ def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
 
 def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
     if row.generation is None:
-        return row.cache, shorten(f"failed: {row.error}", SHORT_TEXT, placeholder="..."), *["-"] * 7
+        return row.cache, *["-"] * 7, shorten(f"failed: {row.error}", SHORT_TEXT, placeholder="...")
     generation = row.generation
     memory = generation.memory
     return (
         row.cache,
-        shorten(row.text, SHORT_TEXT, placeholder="..."),
         "-" if row.first_difference is None else str(row.first_difference),
         _number(row.kl, 4),
         f"{memory.total_bytes / 1e6:.2f}",
@@ -237,6 +240,7 @@ def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
         f"{memory.compression_ratio:.2f}",
         f"{generation.prefill_seconds:.2f}",
         _number(generation.tokens_per_second, 1),
+        shorten(row.text, SHORT_TEXT, placeholder="..."),
     )
 
 

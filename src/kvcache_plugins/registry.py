@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
-from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
+from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
 from .memory import ReportingMixin
 
@@ -296,25 +296,25 @@ class ReportingQuantizedCache(ReportingMixin, QuantizedCache):
             self.layers = [layer_class(**layer_options) for _ in self.layers]
 
 
-class _WholeGroupsMixin:
-    """Fills the states that a quantized layer stores up to whole groups of tokens."""
+class _WholeGroupsLayer(QuantizedLayer):
+    """Fills the states that a quantized layer stores up to whole groups of tokens; stands before a backend's layer."""
 
     num_quantized = 0
 
-    def _quantize(self, tensor: torch.Tensor, axis: int) -> object:
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> object:  # type: ignore[override]
         self.num_quantized = tensor.shape[-2]
         filling = tensor[..., -1:, :].expand(*tensor.shape[:-2], -tensor.shape[-2] % self.q_group_size, -1)
-        return super()._quantize(torch.cat([tensor, filling], dim=-2), axis)
+        return super()._quantize(torch.cat([tensor, filling], dim=-2), axis)  # type: ignore[safe-super]
 
     def _dequantize(self, qtensor: object) -> torch.Tensor:
-        return super()._dequantize(qtensor)[..., : self.num_quantized, :]
+        return super()._dequantize(qtensor)[..., : self.num_quantized, :]  # type: ignore[safe-super]
 
 
-class _WholeGroupsQuantoLayer(_WholeGroupsMixin, QuantoQuantizedLayer):
+class _WholeGroupsQuantoLayer(_WholeGroupsLayer, QuantoQuantizedLayer):
     pass
 
 
-class _WholeGroupsHQQLayer(_WholeGroupsMixin, HQQQuantizedLayer):
+class _WholeGroupsHQQLayer(_WholeGroupsLayer, HQQQuantizedLayer):
     pass
 
 
@@ -373,8 +373,9 @@ def _create_quantized(backend: str, model: ModelOrConfig, **layer_options: int) 
         raise ValueError(f"Caches on `{backend}` need to know the model: pass it, or its config, as `model`.")
     # Transformers checks the others
     for name, minimum in (("q_group_size", 1), ("residual_length", 0)):
-        if name in layer_options and layer_options[name] < minimum:
-            raise ValueError(f"`{name}` must be at least {minimum}, but got {layer_options[name]}")
+        value = layer_options.get(name, minimum)
+        if not isinstance(value, int) or value < minimum:
+            raise ValueError(f"`{name}` must be an integer of at least {minimum}, but got {value!r}")
     return ReportingQuantizedCache(backend, config, **layer_options)
 
 

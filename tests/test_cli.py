@@ -1,0 +1,213 @@
+"""The console script: what it prints where, and how it fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer
+from typer.testing import CliRunner, Result
+
+from kvcache_plugins import cli, list_caches, register_cache, registry
+
+
+Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+PROMPT = "It was the best of times, it was the worst of times. " * 3
+HEADINGS = ["cache", "differs at", "KL", "MB", "KV %", "ratio", "prefill s", "tokens/s", "text"]
+
+
+@pytest.fixture
+def tiny_folder(tiny_llama: PreTrainedModel, tmp_path: Path) -> str:
+    """A folder with the tiny random Llama and a tokenizer of one ASCII character a token."""
+    characters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=characters).save_pretrained(tmp_path / "tiny")
+    tiny_llama.save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+def run(*arguments: str, **options: object) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), **options)
+
+
+def assert_one_line_error(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_no_arguments_show_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("list", "generate", "compare", "Examples:"))
+
+
+@pytest.mark.parametrize("command", ["list", "generate", "compare"])
+def test_every_command_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"      kvcache-plugins {command}" in result.stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("kvcache-plugins 0.")
+
+
+def test_list_shows_every_cache_and_what_it_needs() -> None:
+    lines = run("list").stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in list_caches()] == list_caches()
+    offloaded = next(line for line in lines if line.strip().startswith("offloaded"))
+    assert "a CUDA device: " in offloaded
+
+
+def test_list_takes_a_pattern() -> None:
+    result = run("list", "quanto*")
+    assert "quanto-4bit" in result.stdout
+    assert "gear" not in result.stdout
+    assert_one_line_error(run("list", "no-such*"), "No cache matches `no-such*`. Known caches: dynamic")
+
+
+def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str) -> None:
+    arguments = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "12"]
+    dynamic = run(*arguments, "--cache", "dynamic")
+    gear = run(*arguments, "--cache", "gear", "--cache-option", "nbits=8", "--cache-option", "residual_length=32")
+    assert dynamic.exit_code == gear.exit_code == 0, gear.output
+    assert len(dynamic.stdout.removesuffix("\n")) == 12
+    assert PROMPT not in dynamic.stdout
+    assert dynamic.stderr.startswith("dynamic: ")
+    assert "bytes held (compression 1.00x, 200.0 % of a 16-bit cache); prompt of 159 tokens in" in dynamic.stderr
+    assert dynamic.stderr.rstrip().endswith("tokens/s")
+    assert gear.stderr.startswith("gear: ")
+    assert "compression 1.00x" not in gear.stderr
+
+
+def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Call me Ishmael.\n")
+    options = ["--model", tiny_folder, "--cache", "dynamic", "--max-new-tokens", "8"]
+    together = run("generate", *options, "--prompt", "Call me Ishmael.\n\nIn short:")
+    assert "prompt of 27 tokens" in together.stderr
+    parted = run("generate", *options, "--prompt-file", str(tmp_path / "text.txt"), "--prompt", "In short:")
+    piped = run("generate", *options, "--prompt-file", "-", "--prompt", "In short:", input="Call me Ishmael.\n")
+    assert parted.exit_code == piped.exit_code == 0
+    assert parted.stdout == piped.stdout == together.stdout
+
+
+def test_sampling_repeats_with_the_seed(tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--cache", "dynamic", "--temperature", "9"]
+    texts = [run("generate", *options, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_compare_shows_every_column_in_a_pipe(tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "6"]
+    result = run("compare", *options, "--cache", "gear-2bit:rank=2", "--cache", "fp8")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    top = next(index for index, line in enumerate(lines) if "differs at" in line)
+    assert all(heading in lines[top] for heading in HEADINGS)
+    assert max(len(line.rstrip()) for line in lines[top:]) <= 100
+    assert [line.split()[0] for line in lines[top + 2 : top + 5]] == ["dynamic", "gear-2bit:rank=2", "fp8"]
+    parts = lines[next(index for index, line in enumerate(lines) if line.startswith("kB held")) + 2].split()
+    assert {"dense", "codes", "scales", "low_rank", "outliers", "quantized"} <= set(parts)
+    assert [line for line in lines if line.endswith(":")] == ["dynamic:", "gear-2bit:rank=2:", "fp8:"]
+    assert "\x1b" not in result.output
+    assert "gear-2bit:rank=2" in result.stderr
+
+
+def test_compare_prints_nothing_but_json_when_asked(tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "6", "--json"]
+    result = run("compare", *options, "--cache", "fp8", "--cache", "dynamic")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert [row["cache"] for row in content["rows"]] == ["dynamic", "fp8"]
+    assert content["rows"][0]["kl"] == 0 < content["rows"][1]["kl"]
+    assert content["rows"][1]["memory"]["parts"]["quantized"] > 0
+    assert content["rows"][1]["memory"]["compression_ratio"] == pytest.approx(4, rel=0.01)
+    assert len(content["rows"][1]["token_ids"]) == 6
+    assert content["settings"]["num_prompt_tokens"] == 159
+    assert {"commit", "date", "device", "versions"} <= set(content)
+
+
+class BrokenLayer(DynamicLayer):
+    """Fails as soon as it is asked for its length with something in it."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.is_initialized:
+            raise RuntimeError("no [decode] here")
+        return super().get_mask_sizes(query_length)
+
+
+def test_compare_shows_a_failed_cache_and_exits_with_1(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", "broken"]
+    result = run("compare", *options)
+    assert result.exit_code == 1
+    assert "failed with RuntimeError: no [decode] here" in result.stdout
+    assert (
+        json.loads(run("compare", *options, "--json").stdout)["rows"][1]["error"] == "RuntimeError: no [decode] here"
+    )
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache", "gaer", "--prompt", "x"], "Unknown cache `gaer`. Did you mean `gear`?"),
+        (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        ([], "Give a prompt with `--prompt`, `--prompt-file` or both"),
+        (["--prompt", ""], "The prompt is empty"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "`max_new_tokens` must be at least 1"),
+        (["--prompt", "x", "--dtype", "int4"], "`dtype` must be one of `float32`, `bfloat16`, `float16`"),
+        (["--prompt", "x", "--device", "gpu"], "`device` must be one that torch knows"),
+        (["--prompt", "x", "--chat"], "`chat` needs a tokenizer with a chat template"),
+    ],
+)
+def test_errors_of_the_user_are_one_line(command: str, arguments: list[str], message: str, tiny_folder: str) -> None:
+    assert_one_line_error(run(command, "--model", tiny_folder, *arguments), message)
+
+
+def test_errors_of_options_name_the_accepted_ones(tiny_folder: str) -> None:
+    options = ["generate", "--model", tiny_folder, "--prompt", "x"]
+    assert_one_line_error(run(*options, "--cache-option", "rnk=2"), "Unknown option `rnk` for the cache `gear`")
+    assert_one_line_error(run(*options, "--cache-option", "rank"), "`key=value`")
+    assert_one_line_error(run(*options, "--cache-option", "nbits=5"), "`nbits`")
+    assert_one_line_error(run(*options, "--temperature", "-1"), "`temperature` must be above 0")
+
+
+def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub() -> None:
+    result = run("generate", "--model", "/no/such/folder", "--prompt", "x")
+    assert_one_line_error(result, "`model` is `/no/such/folder`, but there is no such folder")
+
+
+def test_a_missing_backend_says_what_to_install(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.cache_utils.is_hqq_available", lambda: False)
+    result = run("generate", "--model", tiny_folder, "--prompt", "x", "--cache", "hqq-4bit")
+    assert_one_line_error(result, "pip install hqq")
+
+
+def test_ctrl_c_exits_with_130(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "generate_with", interrupted)
+    result = run("generate", "--model", tiny_folder, "--prompt", "x")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+def test_console_script_on_a_real_model(smollm2: Reference) -> None:
+    script = Path(sys.executable).parent / "kvcache-plugins"
+    arguments = ["compare", "--prompt", "The capital of France is", "--max-new-tokens", "4", "--cache", "fp8"]
+    finished = subprocess.run([script, *arguments], capture_output=True, text=True, check=True, timeout=300)
+    assert all(heading in finished.stdout for heading in HEADINGS)
+    dynamic = finished.stdout.split("dynamic:\n")[1]
+    assert "Paris" in dynamic
+    assert "\x1b" not in finished.stdout + finished.stderr

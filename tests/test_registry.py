@@ -1,0 +1,276 @@
+"""The registry: presets, options, errors that name what is known, third parties' entry points."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
+
+from kvcache_plugins import create_cache, list_caches, register_cache, registry
+from kvcache_plugins.registry import CUDA, CacheEntry, CacheRegistry, describe_caches, parse_cache_spec, parse_option
+
+
+TRANSFORMERS_CACHES = {"dynamic", "offloaded", "quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit", "fp8"}
+BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
+GROUP_WISE = ["quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+
+
+def require_backend(name: str) -> None:
+    if name.partition("-")[0] in BACKENDS:
+        pytest.importorskip(BACKENDS[name.partition("-")[0]])
+
+
+def create_small(model: object, *, nbits: int = 4, rank: int = 0) -> Cache:
+    """A cache for tests.
+
+    Not part of the summary.
+    """
+    cache = DynamicCache()
+    cache.options = {"nbits": nbits, "rank": rank}
+    return cache
+
+
+def test_lists_transformers_caches_and_ours() -> None:
+    names = list_caches()
+    assert set(names) >= TRANSFORMERS_CACHES
+    assert {"gear", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit"} <= set(names)
+    assert names == sorted(names)
+    assert set(list_caches("gear*")) == {name for name in names if name.startswith("gear")}
+    assert list_caches("no-such*") == []
+
+
+def test_every_entry_has_a_summary_and_presets_that_its_factory_accepts() -> None:
+    for entry in describe_caches():
+        assert entry.summary, entry.name
+        entry.check_options(entry.options)
+
+
+def test_options_override_the_preset() -> None:
+    register_cache("small", create_small, nbits=2, rank=8)
+    assert create_cache("small").options == {"nbits": 2, "rank": 8}
+    assert create_cache("small", rank=1).options == {"nbits": 2, "rank": 1}
+
+
+def test_unknown_name_lists_the_known_ones_and_suggests() -> None:
+    with pytest.raises(ValueError, match=r"Unknown cache `dynamc`\. Did you mean `dynamic`\? Known caches: .*`fp8`"):
+        create_cache("dynamc")
+
+
+def test_unknown_option_names_the_accepted_ones() -> None:
+    register_cache("small", create_small)
+    with pytest.raises(ValueError, match=r"`rnk` for the cache `small`\. Did you mean `rank`\? .*: `nbits`, `rank`\."):
+        create_cache("small", rnk=2)
+    with pytest.raises(ValueError, match="Accepted options: none"):
+        create_cache("dynamic", rank=2)
+
+
+def test_unknown_preset_option_is_refused_at_registration() -> None:
+    with pytest.raises(ValueError, match="`rnk`"):
+        register_cache("small", create_small, rnk=2)
+    assert "small" not in list_caches()
+
+
+def test_factory_with_any_options_checks_them_itself() -> None:
+    register_cache("any", lambda model, **options: create_small(model, **options), summary="any options")
+    assert create_cache("any", rank=3).options["rank"] == 3
+    with pytest.raises(TypeError, match="rnk"):
+        create_cache("any", rnk=3)
+
+
+def test_taken_name_needs_overwrite() -> None:
+    register_cache("small", create_small)
+    with pytest.raises(ValueError, match="`small` is registered already"):
+        register_cache("small", create_small, nbits=8)
+    register_cache("small", create_small, nbits=8, overwrite=True)
+    assert create_cache("small").options["nbits"] == 8
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a:b", "a,b", "a*"])
+def test_names_that_commands_could_not_take_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must be a word"):
+        register_cache(name, create_small)
+
+
+def test_factory_must_be_callable_and_return_a_cache() -> None:
+    with pytest.raises(ValueError, match="must be callable"):
+        register_cache("small", "kvcache_plugins.gear")
+    register_cache("list", lambda model: [], summary="no cache")
+    with pytest.raises(TypeError, match="`list` must return a Transformers `Cache`"):
+        create_cache("list")
+
+
+def test_summary_is_the_first_line_of_the_factorys_docstring() -> None:
+    register_cache("small", create_small)
+    assert [entry.summary for entry in describe_caches("small")] == ["A cache for tests."]
+
+
+def test_requirements_are_looked_up() -> None:
+    assert CacheEntry(name="a", factory=create_small).is_available
+    assert CacheEntry(name="a", factory=create_small, requires="torch").is_available
+    assert not CacheEntry(name="a", factory=create_small, requires="no-such-distribution").is_available
+    assert CacheEntry(name="a", factory=create_small, requires=CUDA).is_available == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFORMERS_CACHES - {"offloaded"}))
+@pytest.mark.parametrize("num_prompt_tokens", [1, 37, 64, 89])
+def test_transformers_caches_generate_and_report(
+    name: str, num_prompt_tokens: int, tiny_llama: PreTrainedModel
+) -> None:
+    require_backend(name)
+    cache = create_cache(name, tiny_llama)
+    prompt = torch.randint(2, 128, (1, num_prompt_tokens))
+    output = tiny_llama.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert output.shape[1] == num_prompt_tokens + 4
+    assert cache.get_seq_length() == num_prompt_tokens + 3
+    assert cache.memory().total_bytes > 0
+    assert cache.stats()["tokens_cached"] == num_prompt_tokens + 3
+    assert isinstance(cache, DynamicCache if name == "dynamic" else QuantizedCache)
+
+
+@pytest.mark.parametrize("name", GROUP_WISE)
+def test_filling_up_groups_changes_nothing_where_the_length_is_whole(name: str, tiny_llama: PreTrainedModel) -> None:
+    require_backend(name)
+    ours = create_cache(name, tiny_llama)
+    layer = ours.layers[0]
+    options = {key: getattr(layer, key) for key in ("nbits", "axis_key", "axis_value")}
+    theirs = QuantizedCache(name.partition("-")[0], tiny_llama.config, **options)
+    prompt, following = torch.randint(2, 128, (1, 128)), torch.randint(2, 128, (1, 9))
+    logits = []
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            tiny_llama(prompt, past_key_values=cache)
+            logits.append(tiny_llama(following, past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", GROUP_WISE)
+def test_filling_up_groups_keeps_the_states_of_any_length(name: str, tiny_llama: PreTrainedModel) -> None:
+    require_backend(name)
+    layer = create_cache(name, tiny_llama).layers[0]
+    keys, values = torch.randn(2, 2, 71, 32), torch.randn(2, 2, 71, 32)
+    layer.update(keys, values)
+    held_keys, held_values = layer.update(keys[..., :1, :], values[..., :1, :])
+    assert held_keys.shape == held_values.shape == (2, 2, 72, 32)
+    worst = 0.2 if "4bit" in name else 1.5
+    assert (held_keys[..., :71, :] - keys).abs().mean() < worst
+    assert (held_values[..., :71, :] - values).abs().mean() < worst
+
+
+@pytest.mark.parametrize("name", ["fp8", *GROUP_WISE])
+def test_a_cache_that_needs_the_model_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match="need to know the model"):
+        create_cache(name)
+
+
+@pytest.mark.parametrize("options", [{"q_group_size": 0}, {"q_group_size": "big"}, {"residual_length": -1}])
+def test_bad_lengths_are_refused_before_transformers_sees_them(
+    options: dict[str, object], tiny_llama: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be an integer of at least"):
+        create_cache("quanto-4bit", tiny_llama, **options)
+
+
+def test_model_may_be_its_config_and_nothing_else(tiny_llama: PreTrainedModel) -> None:
+    assert len(create_cache("dynamic", tiny_llama.config).layers) == 2
+    with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`"):
+        create_cache("dynamic", "smollm2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
+def test_offloaded_needs_cuda_and_says_so(tiny_llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="`offloaded` cache needs a CUDA device"):
+        create_cache("offloaded", tiny_llama)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_offloaded_refuses_a_model_on_the_cpu_and_serves_one_on_cuda(tiny_llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="on a CUDA device, but it is on `cpu`"):
+        create_cache("offloaded", tiny_llama)
+    model = tiny_llama.to("cuda")
+    prompt = torch.randint(2, 128, (1, 9), device="cuda")
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    cache = create_cache("offloaded", model)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False), expected)
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CacheRegistry:
+    """A registry that has `dynamic`, on a path where a third party's distribution is installed."""
+    (tmp_path / "third_party_caches.py").write_text(
+        "from transformers import DynamicCache\n"
+        "def create(model, *, window=8):\n"
+        '    """Somebody else\'s cache"""\n'
+        "    return DynamicCache()\n"
+    )
+    (tmp_path / "third_party_broken.py").write_text("raise RuntimeError('compiled for another torch')\n")
+    info = tmp_path / "third_party-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[kvcache_plugins.caches]\n"
+        "theirs = third_party_caches:create\n"
+        "absent = third_party_caches:no_such_name\n"
+        "broken = third_party_broken:create\n"
+        "dynamic = third_party_caches:create\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fresh = CacheRegistry()
+    fresh.register(CacheEntry(name="dynamic", factory=create_small, summary="ours"))
+    return fresh
+
+
+def test_entry_points_are_found_and_a_taken_name_is_ours(third_party: CacheRegistry) -> None:
+    with pytest.warns(UserWarning, match="`dynamic` of the package `third-party` .* is ignored"):
+        assert third_party.names() == ["absent", "broken", "dynamic", "theirs"]
+    assert third_party.entry("dynamic").summary == "ours"
+    theirs = third_party.entry("theirs")
+    assert (theirs.summary, theirs.accepted_options) == ("Somebody else's cache", ["window"])
+    assert isinstance(theirs.factory(None), DynamicCache)
+
+
+@pytest.mark.filterwarnings("ignore:The cache `dynamic`")
+def test_broken_entry_points_do_not_break_the_others(third_party: CacheRegistry) -> None:
+    with pytest.warns(UserWarning) as warned:
+        assert [entry.name for entry in third_party.entries()] == ["dynamic", "theirs"]
+    texts = " ".join(str(warning.message) for warning in warned)
+    assert "`broken` of the package `third-party`" in texts
+    assert "`absent` of the package `third-party`" in texts
+    with pytest.raises(ImportError, match="`broken` of the package `third-party` .*compiled for another torch"):
+        third_party.entry("broken")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rank=8", ("rank", 8)),
+        ("sparsity=0.02", ("sparsity", 0.02)),
+        ("sparsity=1e-3", ("sparsity", 1e-3)),
+        ("fused=true", ("fused", True)),
+        ("fused=False", ("fused", False)),
+        ("backbone=none", ("backbone", None)),
+        (" backbone = per-token ", ("backbone", "per-token")),
+        ("path=a=b", ("path", "a=b")),
+    ],
+)
+def test_options_are_typed(text: str, expected: tuple[str, object]) -> None:
+    name, value = parse_option(text)
+    assert (name, value) == expected
+    assert type(value) is type(expected[1])
+
+
+@pytest.mark.parametrize("text", ["rank", "=8", ""])
+def test_an_option_without_key_or_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="`key=value`"):
+        parse_option(text)
+
+
+def test_cache_specs() -> None:
+    assert parse_cache_spec("gear-2bit") == ("gear-2bit", {})
+    assert parse_cache_spec("gear-2bit:sparsity=0,rank=8") == ("gear-2bit", {"sparsity": 0, "rank": 8})
