@@ -123,7 +123,10 @@ def load_model(
     source_options = {name: from_pretrained_kwargs[name] for name in SOURCE_OPTIONS if name in from_pretrained_kwargs}
     tokenizer = AutoTokenizer.from_pretrained(source, **source_options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **from_pretrained_kwargs)
-    return (model if has_device_map else model.to(device)).eval(), tokenizer
+    if not has_device_map:
+        # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy.
+        model = model.to(device)  # type: ignore[arg-type]
+    return model.eval(), tokenizer
 
 
 def reference_models() -> dict[str, bool]:
