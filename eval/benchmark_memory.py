@@ -120,15 +120,16 @@ def main(
         typer.echo(describe(rows[-1]))
     if out is not None:
         settings = {"model": model, "context": context, "text_file": text_file.name}
-        write_json(out, {"benchmark": "memory", **provenance(torch.device("cpu")), "settings": settings, "rows": rows})
+        content = {"benchmark": "memory", **provenance(torch.device("cpu")), "settings": settings, "rows": rows}
+        write_json(out, content)
 
 
 def describe(row: Mapping[str, Any]) -> str:
     """One line of a result."""
     mib = {key: value / 2**20 for key, value in row.items() if isinstance(value, int)}
     return (
-        f"{row['cache']:<16} holds {mib['cache_bytes']:7.1f} MiB ({row['kv_percent']:5.1f} % of 16 bits); a decode step "
-        f"allocates at most {mib['decode_step_peak_bytes']:6.2f} MiB at a time (one dense layer: "
+        f"{row['cache']:<16} holds {mib['cache_bytes']:7.1f} MiB ({row['kv_percent']:5.1f} % of 16 bits); a decode "
+        f"step allocates at most {mib['decode_step_peak_bytes']:6.2f} MiB at a time (one dense layer: "
         f"{mib['dense_layer_bytes']:.2f}); process peak {mib['rss_peak']:.0f} MiB, of which "
         f"{mib['rss_peak_after_load']:.0f} after loading"
     )
