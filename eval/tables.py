@@ -1,0 +1,91 @@
+"""Renders the tables of README.md and docs from the JSON files of `eval/results/`, between markers.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a file of `eval/results/` without its suffix;
+the file's shape decides the columns. A Markdown file of that name (the contract's grid) is taken as it is.
+
+    python -m kvcache_plugins.eval.tables README.md
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+RESULTS = Path("eval/results")
+_MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, results: Path) -> str:
+    """`text` with the body of every marked table made anew. A missing result file raises a `ValueError`."""
+    return _MARKED.sub(lambda match: f"{match[1]}{render_result(results, match['name'])}{match[4]}", text)
+
+
+def render_result(results: Path, name: str) -> str:
+    """The Markdown table of one result."""
+    markdown, data = results / f"{name}.md", results / f"{name}.json"
+    if markdown.is_file():
+        return markdown.read_text(encoding="utf-8")
+    if not data.is_file():
+        raise ValueError(f"there is no {name}.json or {name}.md in {results}")
+    content = json.loads(data.read_text(encoding="utf-8"))
+    kind = content.get("benchmark", "fidelity")
+    table = {"fidelity": _fidelity, "memory": _memory, "decode": _decode}[kind](content["rows"])
+    versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
+    settings = ", ".join(f"{key} {value}" for key, value in content["settings"].items() if value is not None)
+    source = f"`{data.name}`: commit {content['commit']}, {content['date'][:10]}, {content['device']}; {versions}; {settings}."
+    return f"{table}\n{source}\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("cache", "MB", "% of 16 bits", "PPL / dense", "KL to dense", "same top token")
+    ordered = sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
+    cells = [
+        (
+            f"`{row['cache']}`",
+            f"{row['memory_after_prefix']['total_bytes'] / 1e6:.2f}",
+            f"{row['memory_after_prefix']['kv_percent']:.1f}",
+            f"{row['ppl_ratio']:.3f}",
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1_agreement']:.1f} %",
+        )
+        for row in ordered
+    ]
+    return _table(head, cells)
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("cache", "held, MB", "% of 16 bits", "allocated by a decode step, MB", "process peak, MB")
+    keys = ("cache_bytes", "decode_step_peak_bytes", "rss_peak")
+    cells = []
+    for row in rows:
+        held, step, peak = (f"{row[key] / 1e6:.1f}" for key in keys)
+        cells.append((f"`{row['cache']}`", held, f"{row['kv_percent']:.1f}", step, peak))
+    layer = rows[0]["dense_layer_bytes"] / 1e6
+    return f"{_table(head, cells)}\nKeys and values of one layer, dense: {layer:.1f} MB.\n"
+
+
+def _decode(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("context", *(f"`{row['cache']}`, ms a token" for row in rows))
+    bins = zip(*(row["bins"] for row in rows), strict=True)
+    cells = [(str(each[0]["context"]), *(f"{item['median_s'] * 1e3:.1f}" for item in each)) for each in bins]
+    return _table(head, cells)
+
+
+def main(files: Annotated[list[Path], typer.Argument(help="Markdown files whose tables to render.")]) -> None:
+    """Renders the marked tables of Markdown files in place, from eval/results."""
+    for file in files:
+        file.write_text(render(file.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        typer.echo(f"rendered {file}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

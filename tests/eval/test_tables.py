@@ -1,0 +1,41 @@
+"""Tables in Markdown come from result files, and those in the README are the ones that the files give."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcache_plugins.eval.tables import render
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_marked_table_is_rendered_from_its_file(tmp_path):
+    row = {"cache": "gear-2bit", "ppl_ratio": 1.139, "kl": 0.14, "top1_agreement": 0.8}
+    row["memory_after_prefix"] = {"total_bytes": 6_000_000, "kv_percent": 25.8}
+    content = {
+        "commit": "abc",
+        "date": "2026-11-21T00:00",
+        "device": "CPU",
+        "versions": {"torch": "2"},
+        "settings": {},
+    }
+    (tmp_path / "result.json").write_text(json.dumps({**content, "rows": [row]}), encoding="utf-8")
+    text = render("before\n<!-- table: result -->\nold\n<!-- end -->\nafter\n", tmp_path)
+    assert "| `gear-2bit` | 6.00 | 25.8 | 1.139 | 0.1400 | 80.0 % |" in text
+    assert "old" not in text
+    assert text.startswith("before\n<!-- table: result -->\n")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert render(text, tmp_path) == text
+
+
+def test_a_missing_result_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.json"):
+        render("<!-- table: nothing -->\n<!-- end -->", tmp_path)
+
+
+def test_tables_of_the_readme_are_up_to_date():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- table: " in text
+    assert render(text, ROOT / "eval" / "results") == text
