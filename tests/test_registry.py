@@ -22,6 +22,9 @@ def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require_backend(name: str) -> None:
+    """Skips where the package behind one of Transformers' caches is missing, or Transformers is too old for it."""
+    if not describe_caches(name)[0].is_available:
+        pytest.skip(f"`{name}` needs `{describe_caches(name)[0].requires}`")
     if name.partition("-")[0] in BACKENDS:
         pytest.importorskip(BACKENDS[name.partition("-")[0]])
 
@@ -113,8 +116,16 @@ def test_summary_is_the_first_line_of_the_factorys_docstring() -> None:
 def test_requirements_are_looked_up() -> None:
     assert CacheEntry(name="a", factory=create_small).is_available
     assert CacheEntry(name="a", factory=create_small, requires="torch").is_available
+    assert CacheEntry(name="a", factory=create_small, requires="torch>=2").is_available
+    assert not CacheEntry(name="a", factory=create_small, requires="torch>=1000").is_available
     assert not CacheEntry(name="a", factory=create_small, requires="no-such-distribution").is_available
     assert CacheEntry(name="a", factory=create_small, requires=CUDA).is_available == torch.cuda.is_available()
+
+
+def test_a_missing_requirement_says_what_to_install() -> None:
+    register_cache("future", create_small, requires="torch>=1000")
+    with pytest.raises(ImportError, match=r"`future` needs `torch>=1000`: `pip install 'torch>=1000'`"):
+        create_cache("future")
 
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_CACHES - {"offloaded"}))
@@ -164,6 +175,7 @@ def test_filling_up_groups_keeps_the_states_of_any_length(name: str, tiny_llama:
 
 @pytest.mark.parametrize("name", ["fp8", *GROUP_WISE])
 def test_a_cache_that_needs_the_model_says_so(name: str) -> None:
+    require_backend(name)
     with pytest.raises(ValueError, match="need to know the model"):
         create_cache(name)
 
@@ -172,6 +184,7 @@ def test_a_cache_that_needs_the_model_says_so(name: str) -> None:
 def test_bad_lengths_are_refused_before_transformers_sees_them(
     options: dict[str, object], tiny_llama: PreTrainedModel
 ) -> None:
+    require_backend("quanto-4bit")
     with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be an integer of at least"):
         create_cache("quanto-4bit", tiny_llama, **options)
 

@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 
 import torch
+from packaging.requirements import Requirement
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
@@ -48,7 +49,7 @@ class CacheEntry:
         factory (`Callable`): Called as `factory(model, **options)` with a model, its config or `None`.
         options (`Mapping`): What the name stands for: defaults that a user's options override.
         summary (`str`): One line for `kvcache-plugins list`.
-        requires (`str`, *optional*): The distribution to `pip install` first, or `CUDA`.
+        requires (`str`, *optional*): What to `pip install` first, such as `hqq` or `transformers>=5.21`, or `CUDA`.
     """
 
     name: str
@@ -64,11 +65,11 @@ class CacheEntry:
             return True
         if self.requires == CUDA:
             return torch.cuda.is_available()
+        requirement = Requirement(self.requires)
         try:
-            distribution(self.requires)
+            return requirement.specifier.contains(version(requirement.name), prereleases=True)
         except PackageNotFoundError:
             return False
-        return True
 
     @property
     def accepted_options(self) -> list[str] | None:
@@ -186,7 +187,7 @@ def register_cache(
             fresh `Cache`. A cache class whose first argument is the config needs `lambda model, **options:
             MyCache(get_config(model), **options)`, or better a function that names its options.
         summary (`str`, *optional*): One line for `kvcache-plugins list`; by default the factory's docstring's first.
-        requires (`str`, *optional*): A distribution that has to be installed first.
+        requires (`str`, *optional*): What has to be installed first, such as `hqq` or `hqq>=0.2`.
         overwrite (`bool`, *optional*, defaults to `False`): Whether a taken name is replaced instead of an error.
         preset_options: What the name stands for; a user's options override them.
 
@@ -224,6 +225,9 @@ def create_cache(name: str, model: ModelOrConfig = None, **options: object) -> C
     """
     entry = _REGISTRY.entry(name)
     entry.check_options(options)
+    # A factory that needs a device knows best what to say about it
+    if not entry.is_available and entry.requires != CUDA:
+        raise ImportError(f"The cache `{name}` needs `{entry.requires}`: `pip install '{entry.requires}'`.")
     cache = entry.factory(model, **{**entry.options, **options})
     if not isinstance(cache, Cache):
         raise TypeError(f"The factory of the cache `{name}` must return a Transformers `Cache`, but got {type(cache)}")
@@ -388,4 +392,4 @@ register_cache("quanto-4bit", _create_quanto, requires="optimum-quanto", nbits=4
 register_cache("quanto-2bit", _create_quanto, requires="optimum-quanto", nbits=2)
 register_cache("hqq-4bit", _create_hqq, requires="hqq", nbits=4)
 register_cache("hqq-2bit", _create_hqq, requires="hqq", nbits=2, axis_key=0)
-register_cache("fp8", _create_fp8)
+register_cache("fp8", _create_fp8, requires="transformers>=5.21")

@@ -65,11 +65,11 @@ def test_reference_comes_first_once_and_is_exact(tiny_llama: PreTrainedModel, pr
 def test_kl_is_over_the_references_continuation_through_the_filled_cache(
     tiny_llama: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["fp8"], max_new_tokens=6).run(lambda _: None)
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=6).run(lambda _: None)
     fed = torch.tensor(rows[0].generation.token_ids[:-1])[None]
     logits = []
     with torch.no_grad():
-        for name in ("dynamic", "fp8"):
+        for name in ("dynamic", "kivi-4bit"):
             cache = create_cache(name, tiny_llama)
             tiny_llama(prompt[None], past_key_values=cache)
             logits.append(tiny_llama(fed, past_key_values=cache).logits[0].double().log_softmax(-1))
@@ -91,15 +91,17 @@ def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: to
 
 def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["broken", "fp8"], max_new_tokens=4).run(lambda _: None)
-    assert [row.cache for row in rows] == ["dynamic", "broken", "fp8"]
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4).run(
+        lambda _: None
+    )
+    assert [row.cache for row in rows] == ["dynamic", "broken", "kivi-4bit"]
     assert rows[1].error == "IndexError: too many indices for tensor of dimension 1"
     assert row_fields(rows[1]) == {"cache": "broken", "error": rows[1].error}
     assert rows[2].error is None
 
 
 def test_one_token_is_enough(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["fp8"], max_new_tokens=1).run(lambda _: None)
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=1).run(lambda _: None)
     assert rows[1].kl > 0
     assert rows[1].generation.tokens_per_second is None
 
