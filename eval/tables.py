@@ -36,7 +36,8 @@ def render_result(results: Path, name: str) -> str:
     table = {"fidelity": _fidelity, "memory": _memory, "decode": _decode}[kind](content["rows"])
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     settings = ", ".join(f"{key} {value}" for key, value in content["settings"].items() if value is not None)
-    source = f"`{data.name}`: commit {content['commit']}, {content['date'][:10]}, {content['device']}; {versions}; {settings}."
+    origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"
+    source = f"`{data.name}`: {origin}; {versions}; {settings}."
     return f"{table}\n{source}\n"
 
 

@@ -12,18 +12,18 @@ but only refers to its layer.
 `LazyLayer` is the base of every layer that works this way.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import __version__ as transformers_version
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 
-# Until this release `crop(n)` with a positive `n` meant "down to n tokens"; since then only "remove -n tokens" exists
-_CROP_TAKES_LENGTH = tuple(int(part) for part in transformers_version.split(".")[:2]) < (5, 12)
+# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
+_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 

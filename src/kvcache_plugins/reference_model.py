@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 
@@ -212,12 +213,22 @@ def _convert(packaged: PackagedModel, name: str, folder: Path, console: Console)
                 file.parent,
                 gguf_file=file.name,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
+                **_dequantized(),
             )
         step("writing safetensors")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     shutil.rmtree(scratch)
+
+
+def _dequantized() -> dict[str, Any]:
+    """What `from_pretrained` has to be told to load a GGUF file as ordinary weights."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        # Releases before 5.17 know no other way
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 class _Steps:

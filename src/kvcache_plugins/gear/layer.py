@@ -191,7 +191,7 @@ class GEARLayer(LazyLayer):
             self.blocks.append(block)
         else:
             self._open_block.append(block)
-        buffer.drop_first(count, chunk_length)
+        buffer.drop_first(count)
 
     def settle_prompt(self) -> None:
         """Compresses a prompt that no attention has seen yet, so that what is stored is complete."""
@@ -259,7 +259,7 @@ class GEARLayer(LazyLayer):
 
     def _append_exact(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.buffer is None:
-            self.buffer = ExactBuffer(keys, values, max(self.config.residual_length, keys.shape[2]))
+            self.buffer = ExactBuffer(keys, values, self.config.residual_length)
         self.buffer.append(keys, values)
 
     def materialize(self, side: str) -> torch.Tensor:

@@ -169,7 +169,7 @@ def _fill_layer(layer: GEARLayer, document: dict[str, Any], tensors: dict[str, t
     buffer = None
     if "buffer.keys" in tensors:
         keys, values = tensors["buffer.keys"], tensors["buffer.values"]
-        buffer = ExactBuffer(keys, values, max(layer.config.residual_length, keys.shape[2]))
+        buffer = ExactBuffer(keys, values, layer.config.residual_length)
         buffer.append(keys, values)
     layer.restore(
         document,

@@ -17,6 +17,7 @@ from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Dense float32 values of one tile stay within the processor's caches
 _TILE_TOKENS = 1024
+_MIN_CAPACITY = 16
 
 
 @dataclass(eq=False)
@@ -159,9 +160,16 @@ def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
 
 
 class ExactBuffer:
-    """The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use."""
+    """
+    The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use.
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int):
+    Capacity doubles up to `limit`, the most that waits in ordinary decoding, and goes beyond only as far as a longer
+    update needs.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
+        capacity = min(max(keys.shape[2], _MIN_CAPACITY), max(limit, keys.shape[2]))
+        self.limit = limit
         self._keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
         self._values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
         self.length = 0
@@ -177,17 +185,17 @@ class ExactBuffer:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         total = self.length + keys.shape[2]
         if total > self._keys.shape[2]:
-            self._resize(max(total, 2 * self._keys.shape[2]))
+            self._resize(max(total, min(2 * self._keys.shape[2], self.limit)))
         self._keys[:, :, self.length : total] = keys
         self._values[:, :, self.length : total] = values
         self.length = total
 
-    def drop_first(self, count: int, capacity: int) -> None:
-        """Forgets the oldest `count` tokens; room beyond `capacity` that a long update made is given back."""
+    def drop_first(self, count: int) -> None:
+        """Forgets the oldest `count` tokens; room beyond the limit that a long update made is given back."""
         keys, values = self.keys[:, :, count:].clone(), self.values[:, :, count:].clone()
         self.length = keys.shape[2]
-        if self._keys.shape[2] > max(capacity, self.length):
-            self._resize(max(capacity, self.length))
+        if self._keys.shape[2] > max(self.limit, self.length):
+            self._resize(max(self.limit, self.length))
         self._keys[:, :, : self.length], self._values[:, :, : self.length] = keys, values
 
     def drop_last(self, count: int) -> None:
