@@ -12,9 +12,9 @@ NUM_ROWS = 3
 NUM_REPEATS = 2
 NUM_STEPS = 4
 NUM_NEW = 8
-# Neither the identity nor its own inverse, so that a permutation that is forgotten or applied backwards shows; then
-# one that drops a row; then the first again, on top of both
-_ORDERS = ([2, 0, 1], [1, 1, 2], [2, 0, 1])
+# Reorderings before a forward. Neither the identity nor its own inverse, so that a permutation that is forgotten or
+# applied backwards shows; then one that drops a row; then two at once
+_ORDERS = (([2, 0, 1],), ([1, 1, 2],), ([2, 0, 1], [0, 2, 1]))
 _LENGTHS = (LONG_CONTEXT, 137, 70)
 _LENGTHS_WITH_SHORT_ROW = (LONG_CONTEXT, 137, 11)
 
@@ -22,14 +22,15 @@ _LENGTHS_WITH_SHORT_ROW = (LONG_CONTEXT, 137, 11)
 def check_reorder(subject: Subject) -> None:
     reordered, direct, dense = _cache_with_rows(subject), _cache_with_rows(subject), _cache_with_rows(subject.dense)
     sources = torch.arange(NUM_ROWS, device=subject.model.device)
-    for turn, order in enumerate(_ORDERS):
-        beam_idx = torch.tensor(order, device=sources.device)
-        reordered.reorder_cache(beam_idx)  # type: ignore[arg-type]
-        sources = sources[beam_idx]
+    for turn, orders in enumerate(_ORDERS):
+        for order in orders:
+            beam_idx = torch.tensor(order, device=sources.device)
+            reordered.reorder_cache(beam_idx)  # type: ignore[arg-type]
+            sources = sources[beam_idx]
         # Every row goes on with the tokens of the row that it comes from
         steps = subject.rows(NUM_STEPS, NUM_ROWS, seed=60 + NUM_ROWS * turn)
         logits, expected = subject.feed_each(reordered, steps[sources]), subject.feed_each(direct, steps)
-        require_close(logits, expected[sources], subject.rounding, f"reordering {turn + 1}, by {order}")
+        require_close(logits, expected[sources], subject.rounding, f"reordering {turn + 1}, by {orders}")
         subject.feed_each(dense, steps)
 
     # What is held back for a while has to be in order still when it is compressed at last

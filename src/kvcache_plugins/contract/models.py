@@ -41,6 +41,8 @@ def tiny_models(seed: int = 0) -> dict[str, PreTrainedModel]:
                 layer_types=["sliding_attention", "full_attention"],
                 sliding_window=24,
                 query_pre_attn_scalar=64,
+                # Tied, a random model would say the same token again and again
+                tie_word_embeddings=False,
                 **_SHAPE,
             )
         )

@@ -1,7 +1,6 @@
 """The list of checks, a cache run through it, and the grid of what came out."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -278,9 +277,7 @@ def _silence() -> Iterator[None]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logging.set_verbosity(verbosity)
 

@@ -1,0 +1,162 @@
+"""Every registered cache through every item of the cache contract, on tiny random models.
+
+The caches of this project keep every item. Transformers' own quantized caches do not: what they get wrong is named in
+`EXPECTED_FAILURES`, and has to go wrong still, so that the list stays true. The grid is printed at the end of the run.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_check, tiny_models
+from kvcache_plugins.contract.comparison import distance
+from kvcache_plugins.contract.subject import SHORT_CONTEXT, Subject
+from kvcache_plugins.registry import CacheEntry, describe_caches
+
+
+ENTRIES = {entry.name: entry for entry in describe_caches()}
+# The same cache under a second name
+ALIASES = {"gear": "gear-4bit"}
+
+QUANTO = ("quanto-2bit", "quanto-4bit")
+HQQ = ("hqq-2bit", "hqq-4bit")
+QUANTIZED = (*QUANTO, *HQQ, "fp8")
+TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
+
+# Caches, items, why, and a part of the error that was seen (transformers 5.23.0, optimum-quanto 0.2.7, hqq 0.2.8)
+EXPECTED_FAILURES = (
+    (
+        QUANTIZED,
+        ("prompt-lookup", "assisted"),
+        "`crop` is `DynamicLayer`'s: it cuts `keys`, which are an empty tensor after the prompt was quantized",
+        "too many indices for tensor of dimension 1",
+    ),
+    (
+        (*QUANTO, *HQQ),
+        ("crop-recent",),
+        "`crop` cuts the residual, but neither the quantized states nor `cumulative_length`",
+        "`get_seq_length` says 24, it should be 20",
+    ),
+    (("fp8",), ("crop-recent",), "as for prompt lookup", "too many indices for tensor of dimension 1"),
+    (QUANTIZED, ("crop-prompt",), "as for prompt lookup", "too many indices for tensor of dimension 1"),
+    (
+        QUANTIZED,
+        ("repeat-interleave",),
+        "the quantized states are left at the batch size they had",
+        "Sizes of tensors must match except in dimension 2",
+    ),
+    (
+        (*QUANTO, *HQQ),
+        ("select-indices",),
+        "the quantized states keep the rows that were not selected",
+        "Sizes of tensors must match except in dimension 2",
+    ),
+    (("fp8",), ("select-indices",), "selects rows of an empty tensor", "index is out of bounds for dimension"),
+    (QUANTO, ("deepcopy",), "quanto's tensors are wrapper subclasses that cannot be copied", "__deepcopy__()"),
+    (
+        (*QUANTO, "hqq-2bit", "fp8"),
+        ("left-padding", "left-padding-short"),
+        "padding enters the ranges: per channel over all tokens (quanto, hqq at 2 bits), over the whole tensor (fp8)",
+        "of a left-padded batch, and alone",
+    ),
+    (
+        (*HQQ, "fp8"),
+        ("row-isolation",),
+        "rows share groups (hqq at 2 bits), the end of hqq's optimization (at 4 bits) or a scale (fp8)",
+        "changed with the content of the other row",
+    ),
+)
+FAILURES = {
+    (cache, item): (why, seen) for caches, items, why, seen in EXPECTED_FAILURES for cache in caches for item in items
+}
+# Items that a cache declines by raising a `ValueError` or a `NotImplementedError` that says so
+DECLINED = {
+    **{(cache, "save-load"): "no `save` and `load`" for cache in TRANSFORMERS},
+    **{(cache, "hybrid"): "only supported for models with only full attention layers" for cache in QUANTIZED},
+}
+
+
+class GridReporter:
+    """Collects results and prints them as a grid when the run ends."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, list[CheckResult]] = {}
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("cache contract")
+        terminalreporter.write_line(render_grid(self.results))
+
+
+@pytest.fixture(scope="module")
+def reporter(request: pytest.FixtureRequest) -> GridReporter:
+    reporter = GridReporter()
+    request.config.pluginmanager.register(reporter)
+    return reporter
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, PreTrainedModel]]:
+    """The tiny models. Their operations are too small for several threads to be of use."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tiny_models()
+    torch.set_num_threads(num_threads)
+
+
+def require_available(entry: CacheEntry) -> None:
+    if not entry.is_available:
+        pytest.skip(f"`{entry.name}` needs {entry.requires}, which is not there")
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
+@pytest.mark.parametrize("cache", [name for name in ENTRIES if name not in ALIASES])
+def test_contract(
+    cache: str, check: ContractCheck, models: dict[str, PreTrainedModel], reporter: GridReporter
+) -> None:
+    require_available(ENTRIES[cache])
+    model = models["hybrid" if check.on_hybrid else "llama"]
+    result = run_check(check, model, partial(create_cache, cache, model))
+    reporter.results.setdefault(cache, []).append(result)
+    if (cache, check.name) in FAILURES:
+        why, seen = FAILURES[cache, check.name]
+        assert result.status == "fail", f"an expected failure is gone, take it off the list: {why}"
+        assert seen in result.detail
+    elif (cache, check.name) in DECLINED:
+        assert result.status == "unsupported", f"an item that was declined is not any more: {result}"
+        assert DECLINED[cache, check.name] in result.detail
+    else:
+        assert result.status == "pass", result.detail
+
+
+@pytest.mark.parametrize("cache", [name for name in ENTRIES if name not in ALIASES])
+def test_short_contexts(cache: str, models: dict[str, PreTrainedModel]) -> None:
+    """Caches of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
+    require_available(ENTRIES[cache])
+    model = models["llama"]
+    subject = Subject(
+        model=model,
+        tokenizer=None,
+        make_cache=partial(create_cache, cache, model),
+        make_reference=partial(create_cache, "dynamic", model),
+    )
+    prompt, steps = subject.prompt(SHORT_CONTEXT, seed=1), subject.prompt(4, seed=2)
+    logits, expected = (each.feed_each(each.cache(prompt), steps) for each in (subject, subject.dense))
+    is_exact = distance(logits, expected) <= subject.rounding
+    assert is_exact is (cache not in QUANTIZED)
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_aliases(alias: str, name: str) -> None:
+    assert (ENTRIES[alias].factory, ENTRIES[alias].options) == (ENTRIES[name].factory, ENTRIES[name].options)
+
+
+def test_lists_name_known_caches_and_items() -> None:
+    """A misspelt entry of the lists above would excuse nothing and go unnoticed."""
+    items = {check.name for check in CONTRACT}
+    assert {
+        (cache, item) for cache, item in (*FAILURES, *DECLINED) if cache not in ENTRIES or item not in items
+    } == set()
