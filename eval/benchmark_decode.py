@@ -70,7 +70,8 @@ def main(
     network, tokenizer = load_for_evaluation(model)
     if num_layers is not None:
         network.config.num_hidden_layers = num_layers
-        network.base_model.layers = network.base_model.layers[:num_layers]
+        decoder: Any = network.base_model
+        decoder.layers = decoder.layers[:num_layers]
     token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : prompt + steps]
     if token_ids.shape[1] < prompt + steps:
         raise typer.BadParameter(f"the text has {token_ids.shape[1]} tokens, but {prompt + steps} are needed")
@@ -78,7 +79,7 @@ def main(
     rows: list[Mapping[str, Any]] = []
     for spec in cache:
         name, options = parse_cache_spec(spec)
-        instance = create_cache(name, network, **options)
+        instance: Any = create_cache(name, network, **options)
         typer.echo(spec, err=True)
         bins = summarize(time_decode(network, token_ids, prompt, instance), prompt, bin_length)
         stats = instance.stats() if callable(getattr(instance, "stats", None)) else {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,12 @@ class ModularCache(ReportingMixin, Cache):
 
 class CompressedLayer(DynamicLayer):
     """Keeps prompts, and what overflows the buffer, as codes and scales: `history`, of keys and then of values."""
+
+    keys: torch.Tensor  # type: ignore[assignment]
+    values: torch.Tensor  # type: ignore[assignment]
+
+    keys: Any
+    values: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +104,16 @@ class CompressedLayer(DynamicLayer):
 class SavableCache(ModularCache):
     """A cache of compressed layers that can be saved."""
 
+    layers: list[CompressedLayer]  # type: ignore[assignment]
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, CompressedLayer)
 
     def save(self, path: Path, model: PreTrainedModel) -> None:
         """Writes all tensors by layer and part."""
         tensors = {}
-        for index, layer in enumerate(self.layers):
+        layers: list[Any] = list(self.layers)
+        for index, layer in enumerate(layers):
             for part, tensor in enumerate([layer.keys, layer.values, *layer.history]):
                 tensors[f"{index}.{part}"] = tensor.contiguous()
         save_file(tensors, path)
@@ -112,7 +122,8 @@ class SavableCache(ModularCache):
     def load(cls, path: Path, model: PreTrainedModel) -> Cache:
         """Reads what `save` wrote."""
         cache, tensors = cls(model), load_file(path)
-        for index, layer in enumerate(cache.layers):
+        layers: list[Any] = list(cache.layers)
+        for index, layer in enumerate(layers):
             layer.lazy_initialization(tensors[f"{index}.0"], tensors[f"{index}.1"])
             layer.keys, layer.values, *layer.history = (tensors[f"{index}.{part}"] for part in range(6))
         return cache
