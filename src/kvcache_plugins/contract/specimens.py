@@ -32,9 +32,6 @@ class CompressedLayer(DynamicLayer):
     keys: torch.Tensor  # type: ignore[assignment]
     values: torch.Tensor  # type: ignore[assignment]
 
-    keys: Any
-    values: Any
-
     def __init__(self) -> None:
         super().__init__()
         self.history: list[torch.Tensor] = []
