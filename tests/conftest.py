@@ -9,6 +9,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# On tiny models threads wait for each other more than they work, and on a busy machine for minutes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable
 from pathlib import Path
