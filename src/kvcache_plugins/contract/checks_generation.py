@@ -6,7 +6,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from .comparison import distance, require, require_length, require_same_tokens
-from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, Trace, pick_sampled
+from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, Trace, pick_sampled
 
 
 NUM_NEW = 10
@@ -169,9 +169,10 @@ def _check_drafting(subject: Subject, **options: object) -> None:
         prompt = subject.prompt(length // 2, seed=4).repeat(1, 2)
         cache = subject.make_cache()
         removals = _record_removals(cache)
-        tokens = subject.generate(cache, prompt, NUM_NEW, **options)
-        require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
-        num_removed -= sum(removals)
+        tokens = subject.generate(cache, prompt, NUM_NEW, **options)[:, :NUM_NEW]
+        if RECORDS_PAST:
+            require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
+        num_removed += sum(removals)
         trace = Trace(tokens, subject.follow(subject.make_cache(), (prompt,), tokens))
         if _is_exact(subject, prompt, trace, context):
             expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
@@ -197,12 +198,13 @@ def _require_likeliest(subject: Subject, prompt: torch.Tensor, trace: Trace, con
 
 
 def _record_removals(cache: Cache) -> list[int]:
-    """A list that fills with what `crop` is called with from now on."""
+    """A list that fills with the numbers of tokens that `crop` is asked to remove from now on."""
     removals: list[int] = []
     crop = cache.crop
 
     def recording_crop(tokens_to_remove: int) -> None:
-        removals.append(tokens_to_remove)
+        # Older releases of Transformers ask for the length to keep
+        removals.append(-tokens_to_remove if tokens_to_remove <= 0 else cache.get_seq_length() - tokens_to_remove)
         crop(tokens_to_remove)
 
     cache.crop = recording_crop  # type: ignore[method-assign]

@@ -32,6 +32,11 @@ LONG_CONTEXT = 230
 """Tokens of a prompt that is long enough to be compressed, and no multiple of any group."""
 LONG_APPEND = 70
 """Tokens that fill a buffer of 64 when appended."""
+RECORDS_PAST = "activate_past_recording" in vars(Cache)
+"""
+Whether this release of Transformers records the past of sliding windows for a rollback. Older ones cannot roll those
+back, and leave the last drafts of assisted generation in the tokens and in the cache.
+"""
 
 _TEXT = (
     "The ship left the harbour before dawn with a cargo of salt, rope and letters. Nobody on the quay could say how "
@@ -135,7 +140,8 @@ class Subject:
     def cache(self, *chunks: torch.Tensor) -> Cache:
         """A fresh cache that has seen `chunks`, one forward each, and records the past as if it may be cropped."""
         cache = self.make_cache()
-        cache.activate_past_recording()
+        if RECORDS_PAST:
+            cache.activate_past_recording()
         for chunk in chunks:
             self.feed(cache, chunk)
         return cache
