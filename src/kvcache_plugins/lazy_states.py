@@ -228,8 +228,8 @@ class LazyLayer(CacheLayerMixin):
     Base of the layers that hand out `LazyStates`.
 
     A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
-        lists its tensors once
-    (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow from that.
+    lists its tensors once (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow
+    from that.
     """
 
     is_sliding = False

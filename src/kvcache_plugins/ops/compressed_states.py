@@ -34,8 +34,7 @@ class CompressedStates:
             of the chunk.
         low_rank_b (`torch.Tensor` of shape `[B, H, M, D, R]`, float16, *optional*): the other factor.
         outlier_indices (integer `torch.Tensor`, *optional*): for keys `[B, H, M, K, D]`, tokens within the chunk; for
-        values
-            `[B, 1, M, L, K]`, channels within `H * D`.
+            values `[B, 1, M, L, K]`, channels within `H * D`.
         outlier_values (`torch.Tensor`, float16, *optional*): what is missing at those places after codes and low rank.
         nbits (`int`): bits a code.
         grouping (`Grouping`): which values share a scale.
