@@ -1,8 +1,8 @@
 """Asymmetric uniform quantization of keys and values, and the packing of the codes.
 
 Tensors come as chunks, `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D). A group of
-values shares one step (`scale`) and one minimum (`zero`), both in float16; a value is `zero + scale * code`. Groups lie
-along one of two axes:
+values shares one step (`scale`) and one minimum (`zero`), both in float16; a value is `zero + scale * code`. Groups
+lie along one of two axes:
 
 - `"channel"`: `group_size` consecutive tokens of one channel of one head (`None`: all tokens of the chunk);
 - `"token"`: `group_size` consecutive channels of one token of one head (`None`: all channels of all heads of the
@@ -11,8 +11,8 @@ along one of two axes:
 Codes are chosen against the *stored* float16 scale and zero, so that rounding those adds no second error.
 
 Packing is by slabs, not interleaved: at 2 bits, byte `j` of a token holds channels `j`, `j + D/4`, `j + D/2`,
-`j + 3D/4`. One shift and one mask then give `D/4` channels that lie side by side, for PyTorch and for a GPU alike. 3 bits
-are a 2-bit plane followed by a 1-bit plane, so that nothing is wasted.
+`j + 3D/4`. One shift and one mask then give `D/4` channels that lie side by side, for PyTorch and for a GPU alike.
+3 bits are a 2-bit plane followed by a 1-bit plane, so that nothing is wasted.
 """
 
 from dataclasses import dataclass
