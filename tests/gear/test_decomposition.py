@@ -109,6 +109,8 @@ def test_constant_and_zero_states(side):
 def test_metadata_is_stored_in_16_bits_and_codes_in_bytes():
     compressed = decompose(realistic_states(1, 2, 1, 64, 16), None, side_config("key"), Grouping("channel", 32), 4, 3)
     dtypes = {name: tensor.dtype for name, tensor in compressed.named_tensors()}
-    assert dtypes.pop("codes") == dtypes.pop("outlier_indices") == torch.uint8
+    assert dtypes.pop("codes") == torch.uint8
+    assert dtypes.pop("outlier_indices") == torch.int16
+    assert dtypes.pop("outlier_offsets") == torch.int32
     assert set(dtypes.values()) == {torch.float16}
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in compressed.named_tensors())

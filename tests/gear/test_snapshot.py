@@ -85,7 +85,7 @@ def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):
     filled(tiny_llama)[0].save(path, tiny_llama)
     with safe_open(str(path), framework="pt") as file:
         document = json.loads(file.metadata()["kvcache_plugins"])
-    document["version"] = 2
+    document["version"] = 1
     save_file(load_file(str(path)), str(path), metadata={"kvcache_plugins": json.dumps(document)})
-    with pytest.raises(ValueError, match="version 2.*version 1"):
+    with pytest.raises(ValueError, match="version 1.*version 2"):
         GEARCache.load(path, tiny_llama)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.outliers import index_dtype, num_outliers_per_side, select_key_outliers, select_value_outliers
+from kvcache_plugins.ops.outliers import (
+    OutlierPlaces,
+    add_outliers,
+    num_outliers_per_side,
+    select_key_outliers,
+    select_value_outliers,
+    sort_into_tiles,
+)
 
 
 def test_counts_come_from_the_filtered_axis():
@@ -55,12 +62,30 @@ def test_short_item_of_a_padded_batch_keeps_its_own_count():
     assert torch.equal(kept, alone[0, :, 0] + 300)
 
 
-@pytest.mark.parametrize(
-    ("length", "dtype"), [(256, torch.uint8), (257, torch.int16), (32768, torch.int16), (32769, torch.int32)]
-)
-def test_smallest_index_type(length, dtype):
-    assert index_dtype(length) == dtype
-    assert torch.tensor(length - 1).to(dtype).item() == length - 1
+@pytest.mark.parametrize("head_dim", [20, 64, 512, 600])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_stored_outliers_come_back_where_they_were(head_dim, length):
+    batch_size, num_heads, num_chunks = 2, 3, 2
+    shape = (batch_size, num_heads, num_chunks, length, head_dim)
+    dense = torch.where(torch.rand(shape) < 0.02, torch.randn(shape), 0)
+    # Every item's list is as long as the longest, in random order, with unused entries among the others
+    rows = dense.transpose(1, 2).flatten(2)
+    order = torch.rand(rows.shape).masked_fill(rows != 0, 2).argsort(dim=2, descending=True)
+    flat = order[..., : int((rows != 0).sum(2).max())]
+    flat = flat[..., torch.randperm(flat.shape[2])]
+    values = rows.gather(2, flat)
+    places = OutlierPlaces(
+        heads=flat // (length * head_dim),
+        tokens=flat // head_dim % length,
+        channels=flat % head_dim,
+        in_use=values != 0,
+    )
+    stored = sort_into_tiles(places, torch.where(values == 0, 7, values), num_heads, length, head_dim)
+    assert stored[0].dtype == (torch.int32 if head_dim > 512 else torch.int16)
+    for tokens in (slice(0, length), slice(length // 3, length), slice(length // 2, length // 2 + 1)):
+        states = torch.zeros(shape)[:, :, :, tokens].contiguous()
+        add_outliers(states, *stored, tokens)
+        assert torch.equal(states, dense[:, :, :, tokens])
 
 
 def test_nothing_to_keep():

@@ -10,7 +10,7 @@ import torch
 
 from kvcache_plugins.ops.compressed_states import CompressedStates
 from kvcache_plugins.ops.low_rank import power_iteration
-from kvcache_plugins.ops.outliers import index_dtype, select_key_outliers, select_value_outliers
+from kvcache_plugins.ops.outliers import OutlierPlaces, select_key_outliers, select_value_outliers, sort_into_tiles
 from kvcache_plugins.ops.quantization import Grouping, dequantize, pack, quantize
 
 from .config import SideConfig
@@ -62,18 +62,18 @@ def decompose(
         keep = ~is_outlier if real is None else real & ~is_outlier
     codes, scale, zero = quantize(exact, keep, config.nbits, grouping)
 
-    a = b = values = None
+    a = b = values = offsets = None
     if rank or indices is not None:
         missing = exact - dequantize(codes, scale, zero, grouping)
         if rank:
             a, b, correction = _low_rank(missing, keep, valid, rank, num_iterations, recent_ratio)
             missing[:, :, :, -a.shape[3] :] -= correction
         if indices is not None:
-            values = _gather_outliers(missing, indices, per_channel)
-            usable = in_use if per_channel else (True if real is None else real)
-            values = torch.where(torch.as_tensor(usable, device=values.device), values, 0).to(_STORAGE_DTYPE)
-            length = states.shape[3] if per_channel else states.shape[1] * states.shape[4]
-            indices = indices.to(index_dtype(length)).contiguous()
+            places = _outlier_places(exact.shape, indices, in_use, real)
+            batch_size, num_heads, num_chunks, length, head_dim = exact.shape
+            flat = (places.heads * length + places.tokens) * head_dim + places.channels
+            values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(_STORAGE_DTYPE)
+            indices, values, offsets = sort_into_tiles(places, values, num_heads, length, head_dim)
     for tensor in (a, b, values):
         if tensor is not None and not bool(tensor.isfinite().all()):
             raise ValueError("the states exceed the range of float16 (65504), in which corrections are stored")
@@ -85,17 +85,20 @@ def decompose(
         low_rank_b=b,
         outlier_indices=indices,
         outlier_values=values,
+        outlier_offsets=offsets,
         nbits=config.nbits,
         grouping=grouping,
         head_dim=states.shape[4],
-        outliers_per_channel=per_channel,
     )
 
 
 def _select_outliers(
     exact: torch.Tensor, valid: torch.Tensor | None, sparsity: float, per_channel: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Indices in the layout of `CompressedStates`, which of them are in use, and a mask over the states."""
+    """
+    Indices (tokens `[B, H, M, K, D]` of keys, channels of all heads `[B, M, L, K]` of values), for keys which of them
+    are in use, and a mask over the states.
+    """
     if per_channel:
         selected = select_key_outliers(exact, valid, sparsity)
         if selected is None:
@@ -111,7 +114,7 @@ def _select_outliers(
     marks = exact.new_zeros(batch_size, num_chunks, length, num_heads * head_dim, dtype=torch.bool)
     marks.scatter_(3, token_indices, True)
     mask = marks.unflatten(3, (num_heads, head_dim)).permute(0, 3, 1, 2, 4)
-    return token_indices.unsqueeze(1), None, mask
+    return token_indices, None, mask
 
 
 def _low_rank(
@@ -136,7 +139,28 @@ def _low_rank(
     return a, b, a.float() @ b.float().transpose(-1, -2)
 
 
-def _gather_outliers(missing: torch.Tensor, indices: torch.Tensor, per_channel: bool) -> torch.Tensor:
-    if per_channel:
-        return missing.gather(3, indices)
-    return missing.permute(0, 2, 3, 1, 4).flatten(3).gather(3, indices.squeeze(1)).unsqueeze(1)
+def _outlier_places(
+    shape: torch.Size, indices: torch.Tensor, in_use: torch.Tensor | None, real: torch.Tensor | None
+) -> OutlierPlaces:
+    """
+    The places of selected outliers.
+
+    Args:
+        shape (`torch.Size`): of the states.
+        indices (`torch.Tensor`): tokens `[B, H, M, K, D]` (keys) or channels of all heads `[B, M, L, K]` (values).
+        in_use (`torch.Tensor`, *optional*): for keys, which indices count, broadcastable to them.
+        real (`torch.Tensor` of shape `[B, 1, M, L, 1]`, *optional*): for values, tokens that are not padding.
+    """
+    _, num_heads, _, length, head_dim = shape
+    device = indices.device
+    if in_use is not None:
+        heads = torch.arange(num_heads, device=device)[:, None, None, None]
+        channels = torch.arange(head_dim, device=device)
+        parts = (heads, indices, channels, in_use)
+        shape = indices.shape
+        heads, tokens, channels, used = (part.expand(shape).transpose(1, 2).flatten(2) for part in parts)
+        return OutlierPlaces(heads, tokens, channels, used)
+    tokens = torch.arange(length, device=device)[:, None].expand(indices.shape).flatten(2)
+    used = None if real is None else real[:, 0].expand(indices.shape).flatten(2)
+    flat = indices.flatten(2)
+    return OutlierPlaces(flat // head_dim, tokens, flat % head_dim, used)

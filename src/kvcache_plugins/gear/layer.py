@@ -31,6 +31,7 @@ _PART_NAMES = {
     "low_rank_b": "low_rank",
     "outlier_indices": "outliers",
     "outlier_values": "outliers",
+    "outlier_offsets": "outliers",
 }
 
 

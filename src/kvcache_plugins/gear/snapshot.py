@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.ops.compressed_states import CompressedStates
+from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.quantization import Grouping
 
 from .config import GEARConfig, SideConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .cache import GEARCache
 
 FORMAT = "kvcache_plugins.gear"
-VERSION = 1
+VERSION = 2
 _HEADER = "kvcache_plugins"
 _SAMPLES_PER_PARAMETER = 8
 
@@ -153,7 +153,6 @@ def _block_to_document(prefix: str, block: CompressedBlock, tensors: dict[str, t
             "nbits": states.nbits,
             "grouping": dataclasses.asdict(states.grouping),
             "head_dim": states.head_dim,
-            "outliers_per_channel": states.outliers_per_channel,
         }
     return document
 
@@ -183,11 +182,10 @@ def _fill_layer(layer: GEARLayer, document: dict[str, Any], tensors: dict[str, t
 
 
 def _block_from_document(prefix: str, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CompressedBlock:
-    names = ("codes", "scale", "zero", "low_rank_a", "low_rank_b", "outlier_indices", "outlier_values")
     sides: dict[str, Any] = {}
     for side in ("keys", "values"):
         fields = {**document[side], "grouping": Grouping(**document[side]["grouping"])}
-        fields |= {name: tensors.get(f"{prefix}{side}.{name}") for name in names}
+        fields |= {name: tensors.get(f"{prefix}{side}.{name}") for name in TENSOR_NAMES}
         sides[side] = CompressedStates(**fields)
     return CompressedBlock(**sides, **{name: document[name] for name in ("start", "num_chunks", "length")})
 

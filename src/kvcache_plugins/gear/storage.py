@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates
+from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -145,16 +146,12 @@ def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     if states.low_rank_a is not None:
         first = states.chunk_length - states.low_rank_a.shape[3]
         tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
-    if states.outlier_indices is not None and states.outlier_values is not None:
-        if states.outliers_per_channel:
-            inside = states.outlier_indices < length
-            tensors["outlier_indices"] = torch.where(inside, states.outlier_indices, 0).to(
-                states.outlier_indices.dtype
-            )
-            tensors["outlier_values"] = torch.where(inside, states.outlier_values, 0)
-        else:
-            tensors["outlier_indices"] = states.outlier_indices[:, :, :, :length]
-            tensors["outlier_values"] = states.outlier_values[:, :, :, :length]
+    if states.outlier_offsets is not None:
+        num_slots = -(-length // OUTLIER_TILE) * states.codes.shape[1]
+        offsets = states.outlier_offsets[..., : num_slots + 1]
+        kept = int(offsets[..., -1].max())
+        tensors["outlier_offsets"] = offsets
+        tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
     # Copies, so that what was cut off is really freed
     return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
 

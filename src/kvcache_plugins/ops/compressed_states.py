@@ -5,7 +5,7 @@ sparse corrections that make the outliers exact. It says nothing of how the part
 batch as its first dimension and the chunk as its third, so batch operations and growth are the same one line for all
 of them.
 
-Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, K outliers.
+Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank.
 """
 
 import dataclasses
@@ -15,10 +15,21 @@ from typing import Any
 
 import torch
 
+from .outliers import add_outliers
 from .quantization import Grouping, dequantize, unpack
 
 
 CHUNK_DIM = 2
+TENSOR_NAMES = (
+    "codes",
+    "scale",
+    "zero",
+    "low_rank_a",
+    "low_rank_b",
+    "outlier_indices",
+    "outlier_values",
+    "outlier_offsets",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +44,11 @@ class CompressedStates:
         low_rank_a (`torch.Tensor` of shape `[B, H, M, last tokens, R]`, float16, *optional*): covers the last tokens
             of the chunk.
         low_rank_b (`torch.Tensor` of shape `[B, H, M, D, R]`, float16, *optional*): the other factor.
-        outlier_indices (integer `torch.Tensor`, *optional*): for keys `[B, H, M, K, D]`, tokens within the chunk; for
-            values `[B, 1, M, L, K]`, channels within `H * D`.
-        outlier_values (`torch.Tensor`, float16, *optional*): what is missing at those places after codes and low rank.
+        outlier_indices, outlier_values, outlier_offsets (`torch.Tensor`, *optional*): what is missing at some places
+            after codes and low rank, as `ops.outliers.sort_into_tiles` returns it; values in float16.
         nbits (`int`): bits a code.
         grouping (`Grouping`): which values share a scale.
         head_dim (`int`): D.
-        outliers_per_channel (`bool`): `True` for the layout of keys.
     """
 
     codes: torch.Tensor
@@ -49,10 +58,10 @@ class CompressedStates:
     low_rank_b: torch.Tensor | None
     outlier_indices: torch.Tensor | None
     outlier_values: torch.Tensor | None
+    outlier_offsets: torch.Tensor | None
     nbits: int
     grouping: Grouping
     head_dim: int
-    outliers_per_channel: bool
 
     @property
     def num_chunks(self) -> int:
@@ -62,12 +71,16 @@ class CompressedStates:
     def chunk_length(self) -> int:
         return self.codes.shape[3]
 
+    @property
+    def has_outliers(self) -> bool:
+        return self.outlier_indices is not None
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything stored."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                yield field.name, value
+        for name in TENSOR_NAMES:
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
         """The same states with `function` applied to every tensor."""
@@ -99,13 +112,12 @@ class CompressedStates:
             _add_low_rank(
                 states, self.low_rank_a[:, :, chunks], self.low_rank_b[:, :, chunks], tokens, self.chunk_length
             )
-        if self.outlier_indices is not None and self.outlier_values is not None:
-            indices = self.outlier_indices[:, :, chunks].long()
-            values = self.outlier_values[:, :, chunks].float()
-            if self.outliers_per_channel:
-                _add_channel_outliers(states, indices, values, tokens)
-            else:
-                states = _add_token_outliers(states, indices[:, :, :, tokens], values[:, :, :, tokens])
+        if self.has_outliers:
+            assert self.outlier_indices is not None
+            assert self.outlier_values is not None
+            assert self.outlier_offsets is not None
+            stored = (self.outlier_indices, self.outlier_values, self.outlier_offsets)
+            add_outliers(states, *(tensor[:, :, chunks] for tensor in stored), tokens)
         return states.flatten(2, 3)
 
 
@@ -116,18 +128,3 @@ def _add_low_rank(states: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tokens
     if start < tokens.stop:
         rows = a[:, :, :, start - first : tokens.stop - first].float()
         states[:, :, :, start - tokens.start :] += rows @ b.float().transpose(-1, -2)
-
-
-def _add_channel_outliers(states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, tokens: slice) -> None:
-    """Adds corrections given per channel to `states` `[B, H, M, tokens, D]`, of which they may lie outside."""
-    local = indices - tokens.start
-    length = states.shape[3]
-    values = torch.where((local >= 0) & (local < length), values, 0)
-    states.scatter_add_(3, local.clamp_(0, length - 1), values)
-
-
-def _add_token_outliers(states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns `states` `[B, H, M, tokens, D]` with corrections given per token over all heads added."""
-    flat = states.permute(0, 2, 3, 1, 4).flatten(3)
-    flat.scatter_add_(3, indices.squeeze(1), values.squeeze(1))
-    return flat.unflatten(3, (states.shape[1], states.shape[4])).permute(0, 3, 1, 2, 4)

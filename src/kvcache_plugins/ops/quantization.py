@@ -140,8 +140,8 @@ def quantize(
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    """Turns what `quantize` returned into float32 states again."""
-    states = codes.float()
+    """Turns what `quantize` returned into float32 states again, contiguous."""
+    states = codes.to(torch.float32, memory_format=torch.contiguous_format)
     states *= expand_groups(scale, grouping, states.shape)
     states += expand_groups(zero, grouping, states.shape)
     return states
