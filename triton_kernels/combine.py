@@ -1,0 +1,328 @@
+"""The end of a decode step in one launch: merges partial attentions and attends to what is stored exactly.
+
+A program takes one key/value head and some channels of the output. It attends to the exact parts (the first tokens,
+the newest tokens) as `attention.py` does to a tile, and then merges the splits of every compressed block by their
+maxima.
+
+Legend as in `attention.py`; T tokens of an exact part.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_plugins.triton_kernels.attention import Partials, block_size, dot_precision, mask_arguments
+from kvcache_plugins.triton_kernels.attention_tiles import attend_part, merge_splits
+
+
+_MAX_BLOCKS = 2
+_MAX_PARTS = 2
+_BLOCK_TOKENS = 64
+_MAX_BLOCK_CHANNELS = 64
+# Rows of splits that are read at once, so that their loads overlap
+_ROWS_AT_ONCE = 128
+_STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")
+
+
+class DensePart(NamedTuple):
+    """
+    A short stretch of the sequence that is stored as it is.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
+            The states.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
+            Boolean (`True` attends) or added to the scores.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits_0", "num_splits_1", "num_tokens_0", "num_tokens_1"])
+def combine_kernel(
+    query_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_r,
+    result_ptr,
+    output_0_ptr,
+    maximum_0_ptr,
+    total_0_ptr,
+    num_splits_0,
+    output_1_ptr,
+    maximum_1_ptr,
+    total_1_ptr,
+    num_splits_1,
+    keys_0_ptr,
+    keys_0_stride_b,
+    keys_0_stride_h,
+    keys_0_stride_t,
+    values_0_ptr,
+    values_0_stride_b,
+    values_0_stride_h,
+    values_0_stride_t,
+    mask_0_ptr,
+    mask_0_stride_b,
+    mask_0_stride_h,
+    mask_0_stride_q,
+    mask_0_stride_t,
+    mask_0_num_queries,
+    num_tokens_0,
+    keys_1_ptr,
+    keys_1_stride_b,
+    keys_1_stride_h,
+    keys_1_stride_t,
+    values_1_ptr,
+    values_1_stride_b,
+    values_1_stride_h,
+    values_1_stride_t,
+    mask_1_ptr,
+    mask_1_stride_b,
+    mask_1_stride_h,
+    mask_1_stride_q,
+    mask_1_stride_t,
+    mask_1_num_queries,
+    num_tokens_1,
+    num_heads,
+    num_rows,
+    scale,
+    MASK_0: tl.constexpr,
+    MASK_1: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One head's channels of the result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
+    batch = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    first_channel = tl.program_id(1) * BLOCK_V
+    rows = tl.arange(0, BLOCK_R)
+    row_in_use = rows < num_rows
+    scale_base_2 = scale * 1.4426950408889634
+
+    maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    output = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    if NUM_PARTS > 0:
+        key_channels = tl.arange(0, BLOCK_K)
+        query_ptr += batch * query_stride_b + head * query_stride_h
+        query = tl.load(
+            query_ptr + rows[:, None] * query_stride_r + key_channels[None, :],
+            mask=row_in_use[:, None] & (key_channels < KEY_DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    if NUM_PARTS > 0:
+        output, maximum, total = attend_part(
+            output,
+            maximum,
+            total,
+            query,
+            row_in_use,
+            first_channel,
+            num_rows,
+            keys_0_ptr,
+            keys_0_stride_b,
+            keys_0_stride_h,
+            keys_0_stride_t,
+            values_0_ptr,
+            values_0_stride_b,
+            values_0_stride_h,
+            values_0_stride_t,
+            mask_0_ptr,
+            mask_0_stride_b,
+            mask_0_stride_h,
+            mask_0_stride_q,
+            mask_0_stride_t,
+            mask_0_num_queries,
+            num_tokens_0,
+            batch,
+            head,
+            scale_base_2,
+            MASK_0,
+            KEY_DIM,
+            VALUE_DIM,
+            PRECISION,
+            BLOCK_R,
+            BLOCK_T,
+            BLOCK_K,
+            BLOCK_V,
+        )
+    if NUM_PARTS > 1:
+        output, maximum, total = attend_part(
+            output,
+            maximum,
+            total,
+            query,
+            row_in_use,
+            first_channel,
+            num_rows,
+            keys_1_ptr,
+            keys_1_stride_b,
+            keys_1_stride_h,
+            keys_1_stride_t,
+            values_1_ptr,
+            values_1_stride_b,
+            values_1_stride_h,
+            values_1_stride_t,
+            mask_1_ptr,
+            mask_1_stride_b,
+            mask_1_stride_h,
+            mask_1_stride_q,
+            mask_1_stride_t,
+            mask_1_num_queries,
+            num_tokens_1,
+            batch,
+            head,
+            scale_base_2,
+            MASK_1,
+            KEY_DIM,
+            VALUE_DIM,
+            PRECISION,
+            BLOCK_R,
+            BLOCK_T,
+            BLOCK_K,
+            BLOCK_V,
+        )
+    if NUM_BLOCKS > 0:
+        output, maximum, total = merge_splits(
+            output,
+            maximum,
+            total,
+            output_0_ptr,
+            maximum_0_ptr,
+            total_0_ptr,
+            num_splits_0,
+            num_rows,
+            first_channel,
+            VALUE_DIM,
+            BLOCK_R,
+            BLOCK_V,
+            BLOCK_S,
+        )
+    if NUM_BLOCKS > 1:
+        output, maximum, total = merge_splits(
+            output,
+            maximum,
+            total,
+            output_1_ptr,
+            maximum_1_ptr,
+            total_1_ptr,
+            num_splits_1,
+            num_rows,
+            first_channel,
+            VALUE_DIM,
+            BLOCK_R,
+            BLOCK_V,
+            BLOCK_S,
+        )
+    output = output / tl.where(total > 0, total, 1.0)[:, None]
+    value_channels = first_channel + tl.arange(0, BLOCK_V)
+    result = tl.program_id(0).to(tl.int64) * num_rows + rows
+    tl.store(
+        result_ptr + result[:, None] * VALUE_DIM + value_channels[None, :],
+        output.to(result_ptr.dtype.element_ty),
+        mask=row_in_use[:, None] & (value_channels < VALUE_DIM)[None, :],
+    )
+
+
+def combine(
+    partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """
+    The attention over compressed blocks and exact parts together, zero where a row may attend to nothing.
+
+    Args:
+        partials (`Sequence[Partials]`):
+            What `attend_compressed` returned for each compressed block.
+        exact_parts (`Sequence[DensePart]`):
+            At most two stretches stored as they are.
+        query (`torch.Tensor` of shape `[B, H, rows, D]`):
+            The queries of `attend_compressed`.
+        scale (`float`):
+            Factor of the scores.
+
+    Returns:
+        `[B, H, rows, value D]` in the queries' dtype.
+    """
+    exact_parts = [part for part in exact_parts if part.keys.shape[2] > 0]
+    if len(exact_parts) > _MAX_PARTS:
+        raise ValueError(f"`exact_parts` may be at most {_MAX_PARTS}, not {len(exact_parts)}")
+    value_dim = partials[0].output.shape[-1] if partials else exact_parts[0].values.shape[-1]
+    blocks = [block for block in partials if block.output.shape[2] > 0]
+    if len(blocks) > _MAX_BLOCKS:
+        rest = blocks[_MAX_BLOCKS - 1 :]
+        blocks = [
+            *blocks[: _MAX_BLOCKS - 1],
+            Partials(*(torch.cat(parts, dim=2) for parts in zip(*rest, strict=True))),
+        ]
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    batch_size, num_heads, num_rows, key_dim = query.shape
+    result = query.new_empty(batch_size, num_heads, num_rows, value_dim)
+    block_rows = block_size(num_rows)
+    block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
+    combine_kernel[(batch_size * num_heads, triton.cdiv(value_dim, block_channels))](
+        query_ptr=query,
+        query_stride_b=query.stride(0),
+        query_stride_h=query.stride(1),
+        query_stride_r=query.stride(2),
+        result_ptr=result,
+        **_block_arguments(0, blocks),
+        **_block_arguments(1, blocks),
+        **_part_arguments(0, exact_parts, num_heads, num_rows),
+        **_part_arguments(1, exact_parts, num_heads, num_rows),
+        num_heads=num_heads,
+        num_rows=num_rows,
+        scale=scale,
+        NUM_BLOCKS=len(blocks),
+        NUM_PARTS=len(exact_parts),
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        PRECISION=dot_precision(query.dtype),
+        BLOCK_R=block_rows,
+        BLOCK_T=_BLOCK_TOKENS,
+        BLOCK_K=block_size(key_dim),
+        BLOCK_V=block_channels,
+        BLOCK_S=max(1, _ROWS_AT_ONCE // block_rows),
+    )
+    return result
+
+
+def _block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:
+    block = blocks[index] if index < len(blocks) else Partials(None, None, None)
+    return {
+        f"output_{index}_ptr": block.output,
+        f"maximum_{index}_ptr": block.maximum,
+        f"total_{index}_ptr": block.total,
+        f"num_splits_{index}": 0 if block.output is None else block.output.shape[2],
+    }
+
+
+def _part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
+    prefix = f"mask_{index}"
+    if index >= len(parts):
+        names = (f"{name}_{index}" for name in ("keys", "values"))
+        empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
+        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
+    part = parts[index]
+    arguments: dict[str, object] = {}
+    for name, states in (("keys", part.keys), ("values", part.values)):
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        for end, argument in zip(_STATE_ARGUMENTS, (states, *states.stride()[:3]), strict=True):
+            arguments[f"{name}_{index}_{end}"] = argument
+    return {
+        **arguments,
+        **mask_arguments(part.mask, num_heads, num_rows, prefix),
+        f"num_tokens_{index}": part.keys.shape[2],
+    }
