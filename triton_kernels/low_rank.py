@@ -1,9 +1,9 @@
-"""Power iteration for one matrix per program, held in registers: for the small chunks that decoding compresses.
+"""Power iteration, one matrix per program, for the small chunks that decoding compresses.
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, R rank. A library's QR is a launch (or a
-dozen) a step, and each step of the iteration reads the matrix again; here a matrix is read once. Products are taken
-column by column in float32, since a rank of 2 to 8 would leave most of a tensor core's tile empty, and tensor cores
-would round float32 to 10 bits.
+dozen) a step; here all steps are one launch. Both factors live in their outputs, and for each product the matrix is
+read in tiles from the GPU's cache; held in registers as a whole, matrices from 100 x 80 on spilled. Products are of
+three TF32 terms each, which keeps nearly float32's precision.
 """
 
 import torch
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 
-MAX_RANK = 8
-# A matrix padded to powers of two: 64 registers in each of 512 threads.
-MAX_MATRIX_SIZE = 128 * 256
-_VALUES_PER_WARP = 1024
-_MAX_NUM_WARPS = 16
+MAX_RANK = 16
+MAX_SIDE = 256
+# Rank is padded to what a tensor core takes at least.
+_BLOCK_R = 16
+_BLOCK = 64
 _EPSILON = tl.constexpr(1e-30)
 
 
@@ -45,29 +45,54 @@ def _orthonormalize(matrix, ranks, RANK: tl.constexpr):
 
 
 @triton.jit
-def _times(residual, b, ranks, RANK: tl.constexpr, BLOCK_L: tl.constexpr):
-    """`residual @ b`: [L, R]."""
-    product = tl.zeros([BLOCK_L, ranks.shape[0]], dtype=tl.float32)
-    for index in range(RANK):
-        column = tl.sum(residual * _column(b, ranks, index)[None, :], axis=1)
-        product = tl.where(ranks[None, :] == index, column[:, None], product)
-    return product
+def _load_factor(factor_ptr, rows, ranks, num_rows, RANK: tl.constexpr):
+    """Rows of a contiguous `[num_rows, R]`, zeros past its end."""
+    in_factor = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
+    return tl.load(factor_ptr + rows[:, None] * RANK + ranks[None, :], mask=in_factor, other=0.0)
 
 
 @triton.jit
-def _transposed_times(residual, a, ranks, RANK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`residual.T @ a`: [D, R]."""
-    product = tl.zeros([BLOCK_D, ranks.shape[0]], dtype=tl.float32)
-    for index in range(RANK):
-        column = tl.sum(residual * _column(a, ranks, index)[:, None], axis=0)
-        product = tl.where(ranks[None, :] == index, column[:, None], product)
-    return product
+def _replace_factor(factor_ptr, rows, ranks, num_rows, RANK: tl.constexpr, factor):
+    """Stores all rows, after every thread has read the old ones and before any reads the new ones."""
+    tl.debug_barrier()
+    in_factor = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
+    tl.store(factor_ptr + rows[:, None] * RANK + ranks[None, :], factor, mask=in_factor)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _multiply(
+    matrix_ptr,
+    factor_ptr,
+    product_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    column_stride,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Stores `matrix @ factor`; a barrier before what reads it is the caller's."""
+    ranks = tl.arange(0, BLOCK_R)
+    for first_row in range(0, num_rows, BLOCK):
+        rows = first_row + tl.arange(0, BLOCK)
+        product = tl.zeros([BLOCK, BLOCK_R], dtype=tl.float32)
+        for first_column in range(0, num_columns, BLOCK):
+            columns = first_column + tl.arange(0, BLOCK)
+            in_matrix = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+            offsets = rows[:, None] * row_stride + columns[None, :] * column_stride
+            tile = tl.load(matrix_ptr + offsets, mask=in_matrix, other=0.0).to(tl.float32)
+            factor = _load_factor(factor_ptr, columns, ranks, num_columns, RANK)
+            product = tl.dot(tile, factor, product, input_precision="tf32x3")
+        in_product = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
+        tl.store(product_ptr + rows[:, None] * RANK + ranks[None, :], product, mask=in_product)
+    tl.debug_barrier()
 
 
 @triton.jit
 def _power_iteration_kernel(
     residual_ptr,
-    start_ptr,
     a_ptr,
     b_ptr,
     num_chunks,
@@ -78,44 +103,39 @@ def _power_iteration_kernel(
     residual_stride_m,
     residual_stride_l,
     residual_stride_d,
-    start_stride_d,
-    start_stride_r,
     HEAD_DIM: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ALL_TOKENS: tl.constexpr,
+    ALL_CHANNELS: tl.constexpr,
 ):
-    """One matrix. `a` and `b` are contiguous."""
+    """One matrix. `a` and `b` are contiguous; `b` holds what to begin with."""
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    tokens = tl.arange(0, BLOCK_L)
-    channels = tl.arange(0, BLOCK_D)
-    ranks = tl.arange(0, BLOCK_R)
-    is_token = tokens < num_tokens
-    is_channel = channels < HEAD_DIM
-    is_rank = ranks < RANK
-    residual_ptr += batch * residual_stride_b + head * residual_stride_h + chunk * residual_stride_m
-    residual_offsets = tokens[:, None] * residual_stride_l + channels[None, :] * residual_stride_d
-    in_residual = is_token[:, None] & is_channel[None, :]
-    residual = tl.load(residual_ptr + residual_offsets, mask=in_residual, other=0.0).to(tl.float32)
-    start_offsets = channels[:, None] * start_stride_d + ranks[None, :] * start_stride_r
-    in_b = is_channel[:, None] & is_rank[None, :]
-    b = tl.load(start_ptr + start_offsets, mask=in_b, other=0.0).to(tl.float32)
-    for _ in range(num_iterations - 1):
-        a = _times(residual, b, ranks, RANK, BLOCK_L)
-        # Scaled so that repeated products of a large residual stay in range; directions are unchanged
-        norm = tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0))
-        b = _transposed_times(residual, a / tl.maximum(norm, _EPSILON), ranks, RANK, BLOCK_D)
-    b = _orthonormalize(b, ranks, RANK)
-    a = _orthonormalize(_times(residual, b, ranks, RANK, BLOCK_L), ranks, RANK)
-    b = _transposed_times(residual, a, ranks, RANK, BLOCK_D)
     matrix_index = (batch * tl.num_programs(1) + head) * num_chunks + chunk
-    a_offsets = (matrix_index * num_tokens + tokens[:, None]) * RANK + ranks[None, :]
-    b_offsets = (matrix_index * HEAD_DIM + channels[:, None]) * RANK + ranks[None, :]
-    tl.store(a_ptr + a_offsets, a, mask=is_token[:, None] & is_rank[None, :])
-    tl.store(b_ptr + b_offsets, b, mask=in_b)
+    residual_ptr += batch * residual_stride_b + head * residual_stride_h + chunk * residual_stride_m
+    a_ptr += matrix_index * num_tokens * RANK
+    b_ptr += matrix_index * HEAD_DIM * RANK
+    stride_l, stride_d = residual_stride_l, residual_stride_d
+    tokens = tl.arange(0, ALL_TOKENS)
+    channels = tl.arange(0, ALL_CHANNELS)
+    ranks = tl.arange(0, BLOCK_R)
+    for iteration in range(num_iterations):
+        is_last = iteration == num_iterations - 1
+        if is_last:
+            b = _load_factor(b_ptr, channels, ranks, HEAD_DIM, RANK)
+            _replace_factor(b_ptr, channels, ranks, HEAD_DIM, RANK, _orthonormalize(b, ranks, RANK))
+        _multiply(residual_ptr, b_ptr, a_ptr, num_tokens, HEAD_DIM, stride_l, stride_d, RANK, BLOCK, BLOCK_R)
+        a = _load_factor(a_ptr, tokens, ranks, num_tokens, RANK)
+        if is_last:
+            a = _orthonormalize(a, ranks, RANK)
+        else:
+            # Scaled so that repeated products of a large residual stay in range; directions are unchanged
+            a = a / tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), _EPSILON)
+        _replace_factor(a_ptr, tokens, ranks, num_tokens, RANK, a)
+        _multiply(residual_ptr, a_ptr, b_ptr, HEAD_DIM, num_tokens, stride_d, stride_l, RANK, BLOCK, BLOCK_R)
 
 
 def power_iteration(
@@ -126,7 +146,7 @@ def power_iteration(
 
     Args:
         residual (`torch.Tensor` of shape `[L, D]` to `[B, H, M, L, D]`, floating point, any strides):
-            What to approximate. L and D rounded up to powers of two multiply to at most `MAX_MATRIX_SIZE`.
+            What to approximate. L and D are at most `MAX_SIDE`.
         rank (`int`):
             Rank of the approximation, at most `MAX_RANK` and `min(L, D)`.
         num_iterations (`int`):
@@ -138,31 +158,28 @@ def power_iteration(
         `a` (float32, `[..., L, R]`) with orthonormal columns, and `b` (float32, `[..., D, R]`), both contiguous.
     """
     leading, (num_tokens, head_dim) = residual.shape[:-2], residual.shape[-2:]
+    assert rank <= MAX_RANK and max(num_tokens, head_dim) <= MAX_SIDE and num_iterations >= 1 and len(leading) <= 3
     a = residual.new_empty(*leading, num_tokens, rank, dtype=torch.float32)
-    b = residual.new_empty(*leading, head_dim, rank, dtype=torch.float32)
-    block_l, block_d = triton.next_power_of_2(num_tokens), triton.next_power_of_2(head_dim)
-    assert rank <= MAX_RANK and num_iterations >= 1 and len(leading) <= 3
-    assert block_l * block_d <= MAX_MATRIX_SIZE
+    b = residual.new_empty(*leading, head_dim, rank, dtype=torch.float32).copy_(start)
     if a.numel() == 0:
         return a, b
     matrices = residual[(None,) * (3 - len(leading))]
     batch_size, num_heads, num_chunks = matrices.shape[:3]
-    num_warps = min(max(block_l * block_d // _VALUES_PER_WARP, 1), _MAX_NUM_WARPS)
     _power_iteration_kernel[(num_chunks, num_heads, batch_size)](
         matrices,
-        start,
         a,
         b,
         num_chunks,
         num_tokens,
         num_iterations,
         *matrices.stride(),
-        *start.stride(),
         HEAD_DIM=head_dim,
         RANK=rank,
-        BLOCK_L=block_l,
-        BLOCK_D=block_d,
-        BLOCK_R=triton.next_power_of_2(rank),
-        num_warps=num_warps,
+        BLOCK=_BLOCK,
+        BLOCK_R=_BLOCK_R,
+        ALL_TOKENS=triton.next_power_of_2(num_tokens),
+        ALL_CHANNELS=triton.next_power_of_2(head_dim),
+        # No loads ahead of their turn: the factors that a product reads are what the one before it has written
+        num_stages=1,
     )
     return a, b

@@ -20,7 +20,7 @@ import triton.language as tl
 
 # Groups of this many tokens of a channel are quantized by one program, longer ones by many.
 MAX_TOKENS_IN_PROGRAM = 128
-_MAX_TOKENS_IN_TILE = 64
+_MAX_TOKENS_IN_TILE = 32
 _CHANNELS_IN_RANGE_TILE = 32
 _MAX_BYTES_IN_TILE = 64
 _VALUES_IN_TOKEN_TILE = 1024

@@ -1,0 +1,156 @@
+"""The compression kernels compile to machine code for sm_80 and sm_90, and keep what they hold in registers.
+
+The launchers are called as in use, but what they launch is recorded instead of run: every variant that is compiled is
+one that a call asks for. This needs no GPU. It is done in a process of its own, without Triton's interpreter, which
+would replace the kernels; `python tests/triton_kernels/test_compression_compiles.py` prints the table.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+CAPABILITIES = (80, 90)
+# What `cuobjdump --dump-resource-usage` says of a kernel
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Calls of the launchers that between them launch every kind of kernel in the sizes that models have."""
+    import torch
+
+    from kvcache_plugins.triton_kernels.low_rank import power_iteration
+    from kvcache_plugins.triton_kernels.outliers import select_outliers
+    from kvcache_plugins.triton_kernels.quantization import quantize_and_pack
+
+    def quantize(head_dim: int, length: int, nbits: int, axis: str, group_size: int | None, kept: bool) -> object:
+        states = torch.empty(1, 8, 3, length, head_dim)
+        keep = states > 0 if kept else None
+        return lambda: quantize_and_pack(states, keep, nbits, axis, group_size)
+
+    def iterate(length: int, head_dim: int, rank: int) -> object:
+        return lambda: power_iteration(torch.empty(1, 8, 3, length, head_dim), rank, 3, torch.empty(head_dim, rank))
+
+    def select(rows: torch.Tensor, num_per_side: int, valid: torch.Tensor | None = None) -> object:
+        counts = None if valid is None else valid.sum(-1)
+        return lambda: select_outliers(rows, num_per_side, valid, counts)
+
+    quantizations = [
+        (128, 64, 2, "channel", None, True),
+        (128, 128, 4, "channel", 32, False),
+        (128, 100, 3, "channel", None, True),
+        (80, 64, 3, "channel", None, False),
+        (256, 128, 8, "channel", None, True),
+        (64, 2000, 2, "channel", None, True),
+        (128, 64, 2, "token", None, True),
+        (128, 64, 4, "token", 32, False),
+        (96, 64, 3, "token", None, True),
+        (80, 64, 2, "token", 20, True),
+        (256, 64, 2, "token", 64, False),
+        (256, 64, 8, "token", None, False),
+    ]
+    keys = torch.empty(1, 8, 3, 64, 128).transpose(3, 4)
+    valid = torch.ones(1, 1, 3, 1, 64, dtype=torch.bool)
+    values = torch.empty(192, 1024)
+    matrices = [(64, 64, 2), (64, 128, 4), (100, 80, 4), (128, 256, 8), (256, 256, 16)]
+    return {
+        **{f"quantize D={c[0]} L={c[1]} {c[2]} bits {c[3]} {c[4]} kept={c[5]}": quantize(*c) for c in quantizations},
+        **{f"iterate L={c[0]} D={c[1]} R={c[2]}": iterate(*c) for c in matrices},
+        "select keys": select(keys, 1),
+        "select valid keys": select(keys, 1, valid),
+        "select values": select(values, 10),
+        "select long values": select(torch.empty(64, 4096), 40),
+    }
+
+
+def record(call: Callable[[], object]) -> list[tuple[object, tuple[object, ...], dict[str, object]]]:
+    """The launches of a call: kernel, arguments and keyword arguments."""
+    from triton.runtime.jit import JITFunction
+
+    launches = []
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return launches
+
+
+def compile_launch(kernel: object, args: tuple[object, ...], kwargs: dict[str, object], capability: int) -> object:
+    """Compiles a launch as Triton would on a GPU: the constants, and which integers are 1 or multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import mangle_type
+
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    names = {name: value for name, value in kwargs.items() if name not in options}
+    bound = kernel.signature.bind(*args, **names).arguments
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = bound[parameter.name]
+        is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        if not isinstance(value, int) or value % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(compiled: object) -> tuple[int, int]:
+    """Registers a thread, and bytes of its stack, which is where registers are spilled to."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(number) for number in RESOURCES.search(said).groups())
+    return registers, stack + local
+
+
+def report() -> list[str]:
+    """A line per kernel compiled, the same variant once."""
+    lines, seen = [], set()
+    for name, call in calls().items():
+        launches = record(call)
+        assert launches, name
+        for kernel, args, kwargs in launches:
+            for capability in CAPABILITIES:
+                compiled = compile_launch(kernel, args, kwargs, capability)
+                if compiled.hash in seen:
+                    continue
+                seen.add(compiled.hash)
+                assert compiled.asm["cubin"]
+                registers, spilled = resources(compiled)
+                lines.append(
+                    f"sm_{capability} {name} ({kernel.__name__}, {compiled.metadata.num_warps} warps): "
+                    f"{registers} registers, {spilled} bytes spilled, {compiled.metadata.shared} shared"
+                )
+    return lines
+
+
+def test_every_variant_compiles_without_spills() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert outcome.returncode == 0, outcome.stderr
+    lines = outcome.stdout.splitlines()
+    sys.stdout.write(outcome.stdout)
+    assert len(lines) >= len(CAPABILITIES) * 20
+    assert [line for line in lines if " 0 bytes spilled" not in line] == []
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(report()) + "\n")
