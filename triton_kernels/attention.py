@@ -18,7 +18,7 @@ tokens that the low-rank part covers (the chunk's last), N outlier entries a chu
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -152,7 +152,7 @@ def attend_compressed(
     if num_splits == 0:
         return Partials(output, maximum, total)
 
-    kernel, options = _launchable(query.is_cuda)
+    kernel = _launchable(query.is_cuda)
     kernel[(batch_size * num_heads, num_splits)](
         query_ptr=query,
         query_stride_b=query.stride(0),
@@ -172,11 +172,10 @@ def attend_compressed(
         tiles_per_chunk=tiles_per_chunk,
         tiles_per_split=tiles_per_split,
         scale=scale,
-        PRECISION=dot_precision(query.dtype),
+        PARTS=2 if query.dtype == torch.float32 else 1,
         BLOCK_R=block_size(num_rows),
         BLOCK_T=block_tokens,
         BLOCK_E=_BLOCK_ENTRIES,
-        **options,
     )
     return Partials(output, maximum, total)
 
@@ -302,9 +301,9 @@ def _device_num_sms(device: torch.device) -> int:
 
 
 @functools.cache
-def _launchable(on_gpu: bool) -> tuple[object, dict[str, int]]:
-    """The kernel, tuned where there is a GPU to tune it on, and the launch options it takes."""
+def _launchable(on_gpu: bool) -> Any:
+    """The kernel, tuned where there is a GPU to tune it on."""
     if not on_gpu:
-        return attend_kernel, {}
-    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2)]
-    return triton.autotune(configs=configs, key=_TUNING_KEY)(attend_kernel), {}
+        return attend_kernel
+    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2, 3)]
+    return triton.autotune(configs=configs, key=_TUNING_KEY)(attend_kernel)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention_tiles import (
+    dot_exact,
     load_basis,
     load_codes,
     load_coefficients,
@@ -141,7 +142,7 @@ def attend_kernel(
     KEY_OUTLIERS: tl.constexpr,
     VALUE_OUTLIERS: tl.constexpr,
     MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -194,7 +195,7 @@ def attend_kernel(
         if KEY_RANK > 0:
             basis_ptr = key_b_ptr + batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m
             basis = load_basis(basis_ptr, key_b_stride_d, key_channels, key_channel_in_use, KEY_RANK, BLOCK_KEY_RANK)
-            query_in_basis = tl.dot(query, basis, input_precision=PRECISION)
+            query_in_basis = dot_exact(query, basis, PARTS)
         if VALUE_RANK > 0:
             output_in_basis = tl.zeros([BLOCK_R, BLOCK_VALUE_RANK], tl.float32)
 
@@ -228,7 +229,7 @@ def attend_kernel(
                 KEY_FOLD,
                 BLOCK_T,
             )
-            scores = score_codes(query, query_sum, codes, group_scale, group_zero, KEY_FOLD, PRECISION)
+            scores = score_codes(query, query_sum, codes, group_scale, group_zero, KEY_FOLD, PARTS)
             if KEY_RANK > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
@@ -239,7 +240,7 @@ def attend_kernel(
                     KEY_RANK,
                     BLOCK_KEY_RANK,
                 )
-                scores += tl.dot(query_in_basis, tl.trans(coefficients), input_precision=PRECISION)
+                scores += dot_exact(query_in_basis, tl.trans(coefficients), PARTS)
             outlier_tile = first_token // 64 * num_heads + head
             if KEY_OUTLIERS:
                 offset_ptr = key_offset_ptr + batch * key_offset_stride_b + chunk_64 * key_offset_stride_m
@@ -256,7 +257,7 @@ def attend_kernel(
                     BLOCK_T,
                     BLOCK_K,
                     BLOCK_E,
-                    PRECISION,
+                    PARTS,
                 )
 
             tile_mask_ptr = mask_ptr
@@ -287,7 +288,7 @@ def attend_kernel(
                 VALUE_FOLD,
                 BLOCK_T,
             )
-            output += weigh_codes(probabilities, codes, group_scale, group_zero, VALUE_FOLD, PRECISION)
+            output += weigh_codes(probabilities, codes, group_scale, group_zero, VALUE_FOLD, PARTS)
             if VALUE_RANK > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
@@ -299,7 +300,7 @@ def attend_kernel(
                     BLOCK_VALUE_RANK,
                 )
                 output_in_basis *= decay[:, None]
-                output_in_basis += tl.dot(probabilities, coefficients, input_precision=PRECISION)
+                output_in_basis += dot_exact(probabilities, coefficients, PARTS)
             if VALUE_OUTLIERS:
                 offset_ptr = value_offset_ptr + batch * value_offset_stride_b + chunk_64 * value_offset_stride_m
                 entry_base = batch * value_entry_stride_b + chunk_64 * value_entry_stride_m
@@ -315,7 +316,7 @@ def attend_kernel(
                     BLOCK_T,
                     BLOCK_V,
                     BLOCK_E,
-                    PRECISION,
+                    PARTS,
                 )
 
         if VALUE_RANK > 0:
@@ -323,7 +324,7 @@ def attend_kernel(
             basis = load_basis(
                 basis_ptr, value_b_stride_d, value_channels, value_channel_in_use, VALUE_RANK, BLOCK_VALUE_RANK
             )
-            output += tl.dot(output_in_basis, tl.trans(basis), input_precision=PRECISION)
+            output += dot_exact(output_in_basis, tl.trans(basis), PARTS)
 
     result = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * num_rows + rows
     tl.store(maximum_ptr + result, maximum, mask=row_in_use)

@@ -9,8 +9,27 @@ import triton.language as tl
 
 
 @triton.jit
+def dot_exact(left, right, PARTS: tl.constexpr):
+    """
+    The product of float32 `[rows, K]` and what float16 holds exactly `[K, N]`: codes, factors, one-hot matrices.
+
+    Rows are first scaled to at most 1, so that nothing overflows and what underflows is far below the row's largest.
+    One part (11 bits) is as precise as TF32 and takes half its registers and tensor core steps; two are near float32.
+    """
+    largest = tl.max(tl.abs(left), axis=1)
+    left *= tl.where(largest > 0, 1.0 / largest, 0.0)[:, None]
+    part = left.to(tl.float16)
+    product = tl.dot(part, right)
+    for _ in tl.static_range(1, PARTS):
+        left -= part.to(tl.float32)
+        part = left.to(tl.float16)
+        product = tl.dot(part, right, product)
+    return product * largest[:, None]
+
+
+@triton.jit
 def load_codes(rows_ptr, channels, in_use, HEAD_DIM: tl.constexpr, NBITS: tl.constexpr):
-    """Codes `[tokens, channels]` in float32, from the addresses of the tokens' first bytes."""
+    """Codes `[tokens, channels]` in float16, from the addresses of the tokens' first bytes."""
     rows_ptr = rows_ptr[:, None]
     channels = channels[None, :]
     if NBITS == 3:
@@ -27,7 +46,7 @@ def load_codes(rows_ptr, channels, in_use, HEAD_DIM: tl.constexpr, NBITS: tl.con
         WIDTH: tl.constexpr = (HEAD_DIM * NBITS + 7) // 8
         packed = tl.load(rows_ptr + channels % WIDTH, mask=in_use, other=0).to(tl.int32)
         codes = (packed >> (channels // WIDTH * NBITS)) & ((1 << NBITS) - 1)
-    return codes.to(tl.float32)
+    return codes.to(tl.float16)
 
 
 @triton.jit
@@ -87,55 +106,71 @@ def load_groups(
 
 
 @triton.jit
-def score_codes(query, query_sum, codes, scale, zero, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+def score_codes(
+    query,
+    query_sum,
+    codes,
+    scale,
+    zero,
+    FOLD: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """`query keys^T` `[rows, tokens]`, with keys `zero + scale * code`."""
     if FOLD == 0:
-        scores = tl.dot(query * scale[None, :], tl.trans(codes), input_precision=PRECISION)
+        scores = dot_exact(query * scale[None, :], tl.trans(codes), PARTS)
         scores += tl.sum(query * zero[None, :], axis=1)[:, None]
     elif FOLD == 1:
-        scores = tl.dot(query, tl.trans(codes), input_precision=PRECISION)
+        scores = dot_exact(query, tl.trans(codes), PARTS)
         scores = scores * scale[None, :] + query_sum[:, None] * zero[None, :]
     else:
-        scores = tl.dot(query, tl.trans(codes * scale + zero), input_precision=PRECISION)
+        keys = codes.to(tl.float32) * scale + zero
+        if PARTS == 1:
+            scores = dot_exact(query, tl.trans(keys.to(tl.float16)), PARTS)
+        else:
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     return scores
 
 
 @triton.jit
-def weigh_codes(probabilities, codes, scale, zero, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+def weigh_codes(probabilities, codes, scale, zero, FOLD: tl.constexpr, PARTS: tl.constexpr):
     """`probabilities values` `[rows, channels]`, with values `zero + scale * code`."""
     if FOLD == 0:
-        output = tl.dot(probabilities, codes, input_precision=PRECISION) * scale[None, :]
+        output = dot_exact(probabilities, codes, PARTS) * scale[None, :]
         output += tl.sum(probabilities, axis=1)[:, None] * zero[None, :]
     elif FOLD == 1:
-        output = tl.dot(probabilities * scale[None, :], codes, input_precision=PRECISION)
+        output = dot_exact(probabilities * scale[None, :], codes, PARTS)
         output += tl.sum(probabilities * zero[None, :], axis=1)[:, None]
     else:
-        output = tl.dot(probabilities, codes * scale + zero, input_precision=PRECISION)
+        values = codes.to(tl.float32) * scale + zero
+        if PARTS == 1:
+            output = dot_exact(probabilities, values.to(tl.float16), PARTS)
+        else:
+            output = tl.dot(probabilities, values, input_precision="ieee")
     return output
 
 
 @triton.jit
 def load_basis(factor_ptr, stride, channels, channel_in_use, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr):
-    """The factor `B` `[channels, ranks]` of a chunk in float32."""
+    """The factor `B` `[channels, ranks]` of a chunk."""
     ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
         factor_ptr + channels[:, None] * stride + ranks[None, :],
         mask=channel_in_use[:, None] & (ranks < RANK)[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
 
 
 @triton.jit
 def load_coefficients(
     factor_ptr, stride, tokens, token_in_use, first_covered, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr
 ):
-    """The factor `A` `[tokens, ranks]` of a tile in float32; zero for the tokens before `first_covered`."""
+    """The factor `A` `[tokens, ranks]` of a tile; zero for the tokens before `first_covered`."""
     ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
         factor_ptr + tl.cast(tokens - first_covered, tl.int64)[:, None] * stride + ranks[None, :],
         mask=(token_in_use & (tokens >= first_covered))[:, None] & (ranks < RANK)[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
 
 
 @triton.jit
@@ -164,15 +199,15 @@ def score_outliers(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """What the entries add to `query keys^T` `[rows, tokens]`."""
     scores = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for entry in range(first_entry, last_entry, BLOCK_E):
         tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last_entry, first_token, BLOCK_E, BLOCK_D)
         gathered = tl.load(query_rows_ptr[:, None] + channels[None, :], mask=row_in_use[:, None], other=0.0)
-        one_hot = (tokens[:, None] == tl.arange(0, BLOCK_T)[None, :]).to(tl.float32)
-        scores += tl.dot(gathered.to(tl.float32) * values[None, :], one_hot, input_precision=PRECISION)
+        one_hot = (tokens[:, None] == tl.arange(0, BLOCK_T)[None, :]).to(tl.float16)
+        scores += dot_exact(gathered.to(tl.float32) * values[None, :], one_hot, PARTS)
     return scores
 
 
@@ -189,7 +224,7 @@ def weigh_outliers(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """`output` `[rows, channels]` with what the entries add to `probabilities values`."""
     for entry in range(first_entry, last_entry, BLOCK_E):
@@ -198,8 +233,8 @@ def weigh_outliers(
         tokens = tl.where(in_tile, tokens, 0)
         values = tl.where(in_tile, values, 0.0)
         gathered = tl.gather(probabilities, tl.broadcast_to(tokens[None, :], [BLOCK_R, BLOCK_E]), axis=1)
-        one_hot = (channels[:, None] == tl.arange(0, BLOCK_D)[None, :]).to(tl.float32)
-        output += tl.dot(gathered * values[None, :], one_hot, input_precision=PRECISION)
+        one_hot = (channels[:, None] == tl.arange(0, BLOCK_D)[None, :]).to(tl.float16)
+        output += dot_exact(gathered * values[None, :], one_hot, PARTS)
     return output
 
 
@@ -245,7 +280,6 @@ def attend_part(
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     keys_ptr += batch * keys_stride_b + head * keys_stride_h
     values_ptr += batch * values_stride_b + head * values_stride_h
-    tile_mask_ptr = mask_ptr
     for first_token in range(0, num_tokens, BLOCK_T):
         tokens = first_token + tl.arange(0, BLOCK_T)
         token_in_use = tokens < num_tokens
@@ -256,6 +290,7 @@ def attend_part(
             other=0.0,
         ).to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale_base_2
+        tile_mask_ptr = mask_ptr
         if MASK:
             query_head = head * (num_rows // num_queries) + rows // num_queries
             mask_rows = batch * mask_stride_b + query_head * mask_stride_h + rows % num_queries * mask_stride_q
