@@ -6,6 +6,9 @@ read in tiles from the GPU's cache; held in registers as a whole, matrices from 
 three TF32 terms each, which keeps nearly float32's precision.
 """
 
+# What a kernel is given are pointers, integers and tiles, for which Triton has no types
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl

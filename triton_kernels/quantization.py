@@ -13,6 +13,9 @@ too few to fill a GPU with, so there range and packing are launched one after th
 A scale or zero that is not finite tells that the states exceed float16 or are NaN; looking at that is the caller's.
 """
 
+# What a kernel is given are pointers, integers and tiles, for which Triton has no types
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl
@@ -318,7 +321,7 @@ def quantize_and_pack(
     if codes.numel() == 0:
         return codes, scale, zero
     assert num_groups * size == (chunk_length if axis == "channel" else head_dim)
-    keep_strides = (0,) * 5
+    keep_strides: tuple[int, ...] = (0,) * 5
     if keep is not None:
         keep = keep.expand_as(states)
         keep_strides = keep.stride()

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 
 CAPABILITIES = (80, 90)
 # What `cuobjdump --dump-resource-usage` says of a kernel
@@ -141,6 +143,7 @@ def report() -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_every_variant_compiles_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, __file__]
