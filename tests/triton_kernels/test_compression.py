@@ -192,6 +192,16 @@ def test_power_iteration_finds_a_matrix_of_low_rank(scale):
 
 
 @runs_kernels
+def test_power_iteration_leaves_dependent_columns_zero():
+    # Of rank 1, with values that a tensor core's products do not round
+    residual = make_states(40, 1).sub(0.5).sign() @ make_states(1, 32, seed=1).sub(0.5).sign()
+    a, b = power_iteration(residual, 3, 3, make_start(32, 3))
+    assert not a[:, 1:].any()
+    assert not b[:, 1:].any()
+    torch.testing.assert_close(a @ b.T, residual, rtol=0, atol=1e-5)
+
+
+@runs_kernels
 def test_power_iteration_of_zeros_is_zero():
     a, b = power_iteration(torch.zeros(1, 20, 16, device=DEVICE), 2, 3, make_start(16, 2))
     assert not a.any()
@@ -229,6 +239,8 @@ def test_selection_with_infinities_and_nan():
     rows[0, 5] = float("inf")
     rows[1, 6:9] = float("-inf")
     rows[2, 7] = float("nan")
+    # With the sign bit set
+    rows[2, 9] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     rows[3, ::2], rows[3, 1::2] = 0.0, -0.0
     check_selection(rows, None, None, 4)
 
@@ -237,9 +249,10 @@ def test_selection_with_infinities_and_nan():
 def test_selection_among_valid_keys():
     """Keys as they lie, `[B, H, M, L, D]`, and items with fewer tokens, which keep fewer."""
     keys = make_states(3, 2, 2, 50, 20)
-    num_valid = torch.tensor([[50, 41], [17, 3], [2, 0]])
+    # Of 6 valid ones the slots that do not count would take all, and leave none for the smallest
+    num_valid = torch.tensor([[50, 41], [17, 6], [2, 0]])
     valid = torch.arange(50) < num_valid[..., None]
-    counts = torch.tensor([[outliers.num_outliers_per_side(n, 0.2) for n in row] for row in num_valid.tolist()])
+    counts = torch.tensor([[outliers.num_outliers_per_side(n, 0.4) for n in row] for row in num_valid.tolist()])
     assert counts.unique().numel() > 3
     rows = keys.transpose(3, 4)
     rows_valid = valid[:, None, :, None, :].to(DEVICE)
