@@ -8,7 +8,7 @@ is kept apart for as long as possible, because each part has a cheaper way than 
   the scores (or the probabilities), and the zeros become a constant per row. Only groups that fit neither way are
   dequantized in registers;
 - low rank: `(q B) A^T` for keys with `q B` once a chunk, `(p A) B^T` for values with the product by `B` once a chunk;
-- outliers: query (or probabilities) gathered at 64 entries at once, and scattered to tokens (or channels) by a dot
+- outliers: query (or probabilities) gathered at 32 entries at once, and scattered to tokens (or channels) by a dot
   with a one-hot matrix: no atomics, so results are the same from run to run.
 
 The splits' partial results are merged by `combine`.
@@ -18,6 +18,7 @@ tokens that the low-rank part covers (the chunk's last), N outlier entries a chu
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ _DEFAULT_NUM_SMS = 16
 _PROGRAMS_PER_SM = 2
 # The smallest side of an operand of `tl.dot`
 _MIN_DOT_SIZE = 16
+_MIN_BLOCK_TOKENS = 32
 _MAX_BLOCK_TOKENS = 64
-_BLOCK_ENTRIES = 64
+_BLOCK_ENTRIES = 32
 
 
 _TUNING_KEY = [
@@ -134,6 +136,7 @@ def attend_compressed(
     length = min(length, num_chunks * chunk_length)
     query = query if query.stride(-1) == 1 else query.contiguous()
 
+    block_rows = block_size(num_rows)
     block_tokens = _block_tokens(keys, values, max(key_dim, value_dim))
     tiles_per_chunk = triton.cdiv(chunk_length, block_tokens)
     num_full_chunks, rest = divmod(length, chunk_length)
@@ -162,8 +165,8 @@ def attend_compressed(
         output_ptr=output,
         maximum_ptr=maximum,
         total_ptr=total,
-        **_side_arguments("key", keys, key_dim, block_tokens),
-        **_side_arguments("value", values, value_dim, block_tokens),
+        **_side_arguments("key", keys, key_dim, block_tokens, block_rows),
+        **_side_arguments("value", values, value_dim, block_tokens, block_rows),
         num_heads=num_heads,
         num_rows=num_rows,
         length=length,
@@ -173,7 +176,7 @@ def attend_compressed(
         tiles_per_split=tiles_per_split,
         scale=scale,
         PARTS=2 if query.dtype == torch.float32 else 1,
-        BLOCK_R=block_size(num_rows),
+        BLOCK_R=block_rows,
         BLOCK_T=block_tokens,
         BLOCK_E=_BLOCK_ENTRIES,
     )
@@ -188,6 +191,16 @@ def dot_precision(dtype: torch.dtype) -> str:
 def block_size(size: int) -> int:
     """The block that covers `size` and that `tl.dot` takes."""
     return max(_MIN_DOT_SIZE, triton.next_power_of_2(size))
+
+
+def min_columns(block_rows: int) -> int:
+    """
+    How wide every product of a kernel has to be for warps to share its columns.
+
+    Triton lays out chained products all alike, and gives each warp its own rows once one of them is not wider than
+    high. With 16 rows, four warps would then each do the whole work.
+    """
+    return 2 * block_rows if block_rows < 64 else _MIN_DOT_SIZE
 
 
 def mask_arguments(
@@ -216,24 +229,27 @@ def mask_arguments(
 
 def _block_tokens(keys: CompressedTensors, values: CompressedTensors, head_dim: int) -> int:
     """Tokens a tile: a divisor of 64, and of the groups of tokens that share a scale where that can be."""
-    # Wider heads take half as many tokens for a tile of the same size
-    most = _MAX_BLOCK_TOKENS if head_dim <= 128 else _MAX_BLOCK_TOKENS // 2
-    block = min(most, block_size(keys.codes.shape[3]))
+    # What a tile of 64 needs beside wide heads or outliers does not fit into registers
+    has_outliers = keys.outlier_indices is not None or values.outlier_indices is not None
+    most = _MAX_BLOCK_TOKENS if head_dim <= (64 if has_outliers else 128) else _MAX_BLOCK_TOKENS // 2
+    block = min(most, max(_MIN_BLOCK_TOKENS, block_size(keys.codes.shape[3])))
     for side in (keys, values):
         size = side.codes.shape[3] // side.scale.shape[3]
-        if side.axis == "channel" and side.scale.shape[3] > 1 and size in (16, 32):
+        if side.axis == "channel" and side.scale.shape[3] > 1 and size == _MIN_BLOCK_TOKENS:
             block = min(block, size)
     return block
 
 
 def _fold(side: CompressedTensors, tokens_per_group: int, block_tokens: int) -> int:
-    """Where scales are applied: to a tile's channels (0), to its tokens (1), or to every code (2)."""
+    """Where scales are applied: to a tile's channels (0), to its tokens (1), or to every code (2, 3)."""
     if side.axis == "channel":
-        return 0 if side.scale.shape[3] == 1 or tokens_per_group % block_tokens == 0 else 2
+        return 0 if side.scale.shape[3] == 1 or tokens_per_group % block_tokens == 0 else 3
     return 1 if side.scale.shape[4] == 1 else 2
 
 
-def _side_arguments(name: str, side: CompressedTensors, head_dim: int, block_tokens: int) -> dict[str, object]:
+def _side_arguments(
+    name: str, side: CompressedTensors, head_dim: int, block_tokens: int, block_rows: int
+) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
@@ -249,12 +265,12 @@ def _side_arguments(name: str, side: CompressedTensors, head_dim: int, block_tok
         scale_strides[1] = 0
     upper = name.upper()
     return {
-        **_pointer(f"{name}_codes", side.codes, "bhmt"),
+        **_pointer(f"{name}_codes", side.codes, "bhmT"),
         f"{name}_scale_ptr": side.scale,
         f"{name}_zero_ptr": side.zero,
-        **{f"{name}_scale_stride_{d}": stride for d, stride in zip("bhms", scale_strides, strict=True)},
-        **_pointer(f"{name}_a", side.low_rank_a, "bhmt"),
-        **_pointer(f"{name}_b", side.low_rank_b, "bhmd"),
+        **_strides(f"{name}_scale", scale_strides, "bhmS"),
+        **_pointer(f"{name}_a", side.low_rank_a, "bhmT"),
+        **_pointer(f"{name}_b", side.low_rank_b, "bhmD"),
         **_entry_arguments(name, side),
         f"{name}_low_rank_start": chunk_length - covered,
         f"{name}_tokens_per_group": tokens_per_group if by_channel else 1,
@@ -265,15 +281,25 @@ def _side_arguments(name: str, side: CompressedTensors, head_dim: int, block_tok
         f"{upper}_RANK": rank,
         f"{upper}_OUTLIERS": has_outliers,
         "BLOCK_K" if name == "key" else "BLOCK_V": block_size(head_dim),
-        f"BLOCK_{upper}_RANK": block_size(rank),
+        f"BLOCK_{upper}_RANK": max(block_size(rank), min_columns(block_rows)),
     }
 
 
 def _pointer(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[str, object]:
-    if tensor is None:
-        return {f"{name}_ptr": None, **{f"{name}_stride_{dimension}": 0 for dimension in dimensions}}
-    strides = zip(dimensions, tensor.stride(), strict=False)
-    return {f"{name}_ptr": tensor, **{f"{name}_stride_{dimension}": stride for dimension, stride in strides}}
+    strides = (0,) * len(dimensions) if tensor is None else tensor.stride()[: len(dimensions)]
+    return {f"{name}_ptr": tensor, **_strides(name, strides, dimensions)}
+
+
+def _strides(name: str, strides: Sequence[int], dimensions: str) -> dict[str, object]:
+    """
+    The strides by name. A row's is a constant of the kernel (upper case): it hardly varies, and addresses that differ
+    by constants share a register.
+    """
+    arguments: dict[str, object] = {}
+    for dimension, stride in zip(dimensions, strides, strict=True):
+        argument = f"{name}_stride_{dimension}"
+        arguments[argument.upper() if dimension.isupper() else argument] = stride
+    return arguments
 
 
 def _entry_arguments(name: str, side: CompressedTensors) -> dict[str, object]:
@@ -305,5 +331,5 @@ def _launchable(on_gpu: bool) -> Any:
     """The kernel, tuned where there is a GPU to tune it on."""
     if not on_gpu:
         return attend_kernel
-    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2, 3)]
+    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2)]
     return triton.autotune(configs=configs, key=_TUNING_KEY)(attend_kernel)

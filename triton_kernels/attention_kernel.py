@@ -4,6 +4,9 @@ Legend as in `attention.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BL
 and values, `BLOCK_E` outlier entries.
 """
 
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
 import triton
 import triton.language as tl
 
@@ -64,23 +67,19 @@ def attend_kernel(
     key_codes_stride_b,
     key_codes_stride_h,
     key_codes_stride_m,
-    key_codes_stride_t,
     key_scale_ptr,
     key_zero_ptr,
     key_scale_stride_b,
     key_scale_stride_h,
     key_scale_stride_m,
-    key_scale_stride_s,
     key_a_ptr,
     key_a_stride_b,
     key_a_stride_h,
     key_a_stride_m,
-    key_a_stride_t,
     key_b_ptr,
     key_b_stride_b,
     key_b_stride_h,
     key_b_stride_m,
-    key_b_stride_d,
     key_entry_index_ptr,
     key_entry_value_ptr,
     key_entry_stride_b,
@@ -92,23 +91,19 @@ def attend_kernel(
     value_codes_stride_b,
     value_codes_stride_h,
     value_codes_stride_m,
-    value_codes_stride_t,
     value_scale_ptr,
     value_zero_ptr,
     value_scale_stride_b,
     value_scale_stride_h,
     value_scale_stride_m,
-    value_scale_stride_s,
     value_a_ptr,
     value_a_stride_b,
     value_a_stride_h,
     value_a_stride_m,
-    value_a_stride_t,
     value_b_ptr,
     value_b_stride_b,
     value_b_stride_h,
     value_b_stride_m,
-    value_b_stride_d,
     value_entry_index_ptr,
     value_entry_value_ptr,
     value_entry_stride_b,
@@ -131,7 +126,15 @@ def attend_kernel(
     scale,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    KEY_CODES_STRIDE_T: tl.constexpr,
+    KEY_SCALE_STRIDE_S: tl.constexpr,
+    KEY_A_STRIDE_T: tl.constexpr,
+    KEY_B_STRIDE_D: tl.constexpr,
     KEY_NBITS: tl.constexpr,
+    VALUE_CODES_STRIDE_T: tl.constexpr,
+    VALUE_SCALE_STRIDE_S: tl.constexpr,
+    VALUE_A_STRIDE_T: tl.constexpr,
+    VALUE_B_STRIDE_D: tl.constexpr,
     VALUE_NBITS: tl.constexpr,
     KEY_FOLD: tl.constexpr,
     VALUE_FOLD: tl.constexpr,
@@ -194,7 +197,7 @@ def attend_kernel(
         first_tile_of_chunk = chunk * tiles_per_chunk
         if KEY_RANK > 0:
             basis_ptr = key_b_ptr + batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m
-            basis = load_basis(basis_ptr, key_b_stride_d, key_channels, key_channel_in_use, KEY_RANK, BLOCK_KEY_RANK)
+            basis = load_basis(basis_ptr, KEY_B_STRIDE_D, key_channels, key_channel_in_use, KEY_RANK, BLOCK_KEY_RANK)
             query_in_basis = dot_exact(query, basis, PARTS)
         if VALUE_RANK > 0:
             output_in_basis = tl.zeros([BLOCK_R, BLOCK_VALUE_RANK], tl.float32)
@@ -205,21 +208,23 @@ def attend_kernel(
         ):
             first_token = tile * BLOCK_T
             tokens = first_token + tl.arange(0, BLOCK_T)
-            tokens_64 = tl.cast(tokens, tl.int64)
+            first_token_64 = tl.cast(first_token, tl.int64)
             positions = chunk * chunk_length + tokens
             token_in_use = (tokens < chunk_length) & (positions < length)
 
             codes = load_codes(
-                key_codes_ptr + chunk_64 * key_codes_stride_m + tokens_64 * key_codes_stride_t,
+                key_codes_ptr + chunk_64 * key_codes_stride_m + first_token_64 * KEY_CODES_STRIDE_T,
+                KEY_CODES_STRIDE_T,
                 key_channels,
                 token_in_use[:, None] & key_channel_in_use[None, :],
                 KEY_DIM,
                 KEY_NBITS,
+                BLOCK_T,
             )
             group_scale, group_zero = load_groups(
                 key_scale_ptr + key_group + chunk_64 * key_scale_stride_m,
                 key_zero_ptr + key_group + chunk_64 * key_scale_stride_m,
-                key_scale_stride_s,
+                KEY_SCALE_STRIDE_S,
                 first_token,
                 token_in_use,
                 key_channels,
@@ -233,11 +238,11 @@ def attend_kernel(
             if KEY_RANK > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
-                    key_a_stride_t,
-                    tokens,
+                    KEY_A_STRIDE_T,
+                    first_token - key_low_rank_start,
                     token_in_use,
-                    key_low_rank_start,
                     KEY_RANK,
+                    BLOCK_T,
                     BLOCK_KEY_RANK,
                 )
                 scores += dot_exact(query_in_basis, tl.trans(coefficients), PARTS)
@@ -269,16 +274,18 @@ def attend_kernel(
             output *= decay[:, None]
 
             codes = load_codes(
-                value_codes_ptr + chunk_64 * value_codes_stride_m + tokens_64 * value_codes_stride_t,
+                value_codes_ptr + chunk_64 * value_codes_stride_m + first_token_64 * VALUE_CODES_STRIDE_T,
+                VALUE_CODES_STRIDE_T,
                 value_channels,
                 token_in_use[:, None] & value_channel_in_use[None, :],
                 VALUE_DIM,
                 VALUE_NBITS,
+                BLOCK_T,
             )
             group_scale, group_zero = load_groups(
                 value_scale_ptr + value_group + chunk_64 * value_scale_stride_m,
                 value_zero_ptr + value_group + chunk_64 * value_scale_stride_m,
-                value_scale_stride_s,
+                VALUE_SCALE_STRIDE_S,
                 first_token,
                 token_in_use,
                 value_channels,
@@ -292,11 +299,11 @@ def attend_kernel(
             if VALUE_RANK > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
-                    value_a_stride_t,
-                    tokens,
+                    VALUE_A_STRIDE_T,
+                    first_token - value_low_rank_start,
                     token_in_use,
-                    value_low_rank_start,
                     VALUE_RANK,
+                    BLOCK_T,
                     BLOCK_VALUE_RANK,
                 )
                 output_in_basis *= decay[:, None]
@@ -322,7 +329,7 @@ def attend_kernel(
         if VALUE_RANK > 0:
             basis_ptr = value_b_ptr + batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m
             basis = load_basis(
-                basis_ptr, value_b_stride_d, value_channels, value_channel_in_use, VALUE_RANK, BLOCK_VALUE_RANK
+                basis_ptr, VALUE_B_STRIDE_D, value_channels, value_channel_in_use, VALUE_RANK, BLOCK_VALUE_RANK
             )
             output += dot_exact(output_in_basis, tl.trans(basis), PARTS)
 

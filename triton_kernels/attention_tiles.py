@@ -4,6 +4,9 @@ Legend as in `attention.py`; a tile is `[BLOCK_T tokens, BLOCK_D channels]` of o
 those of that chunk and head.
 """
 
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
 import triton
 import triton.language as tl
 
@@ -14,10 +17,11 @@ def dot_exact(left, right, PARTS: tl.constexpr):
     The product of float32 `[rows, K]` and what float16 holds exactly `[K, N]`: codes, factors, one-hot matrices.
 
     Rows are first scaled to at most 1, so that nothing overflows and what underflows is far below the row's largest.
+    A row below 1e-30 throughout counts as zero: the factor that scales it might be infinite.
     One part (11 bits) is as precise as TF32 and takes half its registers and tensor core steps; two are near float32.
     """
     largest = tl.max(tl.abs(left), axis=1)
-    left *= tl.where(largest > 0, 1.0 / largest, 0.0)[:, None]
+    left *= tl.where(largest > 1e-30, 1.0 / largest, 0.0)[:, None]
     part = left.to(tl.float16)
     product = tl.dot(part, right)
     for _ in tl.static_range(1, PARTS):
@@ -28,9 +32,17 @@ def dot_exact(left, right, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_codes(rows_ptr, channels, in_use, HEAD_DIM: tl.constexpr, NBITS: tl.constexpr):
-    """Codes `[tokens, channels]` in float16, from the addresses of the tokens' first bytes."""
-    rows_ptr = rows_ptr[:, None]
+def load_codes(
+    codes_ptr,
+    STRIDE: tl.constexpr,
+    channels,
+    in_use,
+    HEAD_DIM: tl.constexpr,
+    NBITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Codes `[tokens, channels]` in float16, of the tile that begins at `codes_ptr`."""
+    rows_ptr = codes_ptr + tl.arange(0, BLOCK_T)[:, None] * STRIDE
     channels = channels[None, :]
     if NBITS == 3:
         # Two planes: two low bits, then the high bit
@@ -78,7 +90,7 @@ def update_softmax(scores, maximum, total):
 def load_groups(
     scale_ptr,
     zero_ptr,
-    stride,
+    STRIDE: tl.constexpr,
     first_token,
     token_in_use,
     channels,
@@ -88,20 +100,27 @@ def load_groups(
     FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Scale and zero of a tile in float32: `[channels]` (fold 0), `[tokens]` (1) or `[tokens, channels]` (2)."""
-    tokens = first_token + tl.arange(0, BLOCK_T)
+    """Scale and zero of a tile in float32: `[channels]` (fold 0), `[tokens]` (1) or `[tokens, channels]` (2, 3)."""
+    tokens = tl.arange(0, BLOCK_T)
     if FOLD == 0:
-        offsets = tl.cast(first_token // tokens_per_group, tl.int64) * stride + channels
+        base = tl.cast(first_token // tokens_per_group, tl.int64) * STRIDE
+        offsets = channels
         in_use = channel_in_use
     elif FOLD == 1:
-        offsets = tl.cast(tokens, tl.int64) * stride
+        base = tl.cast(first_token, tl.int64) * STRIDE
+        offsets = tokens * STRIDE
         in_use = token_in_use
     else:
-        groups = tl.cast(tokens // tokens_per_group, tl.int64)
-        offsets = groups[:, None] * stride + (channels // CHANNELS_PER_GROUP)[None, :]
+        if FOLD == 2:
+            base = tl.cast(first_token, tl.int64) * STRIDE
+            offsets = tokens[:, None] * STRIDE + (channels // CHANNELS_PER_GROUP)[None, :]
+        else:
+            base = tl.cast(first_token // tokens_per_group, tl.int64) * STRIDE
+            groups = (first_token % tokens_per_group + tokens) // tokens_per_group
+            offsets = groups[:, None] * STRIDE + channels[None, :]
         in_use = token_in_use[:, None] & channel_in_use[None, :]
-    scale = tl.load(scale_ptr + offsets, mask=in_use, other=0.0).to(tl.float32)
-    zero = tl.load(zero_ptr + offsets, mask=in_use, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + base + offsets, mask=in_use, other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + base + offsets, mask=in_use, other=0.0).to(tl.float32)
     return scale, zero
 
 
@@ -150,11 +169,13 @@ def weigh_codes(probabilities, codes, scale, zero, FOLD: tl.constexpr, PARTS: tl
 
 
 @triton.jit
-def load_basis(factor_ptr, stride, channels, channel_in_use, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr):
+def load_basis(
+    factor_ptr, STRIDE: tl.constexpr, channels, channel_in_use, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr
+):
     """The factor `B` `[channels, ranks]` of a chunk."""
     ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
-        factor_ptr + channels[:, None] * stride + ranks[None, :],
+        factor_ptr + channels[:, None] * STRIDE + ranks[None, :],
         mask=channel_in_use[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )
@@ -162,13 +183,20 @@ def load_basis(factor_ptr, stride, channels, channel_in_use, RANK: tl.constexpr,
 
 @triton.jit
 def load_coefficients(
-    factor_ptr, stride, tokens, token_in_use, first_covered, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr
+    factor_ptr,
+    STRIDE: tl.constexpr,
+    first_token,
+    token_in_use,
+    RANK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
 ):
-    """The factor `A` `[tokens, ranks]` of a tile; zero for the tokens before `first_covered`."""
+    """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
+    tokens = tl.arange(0, BLOCK_T)
     ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
-        factor_ptr + tl.cast(tokens - first_covered, tl.int64)[:, None] * stride + ranks[None, :],
-        mask=(token_in_use & (tokens >= first_covered))[:, None] & (ranks < RANK)[None, :],
+        factor_ptr + tl.cast(first_token, tl.int64) * STRIDE + (tokens[:, None] * STRIDE + ranks[None, :]),
+        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )
 

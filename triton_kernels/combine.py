@@ -7,6 +7,9 @@ maxima.
 Legend as in `attention.py`; T tokens of an exact part.
 """
 
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -300,13 +303,11 @@ def combine(
 
 
 def _block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:
-    block = blocks[index] if index < len(blocks) else Partials(None, None, None)
-    return {
-        f"output_{index}_ptr": block.output,
-        f"maximum_{index}_ptr": block.maximum,
-        f"total_{index}_ptr": block.total,
-        f"num_splits_{index}": 0 if block.output is None else block.output.shape[2],
-    }
+    names = [f"{name}_{index}_ptr" for name in Partials._fields]
+    if index >= len(blocks):
+        return {**dict.fromkeys(names), f"num_splits_{index}": 0}
+    block = blocks[index]
+    return {**dict(zip(names, block, strict=True)), f"num_splits_{index}": block.output.shape[2]}
 
 
 def _part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:

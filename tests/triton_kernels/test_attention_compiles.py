@@ -1,0 +1,195 @@
+"""The attention kernels compile to machine code without a GPU, and keep what they work on in registers.
+
+Compiled in a process of its own, because Triton decides when it is imported whether it interprets. Running this file
+(`python tests/triton_kernels/test_attention_compiles.py 90`) prints the table.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+CHANNEL, TOKEN = ("channel", None), ("token", None)
+# (nbits, (axis, group size), rank, outliers) of keys and of values, head dim, query's dtype, rows, mask
+GEAR_KEYS = (2, CHANNEL, 4, True)
+GEAR_VALUES = (2, TOKEN, 4, True)
+VARIANTS = {
+    "kcvt-2bit-d64": ((2, CHANNEL, 0, False), (2, TOKEN, 0, False), 64, HALF, 4, None),
+    "kcvt-2bit-d128": ((2, CHANNEL, 0, False), (2, TOKEN, 0, False), 128, BRAIN, 4, None),
+    "kcvt-3bit-d128": ((3, CHANNEL, 0, False), (3, TOKEN, 0, False), 128, BRAIN, 4, None),
+    "kcvt-4bit-d128": ((4, CHANNEL, 0, False), (4, TOKEN, 0, False), 128, HALF, 4, BRAIN),
+    "kcvt-8bit-d128": ((8, CHANNEL, 0, False), (8, TOKEN, 0, False), 128, BRAIN, 4, None),
+    "kcvt-4bit-d128-float32": ((4, CHANNEL, 0, False), (4, TOKEN, 0, False), 128, SINGLE, 4, None),
+    "kivi-2bit-d128": ((2, ("channel", 32), 0, False), (2, ("token", 32), 0, False), 128, BRAIN, 4, None),
+    "token-token-4bit-d128": ((4, TOKEN, 0, False), (4, TOKEN, 0, False), 128, BRAIN, 4, torch.bool),
+    "channel-channel-2bit-d128": ((2, CHANNEL, 0, False), (2, CHANNEL, 0, False), 128, BRAIN, 4, None),
+    "gear-l-2bit-d128": ((2, CHANNEL, 4, False), (2, TOKEN, 4, False), 128, BRAIN, 4, None),
+    "gear-2bit-d64": (GEAR_KEYS, GEAR_VALUES, 64, HALF, 4, torch.bool),
+    "gear-2bit-d128": (GEAR_KEYS, GEAR_VALUES, 128, BRAIN, 4, BRAIN),
+    "gear-3bit-d128": ((3, CHANNEL, 4, True), (3, TOKEN, 4, True), 128, BRAIN, 4, None),
+    "gear-4bit-d128-rows32": ((4, CHANNEL, 4, True), (4, TOKEN, 4, True), 128, HALF, 32, None),
+    "gear-2bit-d256": (GEAR_KEYS, GEAR_VALUES, 256, BRAIN, 4, None),
+}
+# Those that differ most; the table has the others
+NAMES = {
+    80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128"],
+    90: [
+        "kcvt-2bit-d128",
+        "kcvt-8bit-d128",
+        "kcvt-4bit-d128-float32",
+        "kivi-2bit-d128",
+        "token-token-4bit-d128",
+        "gear-l-2bit-d128",
+        "gear-3bit-d128",
+        "gear-2bit-d256",
+    ],
+}
+# Bytes a thread. Where 168 or 128 registers let one more program run at once, the assembler itself puts a few into
+# local memory rather than use another register
+MAX_SPILLED = 32
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __getitem__(self, grid):
+        return self.record
+
+    def record(self, **arguments):
+        self.arguments = arguments
+
+
+def compressed(side, head_dim):
+    """Empty storage of a prompt of 1024 tokens in one chunk, with 8 heads."""
+    from kvcache_plugins.triton_kernels.attention import CompressedTensors
+
+    nbits, (axis, group_size), rank, outliers = side
+    chunk, length = (2, 8, 3), 1024
+    grouped = (
+        (length // (group_size or length), head_dim)
+        if axis == "channel"
+        else (length, head_dim // (group_size or head_dim))
+    )
+    scale = torch.empty(*chunk, *grouped, dtype=HALF)
+    entries = torch.empty(2, 1, 3, 4096)
+    return CompressedTensors(
+        codes=torch.empty(*chunk, length, head_dim * nbits // 8, dtype=torch.uint8),
+        scale=scale,
+        zero=scale,
+        low_rank_a=torch.empty(*chunk, length, rank, dtype=HALF) if rank else None,
+        low_rank_b=torch.empty(*chunk, head_dim, rank, dtype=HALF) if rank else None,
+        outlier_indices=entries.to(torch.int16) if outliers else None,
+        outlier_values=entries.to(HALF) if outliers else None,
+        outlier_offsets=torch.empty(2, 1, 3, 129, dtype=torch.int32) if outliers else None,
+        nbits=nbits,
+        axis=axis,
+    )
+
+
+def resources(kernel, arguments, capability, num_warps, num_stages=2):
+    """Registers and bytes of local memory a thread, and of shared memory, of a kernel launched with `arguments`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and not parameter.do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "spilled": stack + local, "shared": compiled.metadata.shared}
+
+
+def compile_variant(name, capability):
+    """What each kernel of a variant uses on a GPU of that compute capability."""
+    from kvcache_plugins.triton_kernels import attention, combine
+
+    keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name]
+    # One of the configurations that tuning chooses from
+    num_warps = 8 if head_dim > 128 or keys[2] or keys[3] else 4
+    query = torch.empty(2, 8, num_rows, head_dim, dtype=dtype)
+    mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
+    recorder = Recorder()
+    attention._launchable = lambda on_gpu: recorder
+    partials = attention.attend_compressed(
+        query,
+        compressed(keys, head_dim),
+        compressed(values, head_dim),
+        num_chunks=1,
+        length=1000,
+        mask=mask,
+        scale=0.1,
+    )
+    result = {"attend": resources(attention.attend_kernel, recorder.arguments, capability, num_warps)}
+    kernel = combine.combine_kernel
+    combine.combine_kernel = recorder
+    states = torch.empty(2, 8, 100, head_dim, dtype=dtype)
+    part = combine.DensePart(states, states, None if mask is None else mask[..., :100])
+    combine.combine([partials, partials], [part, part], query, 0.1)
+    combine.combine_kernel = kernel
+    result["combine"] = resources(kernel, recorder.arguments, capability, num_warps=4)
+    return result
+
+
+def main(capability, names):
+    """Writes a line of JSON for each variant."""
+    for name in names or VARIANTS:
+        sys.stdout.write(
+            json.dumps({"name": name, "capability": capability, **compile_variant(name, capability)}) + "\n"
+        )
+        sys.stdout.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", NAMES)
+def test_decode_kernels_stay_in_registers(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), *NAMES[capability]]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [line["name"] for line in lines] == NAMES[capability]
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+        _, _, head_dim, _, num_rows, _ = VARIANTS[line["name"]]
+        if head_dim <= 128 and num_rows <= 16:
+            assert line["attend"]["spilled"] <= MAX_SPILLED, line
+            assert line["combine"]["spilled"] <= MAX_SPILLED, line
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
