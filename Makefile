@@ -79,5 +79,5 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[reference,dev,peers]"
+	$(PIP) --editable ".[cpu,reference,dev,peers]"
 	touch $@

@@ -179,7 +179,9 @@ def test_eager_attention_can_be_told_the_padding(tiny_model):
     seen = GEARCache(model.config, nbits=2)
     generate(model, input_ids, seen, attention_mask=mask)
     for told, shown in zip(cache.layers, seen.layers, strict=True):
-        assert torch.allclose(told.materialize("keys"), shown.materialize("keys"), atol=1e-3)
+        # What was decoded depends on the last bits of attention
+        prompts = (layer.materialize("keys")[:, :, : input_ids.shape[1]] for layer in (told, shown))
+        assert torch.allclose(*prompts, atol=1e-3)
 
 
 def test_compiled_model_generates_the_same(tiny_llama):

@@ -77,7 +77,7 @@ def decompose(
     for tensor in (a, b, values):
         if tensor is not None and not bool(tensor.isfinite().all()):
             raise ValueError("the states exceed the range of float16 (65504), in which corrections are stored")
-    return CompressedStates(
+    compressed = CompressedStates(
         codes=pack(codes, config.nbits),
         scale=scale,
         zero=zero,
@@ -90,6 +90,8 @@ def decompose(
         grouping=grouping,
         head_dim=states.shape[4],
     )
+    # Kernels read them in this order
+    return compressed.map(torch.Tensor.contiguous)
 
 
 def _select_outliers(
@@ -158,8 +160,7 @@ def _outlier_places(
         channels = torch.arange(head_dim, device=device)
         parts = (heads, indices, channels, in_use)
         shape = indices.shape
-        heads, tokens, channels, used = (part.expand(shape).transpose(1, 2).flatten(2) for part in parts)
-        return OutlierPlaces(heads, tokens, channels, used)
+        return OutlierPlaces(*(part.expand(shape).transpose(1, 2).flatten(2) for part in parts))
     tokens = torch.arange(length, device=device)[:, None].expand(indices.shape).flatten(2)
     used = None if real is None else real[:, 0].expand(indices.shape).flatten(2)
     flat = indices.flatten(2)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from kvcache_plugins.lazy_states import LazyLayer, LazyStates
-from kvcache_plugins.ops.attention import OnlineAttention
+from kvcache_plugins.ops.attention import attend
+from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
+from kvcache_plugins.ops.parts import CompressedPart, DensePart
 
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
@@ -23,6 +25,14 @@ from .storage import CompressedBlock, ExactBuffer, ExactPrefix
 # An update of this many times `residual_length` tokens is a prompt of its own, compressed at once with the prompt's
 # rank
 _PROMPT_FACTOR = 4
+_COUNTERS = (
+    "tokens_compressed",
+    "chunks_compressed",
+    "attend_calls",
+    "fused_calls",
+    "kernel_fallbacks",
+    "prompts_without_mask",
+)
 _PART_NAMES = {
     "codes": "codes",
     "scale": "scales",
@@ -67,9 +77,7 @@ class GEARLayer(LazyLayer):
         self.padding: torch.Tensor | None = None
         self._mask_seen = False
         self._length = 0
-        self._counters = dict.fromkeys(
-            ("tokens_compressed", "chunks_compressed", "attend_calls", "prompts_without_mask"), 0
-        )
+        self._counters = dict.fromkeys(_COUNTERS, 0)
         self.dense_reads = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -120,33 +128,32 @@ class GEARLayer(LazyLayer):
         if is_causal:
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-        attention = OnlineAttention(query, self._shapes["keys"][1], scale)
-        for keys, values, mask in self._tiles(attn_mask):
-            attention.add_tile(keys, values, mask)
+        kernel, is_fallback = choose_kernel(query)
+        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
         self._counters["attend_calls"] += 1
+        self._counters["fused_calls"] += kernel != "torch"
+        self._counters["kernel_fallbacks"] += is_fallback
         self.on_exact_attention(attn_mask)
-        return attention.result()
+        return output
 
-    def _tiles(
-        self, attn_mask: torch.Tensor | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Keys, values and mask of everything held, a tile at a time, each token once."""
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CompressedPart]:
+        """Everything held, each token once, with its columns of the mask."""
         prefix = self.prefix
         if prefix is not None and prefix.num_slots:
             mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
-            yield prefix.keys, prefix.values, mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
+            mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
+            yield DensePart(prefix.keys, prefix.values, mask)
         for number, block in enumerate(self.blocks):
-            for position, keys, values in block.tiles():
-                stop = position + keys.shape[2]
-                mask = slice_mask(attn_mask, position, stop)
-                if number == 0 and prefix is not None and not prefix.is_uniform:
-                    # Of shorter items the first block also spans padding and tokens that the prefix holds
-                    columns = torch.arange(position, stop, device=keys.device)
-                    mask = combine_masks(mask, columns >= prefix.end[:, None])
-                yield keys, values, mask
+            stop = block.start + block.length
+            mask = slice_mask(attn_mask, block.start, stop)
+            if number == 0 and prefix is not None and not prefix.is_uniform:
+                # Of shorter items the first block also spans padding and tokens that the prefix holds
+                columns = torch.arange(block.start, stop, device=self.device)
+                mask = combine_masks(mask, columns >= prefix.end[:, None])
+            yield CompressedPart(block.keys, block.values, block.length, mask)
         position = self._exact_start
         for keys, values in self._exact_tail():
-            yield keys, values, slice_mask(attn_mask, position, position + keys.shape[2])
+            yield DensePart(keys, values, slice_mask(attn_mask, position, position + keys.shape[2]))
             position += keys.shape[2]
 
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -6,18 +6,16 @@ All of it is append-only. A block is either one prompt (one chunk) or a run of d
 by doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates
+from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates, tile_slices
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
-# Dense float32 values of one tile stay within the processor's caches
-_TILE_TOKENS = 1024
 _MIN_CAPACITY = 16
 
 
@@ -78,42 +76,15 @@ class CompressedBlock:
             self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
             self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
 
-    def tiles(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """
-        Position of the first token, dense keys and dense values `[B, H, tokens, D]` (float32) of one tile after
-        another.
-        """
-        for chunks, tokens in self._tile_slices():
-            offset = chunks.start * self.chunk_length + tokens.start
-            used = self.length - offset
-            if used <= 0:
-                return
-            keys, values = (side.dequantize_tile(chunks, tokens)[:, :, :used] for side in (self.keys, self.values))
-            yield self.start + offset, keys, values
-
     def write_dense(self, side: str, output: torch.Tensor) -> None:
         """
         Writes the dense states of one side (`"keys"`, `"values"`) to their positions in `output` `[B, H, tokens, D]`.
         """
         states: CompressedStates = getattr(self, side)
-        for chunks, tokens in self._tile_slices():
+        for chunks, tokens in tile_slices(self.keys, self.num_chunks):
             offset = chunks.start * self.chunk_length + tokens.start
             tile = states.dequantize_tile(chunks, tokens)[:, :, : max(self.length - offset, 0)]
             output[:, :, self.start + offset : self.start + offset + tile.shape[2]] = tile
-
-    def _tile_slices(self) -> Iterator[tuple[slice, slice]]:
-        length = self.chunk_length
-        if length <= _TILE_TOKENS:
-            step = max(_TILE_TOKENS // length, 1)
-            for first in range(0, self.num_chunks, step):
-                yield slice(first, min(first + step, self.num_chunks)), slice(0, length)
-            return
-        grouping = self.keys.grouping
-        group = grouping.group_size if grouping.axis == "channel" and grouping.group_size else 1
-        step = max(_TILE_TOKENS // group, 1) * group
-        for chunk in range(self.num_chunks):
-            for first in range(0, length, step):
-                yield slice(chunk, chunk + 1), slice(first, min(first + step, length))
 
     def map(self, function: TensorFunction) -> None:
         """Replaces every stored tensor by `function` of it."""

@@ -20,6 +20,8 @@ from .quantization import Grouping, dequantize, unpack
 
 
 CHUNK_DIM = 2
+# Dense float32 values of one tile stay within the processor's caches
+_TILE_TOKENS = 1024
 TENSOR_NAMES = (
     "codes",
     "scale",
@@ -116,9 +118,32 @@ class CompressedStates:
             assert self.outlier_indices is not None
             assert self.outlier_values is not None
             assert self.outlier_offsets is not None
-            stored = (self.outlier_indices, self.outlier_values, self.outlier_offsets)
-            add_outliers(states, *(tensor[:, :, chunks] for tensor in stored), tokens)
+            add_outliers(
+                states,
+                self.outlier_indices[:, :, chunks],
+                self.outlier_values[:, :, chunks],
+                self.outlier_offsets[:, :, chunks],
+                tokens,
+            )
         return states.flatten(2, 3)
+
+
+def tile_slices(keys: CompressedStates, num_chunks: int) -> Iterator[tuple[slice, slice]]:
+    """
+    Chunks and tokens of one tile after another over `num_chunks` chunks: several short chunks, or whole groups of a
+    long one.
+    """
+    length = keys.chunk_length
+    if length <= _TILE_TOKENS:
+        step = max(_TILE_TOKENS // length, 1)
+        for first in range(0, num_chunks, step):
+            yield slice(first, min(first + step, num_chunks)), slice(0, length)
+        return
+    group = keys.grouping.group_size if keys.grouping.axis == "channel" and keys.grouping.group_size else 1
+    step = max(_TILE_TOKENS // group, 1) * group
+    for chunk in range(num_chunks):
+        for first in range(0, length, step):
+            yield slice(chunk, chunk + 1), slice(first, min(first + step, length))
 
 
 def _add_low_rank(states: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tokens: slice, chunk_length: int) -> None:

@@ -1,0 +1,76 @@
+"""Which kernel computes: the only place that chooses.
+
+`KVCACHE_PLUGINS_KERNELS` overrides: `auto` (the default), `triton` (GPUs, or anywhere under `TRITON_INTERPRET=1`),
+`compiled` (CPUs, by Numba) or `torch` (plain PyTorch, everywhere). What cannot be had falls back to plain PyTorch,
+with one warning, and the caches count it.
+"""
+
+import os
+import warnings
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+KERNELS = ("auto", "triton", "torch", "compiled")
+_VARIABLE = "KVCACHE_PLUGINS_KERNELS"
+# More new tokens than that are a prompt: products of matrices, which plain PyTorch does best
+MAX_NUM_QUERIES = 16
+
+
+def requested_kernel() -> str:
+    """
+    What `KVCACHE_PLUGINS_KERNELS` asks for.
+
+    Raises:
+        ValueError: if it is none of the accepted values.
+    """
+    requested = os.environ.get(_VARIABLE, "auto")
+    if requested not in KERNELS:
+        raise ValueError(f"`{_VARIABLE}` has to be one of {', '.join(KERNELS)}, but got {requested!r}")
+    return requested
+
+
+def choose_kernel(query: torch.Tensor) -> tuple[str, bool]:
+    """
+    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states.
+
+    Returns:
+        `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
+    """
+    requested = requested_kernel()
+    if requested == "torch" or query.shape[2] > MAX_NUM_QUERIES or torch.is_grad_enabled() and query.requires_grad:
+        return "torch", False
+    wanted = requested
+    if wanted == "auto":
+        wanted = {"cuda": "triton", "cpu": "compiled"}.get(query.device.type, "torch")
+    reason = _why_not(wanted, query.device.type)
+    if reason is None:
+        return wanted, False
+    _warn_once(wanted, reason)
+    return "torch", True
+
+
+@cache
+def _why_not(kernel: str, device_type: str) -> str | None:
+    """Why a kernel cannot run on a device, or `None`."""
+    if kernel == "compiled":
+        if device_type != "cpu":
+            return f"it runs on CPUs, and the cache is on a {device_type} device"
+        if find_spec("numba") is None:
+            return "Numba is not installed: pip install 'kvcache-plugins[cpu]'"
+    if kernel == "triton":
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"it runs on GPUs, and the cache is on a {device_type} device"
+    return None
+
+
+@cache
+def _warn_once(kernel: str, reason: str) -> None:
+    warnings.warn(
+        f"attention over compressed states runs in plain PyTorch instead of the `{kernel}` kernel: {reason}",
+        stacklevel=3,
+    )

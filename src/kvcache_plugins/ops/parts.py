@@ -1,0 +1,57 @@
+"""The parts of a cache that attention goes over.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a part, D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .compressed_states import CompressedStates, tile_slices
+from .masking import slice_mask
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DensePart:
+    """
+    Exact states.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the states.
+        mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
+            added to the scores.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CompressedPart:
+    """
+    Compressed states.
+
+    Attributes:
+        keys, values (`CompressedStates`): the states.
+        length (`int`): tokens in use, T; the chunks may have room for more.
+        mask (`torch.Tensor`, *optional*): as in `DensePart`.
+    """
+
+    keys: CompressedStates
+    values: CompressedStates
+    length: int
+    mask: torch.Tensor | None
+
+    def tiles(self) -> Iterator[DensePart]:
+        """The same tile by tile, dequantized to float32."""
+        chunk_length = self.keys.chunk_length
+        for chunks, tokens in tile_slices(self.keys, -(-self.length // chunk_length)):
+            start = chunks.start * chunk_length + tokens.start
+            if start >= self.length:
+                return
+            keys, values = (
+                side.dequantize_tile(chunks, tokens)[:, :, : self.length - start] for side in (self.keys, self.values)
+            )
+            yield DensePart(keys, values, slice_mask(self.mask, start, start + keys.shape[2]))

@@ -1,0 +1,62 @@
+"""The door to the Triton attention: parts of a cache in, tensors out. One launch a compressed part, and one at the end
+that merges them and attends to the exact parts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcache_plugins.triton_kernels.attention import CompressedTensors, Partials, attend_compressed
+from kvcache_plugins.triton_kernels.combine import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.combine import combine
+
+from .compressed_states import TENSOR_NAMES, CompressedStates
+from .masking import full_rank_mask
+from .parts import CompressedPart, DensePart
+
+
+# What one launch of `combine` merges
+_MAX_BLOCKS = 2
+
+
+def _tensors(states: CompressedStates) -> CompressedTensors:
+    tensors = {name: getattr(states, name) for name in TENSOR_NAMES}
+    return CompressedTensors(**tensors, nbits=states.nbits, axis=states.grouping.axis)
+
+
+def attend(
+    query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
+) -> torch.Tensor:
+    """
+    Attention of a few queries over all parts; see `ops.attention.attend`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        dense (`Sequence[DensePart]`): exact parts, at most two.
+        compressed (`Sequence[CompressedPart]`): compressed parts, at least one.
+        scale (`float`): factor of the scores.
+    """
+    batch_size, num_heads, num_queries, head_dim = query.shape
+    num_key_value_heads = compressed[0].keys.codes.shape[1]
+    rows = query.reshape(batch_size, num_key_value_heads, -1, head_dim)
+    partials = [
+        attend_compressed(
+            rows,
+            _tensors(part.keys),
+            _tensors(part.values),
+            num_chunks=-(-part.length // part.keys.chunk_length),
+            length=part.length,
+            mask=full_rank_mask(part.mask, part.length),
+            scale=scale,
+            value_head_dim=part.values.head_dim,
+        )
+        for part in compressed
+    ]
+    if len(partials) > _MAX_BLOCKS:
+        partials = [Partials(*(torch.cat(tensors, dim=2) for tensors in zip(*partials, strict=True)))]
+    exact = [
+        KernelDensePart(part.keys, part.values, full_rank_mask(part.mask, part.keys.shape[2]))
+        for part in dense
+        if part.keys.shape[2] > 0
+    ]
+    output = combine(partials, exact, rows, scale)
+    return output.reshape(batch_size, num_heads, num_queries, -1)
