@@ -11,6 +11,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # On tiny models threads wait for each other more than they work, and on a busy machine for minutes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU kernels run in Triton's interpreter, which has to be known when Triton is imported
+if not os.path.exists("/proc/driver/nvidia"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable
 from pathlib import Path

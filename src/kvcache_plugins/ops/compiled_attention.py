@@ -1,9 +1,9 @@
 """Decode attention over compressed storage on a CPU: packed bytes go in, nothing dense is ever in memory.
 
-One task is a run of tiles of one key/value head. A tile of 64 tokens is unpacked into a scratch of a few kilobytes,
-which stays in the processor's first caches while scores, the online softmax and the weighted sum follow. Scales of
-channels are folded into the query once a group, scales of tokens into the scores or weights; low-rank factors are
-applied on their own path (`q B` first, then `A^T`; weights times `A` first, then `B^T`), outliers where they are.
+One task is a run of tiles of one key/value head. A tile of 64 tokens is dequantized into a scratch of a few kilobytes,
+outliers and all, which stays in the processor's first caches while scores, the online softmax and the weighted sum of
+all queries of the group follow. Low-rank factors go their own path: `q B` first, then `A^T`; weights times `A` first,
+then `B^T`.
 
 Float16 comes as the uint16 of its bits, which Numba can read. Legend: B batch, H key/value heads, R rows (queries of a
 group times new tokens; 1 or a multiple of 4), D head dim, S tasks a head, T tokens of a tile.
@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int64, njit, prange
 
-from .compiled_primitives import OPTIONS, accumulate_rows, dot_rows, exp, half_to_float, middle_code, unpack_codes
+from .compiled_primitives import (
+    OPTIONS,
+    accumulate_rows,
+    dequantize_by_channel,
+    dequantize_by_token,
+    dot_rows,
+    exp,
+    half_to_float,
+)
 from .outliers import OUTLIER_TILE
 
 
@@ -36,27 +44,14 @@ class Side(NamedTuple):
 
 class Accumulator(NamedTuple):
     """
-    The online softmax of one task, to be rescaled together: output `[R, D]`, weighted rows of A `[R, rank]`, weighted
-    zeros `[R, groups]`, the sum of the weights and the maximum score `[R]`.
+    The online softmax of one task, to be rescaled together: output `[R, D]`, weighted rows of A `[R, rank]`, the sum
+    of the weights and the maximum score `[R]`.
     """
 
     output: Any
     weighted_a: Any
-    weighted_zero: Any
     total: Any
     maximum: Any
-
-
-@njit(**OPTIONS)
-def _fold_scale(query: Any, scale: Any, zero: Any, middle: float, scaled: Any, constant: Any) -> None:
-    """`scaled = query * scale` and `constant = query (zero + middle * scale)^T` for a group; `scale`, `zero` `[D]`."""
-    for r in range(query.shape[0]):
-        total = float32(0)
-        for d in range(query.shape[1]):
-            step = half_to_float(scale[d])
-            scaled[r, d] = query[r, d] * step
-            total += query[r, d] * (half_to_float(zero[d]) + middle * step)
-        constant[r] = total
 
 
 @njit(**OPTIONS)
@@ -70,59 +65,75 @@ def _project(query: Any, factor: Any, projected: Any) -> None:
 
 
 @njit(**OPTIONS)
-def _score_by_channel(
-    query: Any,
-    states: Any,
-    scale: Any,
-    zero: Any,
-    start: int,
-    tokens: int,
-    group_size: int,
-    last_group: int,
-    middle: float,
-    work: Any,
-) -> int:
-    """Scores of keys whose channels share scales `[groups, D]`; returns the group that `work` holds folded in."""
-    scaled, constant, scores = work
-    first = 0
+def _to_float(halves: Any, floats: Any) -> None:
+    for i in range(halves.shape[0]):
+        floats[i] = half_to_float(halves[i])
+
+
+@njit(**OPTIONS)
+def _dequantize_keys(
+    side: Side, codes: Any, scale: Any, zero: Any, start: int, group_size: int, states: Any, channel_scale: Any
+) -> None:
+    """
+    A tile of keys whose channels share scales `[groups, D]`, a group of tokens after the other.
+
+    `channel_scale` `[3, padded D]` keeps the scales of the last group, its number in the last row.
+    """
+    first, tokens = 0, codes.shape[0]
     while first < tokens:
         group = (start + first) // group_size
         last = min(tokens, (group + 1) * group_size - start)
-        if group != last_group:
-            _fold_scale(query, scale[group], zero[group], middle, scaled, constant)
-            last_group = group
-        for r in range(query.shape[0]):
-            scores[r, first:last] = constant[r]
-        dot_rows(scaled, states, scores, first, last)
+        if channel_scale[2, 0] != group:
+            _to_float(scale[group], channel_scale[0])
+            _to_float(zero[group], channel_scale[1])
+            channel_scale[2, 0] = group
+        part = codes[first:last]
+        dequantize_by_channel(part, side.nbits, side.head_dim, channel_scale[0], channel_scale[1], states[first:last])
         first = last
-    return last_group
 
 
 @njit(**OPTIONS)
-def _score_by_token(
-    query: Any, states: Any, scale: Any, zero: Any, tokens: int, middle: float, masked: Any, partial: Any, scores: Any
-) -> None:
-    """Scores of keys whose tokens have scales `[tokens, groups]`; `masked` `[R, D]` and `partial` are scratch."""
-    scores[:] = 0
-    group_size = query.shape[1] // scale.shape[1]
-    for group in range(scale.shape[1]):
-        first, last = group * group_size, (group + 1) * group_size
-        masked[:], partial[:] = 0, 0
-        masked[:, first:last] = query[:, first:last]
-        dot_rows(masked, states, partial, 0, tokens)
-        for r in range(query.shape[0]):
-            constant = masked[r].sum()
+def _add_outliers(side: Side, batch: int, chunk: int, slot: int, states: Any) -> None:
+    """Adds the outliers of one tile and head."""
+    offsets = side.outlier_offsets[batch, 0, chunk]
+    indices, values = side.outlier_indices[batch, 0, chunk], side.outlier_values[batch, 0, chunk]
+    ones = (1 << side.channel_bits) - 1
+    for entry in range(offsets[slot], offsets[slot + 1]):
+        index = indices[entry]
+        states[index >> side.channel_bits, index & ones] += half_to_float(values[entry])
+
+
+@njit(**OPTIONS)
+def _load_factor(factor: Any, first: int, tokens: int, scratch: Any, columns: Any) -> None:
+    """
+    A tile's rows of A as floats `columns` `[rank, T]`; A `[rows, rank]` begins at token `-first` if that is negative.
+    """
+    rank = factor.shape[1]
+    missing = min(max(0, -first), tokens)
+    columns[:, :missing] = 0
+    _to_float(factor[first + missing : first + tokens].reshape(-1), scratch)
+    for k in range(rank):
+        for t in range(tokens - missing):
+            columns[k, missing + t] = scratch[t * rank + k]
+
+
+@njit(**OPTIONS)
+def _add_key_factor(projected: Any, columns: Any, tokens: int, scores: Any) -> None:
+    for r in range(projected.shape[0]):
+        for k in range(projected.shape[1]):
+            weight = projected[r, k]
             for t in range(tokens):
-                step = half_to_float(scale[t, group])
-                scores[r, t] += partial[r, t] * step + constant * (half_to_float(zero[t, group]) + middle * step)
+                scores[r, t] += weight * columns[k, t]
 
 
 @njit(**OPTIONS)
-def _load_factor(factor: Any, start: int, tokens: int, rows: Any) -> None:
-    """Rows `start ...` of A, of which the first may be negative and are zero, as floats `[rank, T]`."""
-    for t in range(tokens):
-        for k in range(rows.shape[0]):
-            rows[k, t] = half_to_float(factor[start + t, k]) if start + t >= 0 else float32(0)
+def _add_value_factor(weights: Any, columns: Any, tokens: int, weighted: Any) -> None:
+    for r in range(weighted.shape[0]):
+        for k in range(weighted.shape[1]):
+            total = float32(0)
+            for t in range(tokens):
+                total += weights[r, t] * columns[k, t]
+            weighted[r, k] += total
 
 
 @njit(**OPTIONS)
@@ -148,7 +159,6 @@ def softmax_tile(scores: Any, tokens: int, sums: Accumulator) -> None:
             decay = exp(sums.maximum[r] - highest)
             sums.output[r] *= decay
             sums.weighted_a[r] *= decay
-            sums.weighted_zero[r] *= decay
             sums.total[r] *= decay
             sums.maximum[r] = highest
         # A row that may attend to nothing so far has no maximum to subtract
@@ -160,33 +170,6 @@ def softmax_tile(scores: Any, tokens: int, sums: Accumulator) -> None:
             total += weight
         sums.total[r] += total
         scores[r, tokens:] = 0
-
-
-@njit(**OPTIONS)
-def _add_values(
-    states: Any,
-    scale: Any,
-    zero: Any,
-    tokens: int,
-    middle: float,
-    weights: Any,
-    scaled_weights: Any,
-    sums: Accumulator,
-) -> None:
-    """Adds the weighted sum of quantized values; `scale`, `zero` `[tokens, groups]`."""
-    group_size = sums.output.shape[1] // scale.shape[1]
-    steps, lows = np.empty(OUTLIER_TILE, dtype=np.float32), np.empty(OUTLIER_TILE, dtype=np.float32)
-    for group in range(scale.shape[1]):
-        for t in range(tokens):
-            steps[t] = half_to_float(scale[t, group])
-            lows[t] = half_to_float(zero[t, group]) + middle * steps[t]
-        for r in range(weights.shape[0]):
-            total = float32(0)
-            for t in range(tokens):
-                scaled_weights[r, t] = weights[r, t] * steps[t]
-                total += weights[r, t] * lows[t]
-            sums.weighted_zero[r, group] += total
-        accumulate_rows(scaled_weights, states, sums.output, group * group_size, (group + 1) * group_size, tokens)
 
 
 @njit(**OPTIONS)
@@ -216,19 +199,20 @@ def _run_task(
 ) -> None:
     """Attention of `query` `[R, D]` over the tiles from `tiles[0]` to `tiles[1]` of one head."""
     num_heads, chunk_length = keys.codes.shape[1], keys.codes.shape[3]
-    num_rows = query.shape[0]
+    num_rows, key_dim = query.shape
+    key_rank, value_rank = keys.low_rank_a.shape[4], values.low_rank_a.shape[4]
     tiles_per_chunk = -(-chunk_length // OUTLIER_TILE)
     key_head = head if keys.scale.shape[1] > 1 else 0
     value_head = head if values.scale.shape[1] > 1 else 0
-    # Unpacked codes are padded to whole bytes
-    states = np.empty((OUTLIER_TILE, max(keys.head_dim, values.head_dim) + 8), dtype=np.float32)
-    scaled, constant = np.empty_like(query), np.empty(num_rows, dtype=np.float32)
+    # Codes are padded to whole bytes
+    padded = max(keys.head_dim, values.head_dim) + 8
+    states = np.empty((OUTLIER_TILE, padded), dtype=np.float32)
+    channel_scale = np.full((3, padded), -1, dtype=np.float32)
+    projected = np.empty((num_rows, key_rank), dtype=np.float32)
+    columns = np.empty((max(key_rank, value_rank), OUTLIER_TILE), dtype=np.float32)
+    flat = np.empty(columns.size, dtype=np.float32)
     scores = np.empty((num_rows, OUTLIER_TILE), dtype=np.float32)
-    scratch = np.empty((num_rows, OUTLIER_TILE), dtype=np.float32)
-    projected = np.empty((num_rows, keys.low_rank_b.shape[4]), dtype=np.float32)
-    key_factor = np.empty((keys.low_rank_a.shape[4], OUTLIER_TILE), dtype=np.float32)
-    value_factor = np.empty((values.low_rank_a.shape[4], OUTLIER_TILE), dtype=np.float32)
-    last_chunk = last_group = -1
+    last_chunk = -1
     for tile in range(tiles[0], tiles[1]):
         chunk = tile // tiles_per_chunk
         start = (tile - chunk * tiles_per_chunk) * OUTLIER_TILE
@@ -236,71 +220,45 @@ def _run_task(
         if tokens <= 0:
             continue
         if chunk != last_chunk:
-            if last_chunk >= 0 and value_factor.shape[0] > 0:
+            if last_chunk >= 0 and value_rank > 0:
                 _finish_chunk(values.low_rank_b[batch, head, last_chunk], sums)
-            if key_factor.shape[0] > 0:
+            if key_rank > 0:
                 _project(query, keys.low_rank_b[batch, head, chunk], projected)
-            last_chunk, last_group = chunk, -1
+            last_chunk = chunk
+            channel_scale[2, 0] = -1
+        slot = start // OUTLIER_TILE * num_heads + head
 
-        unpack_codes(keys.codes[batch, head, chunk, start : start + tokens], keys.nbits, keys.head_dim, states)
+        codes = keys.codes[batch, head, chunk, start : start + tokens]
         scale, zero = keys.scale[batch, key_head, chunk], keys.zero[batch, key_head, chunk]
         if keys_by_channel:
-            group_size = chunk_length // scale.shape[0]
-            work = (scaled, constant, scores)
-            last_group = _score_by_channel(
-                query, states, scale, zero, start, tokens, group_size, last_group, middle_code(keys.nbits), work
-            )
+            _dequantize_keys(keys, codes, scale, zero, start, chunk_length // scale.shape[0], states, channel_scale)
         else:
-            middle = middle_code(keys.nbits)
-            _score_by_token(query, states, scale[start:], zero[start:], tokens, middle, scaled, scratch, scores)
-        if key_factor.shape[0] > 0:
-            factor = keys.low_rank_a[batch, head, chunk]
-            _load_factor(factor, start - (chunk_length - factor.shape[0]), tokens, key_factor)
-            for r in range(num_rows):
-                for k in range(key_factor.shape[0]):
-                    weight = projected[r, k]
-                    for t in range(tokens):
-                        scores[r, t] += weight * key_factor[k, t]
-        slot = start // OUTLIER_TILE * num_heads + head
+            dequantize_by_token(codes, keys.nbits, key_dim, scale[start:], zero[start:], states)
         if keys.outlier_offsets.shape[3] > 0:
-            offsets = keys.outlier_offsets[batch, 0, chunk]
-            for entry in range(offsets[slot], offsets[slot + 1]):
-                index = keys.outlier_indices[batch, 0, chunk, entry]
-                value = half_to_float(keys.outlier_values[batch, 0, chunk, entry])
-                t, d = index >> keys.channel_bits, index & ((1 << keys.channel_bits) - 1)
-                for r in range(num_rows):
-                    scores[r, t] += query[r, d] * value
+            _add_outliers(keys, batch, chunk, slot, states)
+        scores[:] = 0
+        dot_rows(query, states, scores, 0, tokens)
+        if key_rank > 0:
+            factor = keys.low_rank_a[batch, head, chunk]
+            _load_factor(factor, start - (chunk_length - factor.shape[0]), tokens, flat, columns)
+            _add_key_factor(projected, columns, tokens, scores)
         if bias.shape[3] > 0:
             add_bias(bias, batch, head, groups, num_queries, chunk * chunk_length + start, tokens, scores)
 
         softmax_tile(scores, tokens, sums)
 
-        unpack_codes(values.codes[batch, head, chunk, start : start + tokens], values.nbits, values.head_dim, states)
+        codes = values.codes[batch, head, chunk, start : start + tokens]
         scale, zero = values.scale[batch, value_head, chunk, start:], values.zero[batch, value_head, chunk, start:]
-        _add_values(states, scale, zero, tokens, middle_code(values.nbits), scores, scratch, sums)
-        if value_factor.shape[0] > 0:
-            factor = values.low_rank_a[batch, head, chunk]
-            _load_factor(factor, start - (chunk_length - factor.shape[0]), tokens, value_factor)
-            for r in range(num_rows):
-                for k in range(value_factor.shape[0]):
-                    total = float32(0)
-                    for t in range(tokens):
-                        total += scores[r, t] * value_factor[k, t]
-                    sums.weighted_a[r, k] += total
+        dequantize_by_token(codes, values.nbits, values.head_dim, scale, zero, states)
         if values.outlier_offsets.shape[3] > 0:
-            offsets = values.outlier_offsets[batch, 0, chunk]
-            for entry in range(offsets[slot], offsets[slot + 1]):
-                index = values.outlier_indices[batch, 0, chunk, entry]
-                value = half_to_float(values.outlier_values[batch, 0, chunk, entry])
-                t, d = index >> values.channel_bits, index & ((1 << values.channel_bits) - 1)
-                for r in range(num_rows):
-                    sums.output[r, d] += scores[r, t] * value
-    if last_chunk >= 0 and value_factor.shape[0] > 0:
+            _add_outliers(values, batch, chunk, slot, states)
+        accumulate_rows(scores, states, sums.output, tokens)
+        if value_rank > 0:
+            factor = values.low_rank_a[batch, head, chunk]
+            _load_factor(factor, start - (chunk_length - factor.shape[0]), tokens, flat, columns)
+            _add_value_factor(scores, columns, tokens, sums.weighted_a)
+    if last_chunk >= 0 and value_rank > 0:
         _finish_chunk(values.low_rank_b[batch, head, last_chunk], sums)
-    group_size = sums.output.shape[1] // sums.weighted_zero.shape[1]
-    for r in range(num_rows):
-        for d in range(sums.output.shape[1]):
-            sums.output[r, d] += sums.weighted_zero[r, d // group_size]
 
 
 @njit(parallel=True, **OPTIONS)
@@ -343,7 +301,6 @@ def attend_block(
         sums = Accumulator(
             output[part, b, h],
             np.zeros((num_rows, values.low_rank_a.shape[4]), dtype=np.float32),
-            np.zeros((num_rows, values.scale.shape[4]), dtype=np.float32),
             total[part, b, h],
             maximum[part, b, h],
         )

@@ -45,7 +45,7 @@ def attend_exact(
     output[:], total[:], maximum[:] = 0, 0, -np.inf
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
-            sums = Accumulator(output[b, h], nothing, nothing, total[b, h], maximum[b, h])
+            sums = Accumulator(output[b, h], nothing, total[b, h], maximum[b, h])
             for start in range(0, num_tokens, OUTLIER_TILE):
                 tokens = min(OUTLIER_TILE, num_tokens - start)
                 states[:tokens, :key_dim] = keys[b, h, start : start + tokens]
@@ -55,7 +55,7 @@ def attend_exact(
                     add_bias(bias, b, h, groups, num_queries, start, tokens, scores)
                 softmax_tile(scores, tokens, sums)
                 states[:tokens, :value_dim] = values[b, h, start : start + tokens]
-                accumulate_rows(scores, states, output[b, h], 0, value_dim, tokens)
+                accumulate_rows(scores, states, output[b, h], tokens)
 
 
 @njit(**OPTIONS)

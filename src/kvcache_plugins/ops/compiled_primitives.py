@@ -1,8 +1,8 @@
-"""Building blocks of the compiled attention: packed codes times queries, weights times packed codes.
+"""Building blocks of the compiled attention: a tile of packed codes becomes floats, meets queries and weights.
 
 Compiled by Numba, which brings its own code generator: no compiler has to be on the machine. Loops are written so that
-LLVM vectorizes them along the bytes of a token; four rows share every code that is unpacked, or four tokens every
-accumulator that is loaded. Sums may be reordered; infinities stay what they are.
+LLVM vectorizes them along the bytes or channels of a token; four rows share every state that is loaded, or eight
+tokens every accumulator. Sums may be reordered; infinities stay what they are.
 
 Legend: T tokens of a tile, R rows (queries of a group times new tokens), D head dim.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int32, njit, uint64
+from numba import float32, int32, njit
 from numba.extending import intrinsic
 
 
@@ -62,58 +62,89 @@ def exp(x: float) -> Any:
     return polynomial * _float_of_bits(int32((int32(n) + 127) << 23)) if x > float32(-87.0) else float32(0)
 
 
-@njit(inline="always")
-def middle_code(nbits: int) -> Any:
-    """The middle of the codes of `nbits` bits."""
-    return float32((1 << nbits) - 1) * float32(0.5)
-
-
-def _make_unpack_plane(width: int, shift: int) -> Any:
-    per_byte, ones = 8 // width, 2**width - 1
-    middle = np.float32(ones / 2)
+def _make_dequantize(width: int, shift: int) -> tuple[Any, Any]:
+    """Functions that dequantize one plane of packed codes (legend: `ops.quantization`) of `width` bits a code."""
+    per_byte, ones, weight = 8 // width, 2**width - 1, np.float32(2**shift)
+    is_lowest = shift == 0
 
     @njit(**OPTIONS)
-    def unpack_plane(codes: Any, first_byte: int, size: int, output: Any) -> None:
-        """
-        Adds one plane of packed codes `[T, bytes]` (legend: `ops.quantization`) to `output` `[T, D]`, or sets it there
-        if it is the lowest plane.
-        """
+    def by_channel(codes: Any, first_byte: int, size: int, scale: Any, zero: Any, states: Any) -> None:
+        """`scale`, `zero` `[padded D]`."""
         for i in range(per_byte):
-            low = i * width
+            low, first, last = i * width, i * size, (i + 1) * size
+            steps, lows = scale[first:last], zero[first:last]
             for t in range(codes.shape[0]):
-                packed = codes[t, first_byte : first_byte + size]
-                unpacked = output[t, i * size : (i + 1) * size]
+                packed, row = codes[t, first_byte : first_byte + size], states[t, first:last]
                 for j in range(size):
-                    code = float32(int32((packed[j] >> low) & ones)) - middle
-                    if shift == 0:
-                        unpacked[j] = code
+                    code = float32(int32((packed[j] >> low) & ones)) * weight
+                    if is_lowest:
+                        row[j] = code * steps[j] + lows[j]
                     else:
-                        unpacked[j] += code * float32(2**shift)
+                        row[j] += code * steps[j]
 
-    return unpack_plane
+    @njit(**OPTIONS)
+    def by_token(codes: Any, first_byte: int, size: int, scale: Any, zero: Any, group_size: int, states: Any) -> None:
+        """`scale`, `zero` `[T, groups]`."""
+        for group in range(scale.shape[1]):
+            start, stop = group * group_size, (group + 1) * group_size
+            for i in range(per_byte):
+                low = i * width
+                first, last = max(start, i * size), min(stop, (i + 1) * size)
+                if first >= last:
+                    continue
+                begin = first_byte + first - i * size
+                for t in range(codes.shape[0]):
+                    packed, row = codes[t, begin : begin + last - first], states[t, first:last]
+                    step = half_to_float(scale[t, group]) * weight
+                    base = half_to_float(zero[t, group])
+                    for j in range(last - first):
+                        code = float32(int32((packed[j] >> low) & ones))
+                        if is_lowest:
+                            row[j] = code * step + base
+                        else:
+                            row[j] += code * step
+
+    return by_channel, by_token
 
 
-_unpack_2, _unpack_4, _unpack_8, _add_high_bit = (
-    _make_unpack_plane(*plane) for plane in ((2, 0), (4, 0), (8, 0), (1, 2))
-)
+(
+    (_by_channel_2, _by_token_2),
+    (_by_channel_4, _by_token_4),
+    (_by_channel_8, _by_token_8),
+    (_by_channel_high_bit, _by_token_high_bit),
+) = (_make_dequantize(*plane) for plane in ((2, 0), (4, 0), (8, 0), (1, 2)))
 
 
 @njit(**OPTIONS)
-def unpack_codes(codes: Any, nbits: int, head_dim: int, output: Any) -> None:
-    """
-    Unpacks codes `[T, bytes]` of `head_dim` channels into floats `output` `[T, padded D]`, less `middle_code(nbits)`:
-    products with codes around zero lose fewer digits when the group's zero is added.
-    """
-    if nbits == 3:
+def dequantize_by_channel(codes: Any, nbits: int, head_dim: int, scale: Any, zero: Any, states: Any) -> None:
+    """Dequantizes codes `[T, bytes]` into `states` `[T, padded D]`; `scale`, `zero` `[padded D]`, float32."""
+    size = codes.shape[1]
+    if nbits == 2:
+        _by_channel_2(codes, 0, size, scale, zero, states)
+    elif nbits == 3:
         low = -(-head_dim // 4)
-        _unpack_2(codes, 0, low, output)
-        _add_high_bit(codes, low, codes.shape[1] - low, output)
-    elif nbits == 2:
-        _unpack_2(codes, 0, codes.shape[1], output)
+        _by_channel_2(codes, 0, low, scale, zero, states)
+        _by_channel_high_bit(codes, low, size - low, scale, zero, states)
     elif nbits == 4:
-        _unpack_4(codes, 0, codes.shape[1], output)
+        _by_channel_4(codes, 0, size, scale, zero, states)
     else:
-        _unpack_8(codes, 0, codes.shape[1], output)
+        _by_channel_8(codes, 0, size, scale, zero, states)
+
+
+@njit(**OPTIONS)
+def dequantize_by_token(codes: Any, nbits: int, head_dim: int, scale: Any, zero: Any, states: Any) -> None:
+    """Dequantizes codes `[T, bytes]` into `states` `[T, padded D]`; `scale`, `zero` `[T, groups]`, float16."""
+    size, group_size = codes.shape[1], head_dim // scale.shape[1]
+    if nbits == 2:
+        _by_token_2(codes, 0, size, scale, zero, group_size, states)
+    elif nbits == 3:
+        low = -(-head_dim // 4)
+        _by_token_2(codes, 0, low, scale, zero, group_size, states)
+        _by_token_high_bit(codes, low, size - low, scale, zero, group_size, states)
+    elif nbits == 4:
+        _by_token_4(codes, 0, size, scale, zero, group_size, states)
+    else:
+        _by_token_8(codes, 0, size, scale, zero, group_size, states)
 
 
 @njit(**OPTIONS)
@@ -150,9 +181,9 @@ def dot_rows(query: Any, states: Any, scores: Any, first: int, last: int) -> Non
 
 
 @njit(**OPTIONS)
-def accumulate_rows(weights: Any, states: Any, output: Any, first: int, last: int, num_tokens: int) -> None:
+def accumulate_rows(weights: Any, states: Any, output: Any, num_tokens: int) -> None:
     """
-    Adds `weights states` to the channels from `first` to `last` of `output`.
+    Adds `weights states` to `output`.
 
     Args:
         weights: `[R, T]`.
@@ -160,17 +191,15 @@ def accumulate_rows(weights: Any, states: Any, output: Any, first: int, last: in
         output: `[R, D]`.
         num_tokens: tokens in use, from the first.
     """
-    # Unsigned, as an index that might be negative would be wrapped around, which is not vectorized
-    begin, end = uint64(first), uint64(last)
     whole = num_tokens - num_tokens % 8
     for r in range(output.shape[0]):
         for t in range(0, whole, 8):
             w0, w1, w2, w3 = weights[r, t], weights[r, t + 1], weights[r, t + 2], weights[r, t + 3]
             w4, w5, w6, w7 = weights[r, t + 4], weights[r, t + 5], weights[r, t + 6], weights[r, t + 7]
-            for d in range(begin, end):
+            for d in range(output.shape[1]):
                 early = w0 * states[t, d] + w1 * states[t + 1, d] + w2 * states[t + 2, d] + w3 * states[t + 3, d]
                 late = w4 * states[t + 4, d] + w5 * states[t + 5, d] + w6 * states[t + 6, d] + w7 * states[t + 7, d]
                 output[r, d] += early + late
         for t in range(whole, num_tokens):
-            for d in range(begin, end):
+            for d in range(output.shape[1]):
                 output[r, d] += weights[r, t] * states[t, d]
