@@ -26,6 +26,10 @@ _NO_OFFSETS = np.empty((0, 0, 0, 0), dtype=np.int32)
 _NO_BIAS = np.empty((1, 1, 1, 0), dtype=np.float32)
 
 
+def _empty(*shape: int) -> np.ndarray:
+    return np.empty(shape, dtype=np.float32)
+
+
 def _array(tensor: torch.Tensor | None, otherwise: np.ndarray) -> np.ndarray:
     if tensor is None:
         return otherwise
@@ -74,8 +78,8 @@ def attend(
     dense = [part for part in dense if part.keys.shape[2] > 0]
     splits = [_split(part, batch_size * num_heads, num_threads) for part in compressed]
     num_results = len(dense) + sum(num_tasks for num_tasks, _ in splits)
-    output = np.empty((num_results, batch_size, num_heads, padded_rows, value_dim), dtype=np.float32)
-    total, maximum = np.empty(output.shape[:4], dtype=np.float32), np.empty(output.shape[:4], dtype=np.float32)
+    output = _empty(num_results, batch_size, num_heads, padded_rows, value_dim)
+    total, maximum = _empty(*output.shape[:4]), _empty(*output.shape[:4])
     first = 0
     for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
         own = slice(first, first + num_tasks)
@@ -98,9 +102,9 @@ def attend(
         bias = _bias(exact.mask, keys.shape[2])
         attend_exact(rows, keys, values, bias, *shape_of_rows, output[first], total[first], maximum[first])
         first += 1
-    result = torch.empty(batch_size, num_heads, num_rows, value_dim)
-    merge(output, total, maximum, result.numpy())
-    return result.view(batch_size, num_query_heads, num_queries, value_dim).to(query.dtype)
+    result = _empty(batch_size, num_heads, num_rows, value_dim)
+    merge(output, total, maximum, result)
+    return torch.from_numpy(result).view(batch_size, num_query_heads, num_queries, value_dim).to(query.dtype)
 
 
 def _split(part: CompressedPart, num_heads: int, num_threads: int) -> tuple[int, int]:
