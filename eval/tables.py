@@ -33,7 +33,14 @@ def render_result(results: Path, name: str) -> str:
         raise ValueError(f"there is no {name}.json or {name}.md in {results}")
     content = json.loads(data.read_text(encoding="utf-8"))
     kind = content.get("benchmark", "fidelity")
-    table = {"fidelity": _fidelity, "memory": _memory, "decode": _decode}[kind](content["rows"])
+    tables = {
+        "fidelity": _fidelity,
+        "memory": _memory,
+        "decode": _decode,
+        "kernels": _kernels,
+        "step": _step,
+    }
+    table = tables[kind](content["rows"])
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     settings = ", ".join(f"{key} {value}" for key, value in content["settings"].items() if value is not None)
     origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"
@@ -78,6 +85,42 @@ def _decode(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("context", *(f"`{row['cache']}`, ms a token" for row in rows))
     bins = zip(*(row["bins"] for row in rows), strict=True)
     cells = [(str(each[0]["context"]), *(f"{item['median_s'] * 1e3:.1f}" for item in each)) for each in bins]
+    return _table(head, cells)
+
+
+def _milliseconds(row: Mapping[str, Any]) -> str:
+    """Median and quartiles."""
+    median, lower, upper = (1e3 * row[key] for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
+    return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
+
+
+def _kernels(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("attention over", "MB read", "ms (quartiles)", "% of copy bandwidth", "times dense")
+    cells = [
+        (
+            row["name"],
+            f"{row['bytes'] / 1e6:.1f}",
+            _milliseconds(row),
+            f"{100 * row['share_of_copy_bandwidth']:.0f}",
+            f"{row['speed_against_dense']:.2f}",
+        )
+        for row in rows
+    ]
+    return _table(head, cells)
+
+
+def _step(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("context", "cache", "MB", "ms a token (quartiles)", f"times `{rows[0]['cache']}`")
+    cells = [
+        (
+            str(row["context"]),
+            f"`{row['cache']}`",
+            f"{row['bytes'] / 1e6:.1f}",
+            _milliseconds(row),
+            f"{row['speed_against_first']:.2f}",
+        )
+        for row in rows
+    ]
     return _table(head, cells)
 
 
