@@ -7,8 +7,8 @@ compressed once. Times are medians over bins of consecutive steps, with quartile
 """
 
 import statistics
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .command_line import load_for_evaluation
 from .report import provenance, write_json
+from .timing import spread, time_call
 
 
 @torch.no_grad()
@@ -34,11 +35,8 @@ def time_decode(model: PreTrainedModel, token_ids: torch.Tensor, prompt_length: 
     model(token_ids[:, :prompt_length], past_key_values=cache, logits_to_keep=1)
     seconds = []
     for position in range(prompt_length, token_ids.shape[1]):
-        start = time.perf_counter()
-        model(token_ids[:, position : position + 1], past_key_values=cache)
-        if token_ids.is_cuda:
-            torch.cuda.synchronize(token_ids.device)
-        seconds.append(time.perf_counter() - start)
+        token = token_ids[:, position : position + 1]
+        seconds.append(time_call(partial(model, token, past_key_values=cache), token_ids.device))
         if (position - prompt_length + 1) % 500 == 0:
             typer.echo(
                 f"  step {position - prompt_length + 1}: {statistics.median(seconds[-500:]) * 1e3:.0f} ms", err=True
@@ -50,9 +48,8 @@ def summarize(seconds: list[float], prompt_length: int, bin_length: int) -> list
     """Median and quartiles of the time per token in consecutive bins of steps."""
     bins = []
     for first in range(0, len(seconds) - bin_length + 1, bin_length):
-        lower, median, upper = statistics.quantiles(seconds[first : first + bin_length], n=4)
         context = prompt_length + first + bin_length // 2
-        bins.append({"context": context, "median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper})
+        bins.append({"context": context, **spread(seconds[first : first + bin_length])})
     return bins
 
 

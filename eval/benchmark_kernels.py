@@ -8,7 +8,6 @@ the share of the bandwidth that a copy reaches on the same machine.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,35 +17,25 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
+from kvcache_plugins.registry import create_cache
 
 from .report import provenance, write_json
+from .timing import spread, time_call
 
 
-CACHES: dict[str, dict[str, Any]] = {
-    "gear-2bit": {"nbits": 2},
-    "gear-l-2bit": {"nbits": 2, "sparsity": 0.0},
-    "kivi-2bit": {"nbits": 2, "sparsity": 0.0, "rank": 0},
-    "gear-4bit": {"nbits": 4},
-    "kcvt-4bit": {"nbits": 4, "sparsity": 0.0, "rank": 0},
-}
+CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
 # Of the output, relative RMS error against plain PyTorch
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _compressed_part(keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> CompressedPart:
+def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
-    cache = GEARCache(**options)
+    cache: Any = create_cache(name)
     cache.update(keys, values, 0)
-    layer: Any = cache.layers[0]
+    layer = cache.layers[0]
     layer.settle_prompt()
     (block,) = layer.blocks
     if block.length != keys.shape[2]:
@@ -62,11 +51,7 @@ def take_turns(functions: dict[str, Callable[[], Any]], rounds: int, device: tor
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            function()
-            _synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time_call(function, device))
     return seconds
 
 
@@ -89,8 +74,8 @@ def main(
     place, kind = torch.device(device), getattr(torch, dtype)
     torch.manual_seed(0)
     shape = (batch_size, num_heads, context, head_dim)
-    spread = torch.rand(1, num_heads, 1, head_dim, device=place) * 3
-    keys = (torch.randn(shape, device=place) * spread).to(kind)
+    channel_scale = torch.rand(1, num_heads, 1, head_dim, device=place) * 3
+    keys = (torch.randn(shape, device=place) * channel_scale).to(kind)
     values = torch.randn(shape, device=place).to(kind)
     query = torch.randn(batch_size, num_heads * groups, 1, head_dim, device=place).to(kind)
     packed = query.view(batch_size, num_heads, groups, head_dim)
@@ -104,8 +89,8 @@ def main(
         functions["dense bfloat16"] = lambda: F.scaled_dot_product_attention(half_query, half_keys, half_values)
         num_bytes["dense bfloat16"] = half_keys.nbytes + half_values.nbytes
     kernel, _ = choose_kernel(query)
-    for name, options in CACHES.items():
-        part = _compressed_part(keys, values, options)
+    for name in CACHES:
+        part = _compressed_part(name, keys, values)
         expected, output = attend(query, [part], num_heads), attend(query, [part], num_heads, kernel=kernel)
         error = ((output - expected).float().square().mean() / expected.float().square().mean()).sqrt().item()
         typer.echo(f"{name}: relative error {error:.1e} against plain PyTorch", err=True)
@@ -125,14 +110,13 @@ def main(
     ceiling = num_bytes["copy"] / statistics.median(seconds["copy"])
     rows, dense = [], statistics.median(seconds[f"dense {dtype}"])
     for name, measured in seconds.items():
-        lower, median, upper = statistics.quantiles(measured, n=4)
+        times = spread(measured)
+        lower, median, upper = (times[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
         bandwidth = num_bytes[name] / median
         rows.append(
             {
                 "name": name,
-                "median_s": median,
-                "lower_quartile_s": lower,
-                "upper_quartile_s": upper,
+                **times,
                 "bytes": num_bytes[name],
                 "share_of_copy_bandwidth": bandwidth / ceiling,
                 "speed_against_dense": dense / median,

@@ -4,7 +4,7 @@ python -m kvcache_plugins.eval.benchmark_step --context 4096 --cache dynamic --c
 """
 
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .command_line import load_for_evaluation
 from .report import provenance, write_json
+from .timing import spread, time_call
 
 
 @torch.inference_mode()
@@ -46,22 +47,18 @@ def main(
         seconds: dict[str, list[float]] = {spec: [] for spec in cache}
         for position in range(length, length + steps):
             for spec, instance in caches.items():
-                start = time.perf_counter()
-                network(token_ids[:, position : position + 1], past_key_values=instance)
-                if token_ids.is_cuda:
-                    torch.cuda.synchronize(token_ids.device)
-                seconds[spec].append(time.perf_counter() - start)
+                token = token_ids[:, position : position + 1]
+                seconds[spec].append(time_call(partial(network, token, past_key_values=instance), network.device))
         first = statistics.median(seconds[cache[0]])
         for spec, instance in caches.items():
-            lower, median, upper = statistics.quantiles(seconds[spec], n=4)
+            times = spread(seconds[spec])
+            lower, median, upper = (times[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
             stats = instance.stats() if callable(getattr(instance, "stats", None)) else {}
             rows.append(
                 {
                     "context": length,
                     "cache": spec,
-                    "median_s": median,
-                    "lower_quartile_s": lower,
-                    "upper_quartile_s": upper,
+                    **times,
                     "speed_against_first": first / median,
                     "bytes": measure_memory(instance).total_bytes,
                     "stats": stats,

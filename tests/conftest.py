@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,17 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 def tiny_llama(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """A random Llama of 2 layers, 4 query and 2 key/value heads of 32, vocabulary of 128, in eval mode."""
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def contract_model() -> Iterator[PreTrainedModel]:
+    """The contract's tiny Llama. Its operations are too small for several threads to be of use."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    from kvcache_plugins.contract import tiny_models
+
+    yield tiny_models()["llama"]
+    torch.set_num_threads(num_threads)
 
 
 def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

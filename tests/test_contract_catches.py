@@ -5,7 +5,7 @@ in what a forward gets from a cache are in `test_contract_catches_states.py`.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,32 +13,16 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_contract, tiny_models
-from kvcache_plugins.contract.specimens import CompressedLayer, ModularCache, SavableCache, States
+from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_contract
+from kvcache_plugins.contract.specimens import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 pytestmark = pytest.mark.skipif(not RECORDS_PAST, reason="the broken caches are written for newer releases' `crop`")
 
-# Run only for the bugs that are about them
-SLOW_ITEMS = {
-    *("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn", "chunked-prefill"),
-    *("bfloat16", "float16", "hybrid"),
-}
 CROP = "prompt-lookup assisted crop-recent crop-prompt hybrid"
-# By name: how to make the cache, and the items that it has to fail
-BUGS: dict[str, tuple[Callable[[PreTrainedModel], Cache], set[str]]] = {}
-
-
-def bug(items: str) -> Callable[[type], type]:
-    """Lists a broken layer or cache class, with the items that it has to fail."""
-
-    def register(broken: type) -> type:
-        make = partial(ModularCache, layer_class=broken) if issubclass(broken, DynamicLayer) else broken
-        BUGS[broken.__name__] = make, set(items.split())
-        return broken
-
-    return register
+BROKEN = BrokenCaches()
+bug = BROKEN.bug
 
 
 @bug("beam-search reorder hybrid")
@@ -228,21 +212,9 @@ class CopyOfHistoryShared(CompressedLayer):
         history[:], self.history = self.history, history
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[PreTrainedModel]:
-    """A tiny model. Its operations are too small for several threads to be of use."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tiny_models()["llama"]
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_contract_catches(name: str, model: PreTrainedModel) -> None:
-    make_cache, expected = BUGS[name]
-    checks = [check for check in CONTRACT if check.name in expected or check.name not in SLOW_ITEMS]
-    results = run_contract(model, partial(make_cache, model), make_cache_for=make_cache, checks=checks)
-    assert {result.name for result in results if result.status == "fail"} == expected
+@pytest.mark.parametrize("name", BROKEN.expected)
+def test_contract_catches(name: str, contract_model: PreTrainedModel) -> None:
+    assert BROKEN.failing_items(name, contract_model) == BROKEN.expected[name]
 
 
 @pytest.mark.parametrize(
@@ -250,18 +222,20 @@ def test_contract_catches(name: str, model: PreTrainedModel) -> None:
     [ModularCache, partial(ModularCache, layer_class=CompressedLayer), SavableCache],
     ids=["dynamic", "compressed", "savable"],
 )
-def test_right_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], model: PreTrainedModel) -> None:
-    results = run_contract(model, partial(make_cache, model), make_cache_for=make_cache)
+def test_right_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], contract_model: PreTrainedModel) -> None:
+    results = run_contract(contract_model, partial(make_cache, contract_model), make_cache_for=make_cache)
     assert [result.name for result in results] == [check.name for check in CONTRACT]
     declined = [] if make_cache is SavableCache else ["save-load"]
     assert [(result.name, result.detail) for result in results if result.status == "fail"] == []
     assert [result.name for result in results if result.status == "unsupported"] == declined
 
 
-def test_third_party_needs_a_factory_alone(model: PreTrainedModel) -> None:
+def test_third_party_needs_a_factory_alone(contract_model: PreTrainedModel) -> None:
     seen: list[CheckResult] = []
     checks = [check for check in CONTRACT if check.name in ("crop-zero", "lengths", "hybrid", "memory")]
-    results = run_contract(model, lambda: DynamicCache(config=model.config), checks=checks, on_result=seen.append)
+    results = run_contract(
+        contract_model, lambda: DynamicCache(config=contract_model.config), checks=checks, on_result=seen.append
+    )
     assert seen == results
     # Without `make_cache_for` there is no cache for a hybrid model; a cache of Transformers has no `memory()`
     assert [(result.name, result.status) for result in results] == [
@@ -287,22 +261,24 @@ def test_third_party_needs_a_factory_alone(model: PreTrainedModel) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_declining_is_told_from_failing(error: Exception, status: str, detail: str, model: PreTrainedModel) -> None:
+def test_declining_is_told_from_failing(
+    error: Exception, status: str, detail: str, contract_model: PreTrainedModel
+) -> None:
     def raise_error(subject: object) -> None:
         raise error
 
     check = ContractCheck(name="mine", summary="", function=raise_error)
-    (result,) = run_contract(model, DynamicCache, checks=[check])
+    (result,) = run_contract(contract_model, DynamicCache, checks=[check])
     assert result == CheckResult(name="mine", status=status, detail=detail)
 
 
-def test_interrupting_ends_the_run(model: PreTrainedModel) -> None:
+def test_interrupting_ends_the_run(contract_model: PreTrainedModel) -> None:
     def interrupt(subject: object) -> None:
         raise KeyboardInterrupt
 
     check = ContractCheck(name="mine", summary="", function=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_contract(model, DynamicCache, checks=[check])
+        run_contract(contract_model, DynamicCache, checks=[check])
 
 
 def test_grid() -> None:

@@ -5,8 +5,6 @@ Here the bugs are in what a forward gets from a cache, and in what a cache says 
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,34 +12,18 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.contract import CONTRACT, run_contract, tiny_models
-from kvcache_plugins.contract.specimens import CompressedLayer, ModularCache, SavableCache, States
+from kvcache_plugins.contract import CONTRACT
+from kvcache_plugins.contract.specimens import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.memory import MemoryReport, ReportingMixin, measure_memory
 
 
 pytestmark = pytest.mark.skipif(not RECORDS_PAST, reason="the broken caches are written for newer releases' `crop`")
 
-# Run only for the bugs that are about them
-SLOW_ITEMS = {
-    *("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn", "chunked-prefill"),
-    *("bfloat16", "float16", "hybrid"),
-}
 GENERATION = "greedy sampling num-return-sequences beam-search prompt-lookup assisted multi-turn chunked-prefill"
 PADDING = "left-padding left-padding-short"
-# By name: how to make the cache, and the items that it has to fail
-BUGS: dict[str, tuple[Callable[[PreTrainedModel], Cache], set[str]]] = {}
-
-
-def bug(items: str) -> Callable[[type], type]:
-    """Lists a broken layer or cache class, with the items that it has to fail."""
-
-    def register(broken: type) -> type:
-        make = partial(ModularCache, layer_class=broken) if issubclass(broken, DynamicLayer) else broken
-        BUGS[broken.__name__] = make, set(items.split())
-        return broken
-
-    return register
+BROKEN = BrokenCaches()
+bug = BROKEN.bug
 
 
 @bug(PADDING)
@@ -207,18 +189,6 @@ class RecentTokensNotSaved(SavableCache):
         super(RecentTokensNotSaved, saved).save(path, model)
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[PreTrainedModel]:
-    """A tiny model. Its operations are too small for several threads to be of use."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tiny_models()["llama"]
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_contract_catches(name: str, model: PreTrainedModel) -> None:
-    make_cache, expected = BUGS[name]
-    checks = [check for check in CONTRACT if check.name in expected or check.name not in SLOW_ITEMS]
-    results = run_contract(model, partial(make_cache, model), make_cache_for=make_cache, checks=checks)
-    assert {result.name for result in results if result.status == "fail"} == expected
+@pytest.mark.parametrize("name", BROKEN.expected)
+def test_contract_catches(name: str, contract_model: PreTrainedModel) -> None:
+    assert BROKEN.failing_items(name, contract_model) == BROKEN.expected[name]

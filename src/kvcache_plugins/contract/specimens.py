@@ -1,6 +1,7 @@
 """Caches that are right and as small as can be: what it takes to keep the contract, and what its own tests break."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.memory import ReportingMixin
+
+from .runner import CONTRACT, run_contract
 
 
 BUFFER = 32
@@ -124,3 +127,37 @@ class SavableCache(ModularCache):
             layer.lazy_initialization(tensors[f"{index}.0"], tensors[f"{index}.1"])
             layer.keys, layer.values, *layer.history = (tensors[f"{index}.{part}"] for part in range(6))
         return cache
+
+
+class BrokenCaches:
+    """A list of caches with one bug each, by class name, and the items of the contract that each has to fail."""
+
+    # Run only for the bugs that are about them
+    _SLOW_ITEMS = frozenset(
+        {
+            *("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn"),
+            *("chunked-prefill", "bfloat16", "float16", "hybrid"),
+        }
+    )
+
+    def __init__(self) -> None:
+        self.expected: dict[str, set[str]] = {}
+        self._makers: dict[str, Callable[..., Any]] = {}
+
+    def bug(self, items: str) -> Callable[[type], type]:
+        """Lists a broken layer or cache class, with the items that it has to fail."""
+
+        def register(broken: type) -> type:
+            is_layer = issubclass(broken, DynamicLayer)
+            self._makers[broken.__name__] = partial(ModularCache, layer_class=broken) if is_layer else broken
+            self.expected[broken.__name__] = set(items.split())
+            return broken
+
+        return register
+
+    def failing_items(self, name: str, model: PreTrainedModel) -> set[str]:
+        """The items that a listed cache fails."""
+        make_cache, expected = self._makers[name], self.expected[name]
+        checks = [check for check in CONTRACT if check.name in expected or check.name not in self._SLOW_ITEMS]
+        results = run_contract(model, partial(make_cache, model), make_cache_for=make_cache, checks=checks)
+        return {result.name for result in results if result.status == "fail"}

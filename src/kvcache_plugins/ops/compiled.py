@@ -9,7 +9,7 @@ import torch
 from .compiled_attention import Side, attend_block
 from .compiled_exact import attend_exact, merge
 from .compressed_states import CompressedStates
-from .masking import full_rank_mask
+from .masking import slice_mask
 from .outliers import OUTLIER_TILE, channel_bits
 from .parts import CompressedPart, DensePart
 
@@ -30,17 +30,22 @@ def _empty(*shape: int) -> np.ndarray:
     return np.empty(shape, dtype=np.float32)
 
 
+def _bits(halves: torch.Tensor) -> np.ndarray:
+    """Float16 as the uint16 of its bits."""
+    return halves.view(torch.uint16).numpy()
+
+
 def _array(tensor: torch.Tensor | None, otherwise: np.ndarray) -> np.ndarray:
     if tensor is None:
         return otherwise
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.float16 else tensor).numpy()
+    return _bits(tensor) if tensor.dtype == torch.float16 else tensor.numpy()
 
 
 def _side(states: CompressedStates) -> Side:
     return Side(
         codes=states.codes.numpy(),
-        scale=states.scale.view(torch.uint16).numpy(),
-        zero=states.zero.view(torch.uint16).numpy(),
+        scale=_bits(states.scale),
+        zero=_bits(states.zero),
         low_rank_a=_array(states.low_rank_a, _NO_FACTOR),
         low_rank_b=_array(states.low_rank_b, _NO_FACTOR),
         outlier_indices=_array(states.outlier_indices, _NO_INDICES),
@@ -69,7 +74,7 @@ def attend(
     num_rows = num_query_heads // num_heads * num_queries
     padded_rows = 1 if num_rows == 1 else -(-num_rows // 4) * 4
     rows = np.zeros((batch_size, num_heads, padded_rows, head_dim), dtype=np.float32)
-    # Under inference mode tensors are no arrays of their own kind; detached ones are
+    # What requires a gradient is no array
     rows[:, :, :num_rows] = (query.detach().float() * scale).reshape(batch_size, num_heads, num_rows, head_dim).numpy()
     shape_of_rows = (num_query_heads // num_heads, num_queries)
 
@@ -118,7 +123,7 @@ def _split(part: CompressedPart, num_heads: int, num_threads: int) -> tuple[int,
 
 def _bias(mask: torch.Tensor | None, length: int) -> np.ndarray:
     """A mask as what is added to the scores, of four dimensions."""
-    mask = full_rank_mask(mask, length)
+    mask = slice_mask(mask, 0, length)
     if mask is None:
         return _NO_BIAS
     if mask.dtype == torch.bool:

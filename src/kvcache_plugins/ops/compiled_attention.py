@@ -237,7 +237,7 @@ def _run_task(
         if keys.outlier_offsets.shape[3] > 0:
             _add_outliers(keys, batch, chunk, slot, states)
         scores[:] = 0
-        dot_rows(query, states, scores, 0, tokens)
+        dot_rows(query, states, scores, tokens)
         if key_rank > 0:
             factor = keys.low_rank_a[batch, head, chunk]
             _load_factor(factor, start - (chunk_length - factor.shape[0]), tokens, flat, columns)

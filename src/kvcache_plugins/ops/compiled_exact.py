@@ -50,7 +50,7 @@ def attend_exact(
                 tokens = min(OUTLIER_TILE, num_tokens - start)
                 states[:tokens, :key_dim] = keys[b, h, start : start + tokens]
                 scores[:] = 0
-                dot_rows(query[b, h], states, scores, 0, tokens)
+                dot_rows(query[b, h], states, scores, tokens)
                 if bias.shape[3] > 0:
                     add_bias(bias, b, h, groups, num_queries, start, tokens, scores)
                 softmax_tile(scores, tokens, sums)

@@ -148,25 +148,26 @@ def dequantize_by_token(codes: Any, nbits: int, head_dim: int, scale: Any, zero:
 
 
 @njit(**OPTIONS)
-def dot_rows(query: Any, states: Any, scores: Any, first: int, last: int) -> None:
+def dot_rows(query: Any, states: Any, scores: Any, num_tokens: int) -> None:
     """
-    Adds `query states^T` to `scores` for the tokens from `first` to `last`.
+    Adds `query states^T` to `scores`.
 
     Args:
         query: `[R, D]`, R being 1 or a multiple of 4.
         states: `[T, at least D]`.
         scores: `[R, T]`.
+        num_tokens: tokens in use, from the first.
     """
     head_dim = query.shape[1]
     if query.shape[0] == 1:
-        for t in range(first, last):
+        for t in range(num_tokens):
             total = float32(0)
             for d in range(head_dim):
                 total += states[t, d] * query[0, d]
             scores[0, t] += total
         return
     for r in range(0, query.shape[0], 4):
-        for t in range(first, last):
+        for t in range(num_tokens):
             total_0 = total_1 = total_2 = total_3 = float32(0)
             for d in range(head_dim):
                 state = states[t, d]

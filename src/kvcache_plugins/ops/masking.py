@@ -14,13 +14,8 @@ def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
     return mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask
 
 
-def full_rank_mask(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """The mask with four dimensions and `length` columns."""
-    return None if mask is None else _full_rank(mask, length)
-
-
 def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    """The columns from `start` to `stop`."""
+    """The columns from `start` to `stop`, with all four dimensions."""
     return None if mask is None else _full_rank(mask, stop)[..., start:stop]
 
 

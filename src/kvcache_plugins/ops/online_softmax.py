@@ -57,23 +57,6 @@ class OnlineAttention:
         self.output = contribution if self.output is None else self.output * decay + contribution
         self.maximum = maximum
 
-    def add_partial(self, output: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor) -> None:
-        """
-        Takes over attention over further tokens, computed elsewhere.
-
-        Args:
-            output (`torch.Tensor` of shape `[B, H, G * Q, D]`): the weighted sum of values.
-            maximum, total (`torch.Tensor` of shape `[B, H, G * Q, 1]`): maximum score and sum of the weights, which
-                are `exp(score - maximum)`.
-        """
-        highest = torch.maximum(self.maximum, maximum)
-        reference = torch.where(highest.isinf(), 0, highest)
-        decay, other_decay = (self.maximum - reference).exp(), (maximum - reference).exp()
-        self.sum = self.sum * decay + total * other_decay
-        output = output * other_decay
-        self.output = output if self.output is None else self.output * decay + output
-        self.maximum = highest
-
     def _apply_mask(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         batch_size, num_heads, num_queries, _ = self.query_shape
         by_head = scores.view(batch_size, num_heads, num_queries, -1)

@@ -5,17 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention import CompressedTensors, Partials, attend_compressed
+from kvcache_plugins.triton_kernels.attention import CompressedTensors, attend_compressed
 from kvcache_plugins.triton_kernels.combine import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.combine import combine
 
 from .compressed_states import TENSOR_NAMES, CompressedStates
-from .masking import full_rank_mask
+from .masking import slice_mask
 from .parts import CompressedPart, DensePart
-
-
-# What one launch of `combine` merges
-_MAX_BLOCKS = 2
 
 
 def _tensors(states: CompressedStates) -> CompressedTensors:
@@ -45,18 +41,12 @@ def attend(
             _tensors(part.values),
             num_chunks=-(-part.length // part.keys.chunk_length),
             length=part.length,
-            mask=full_rank_mask(part.mask, part.length),
+            mask=slice_mask(part.mask, 0, part.length),
             scale=scale,
             value_head_dim=part.values.head_dim,
         )
         for part in compressed
     ]
-    if len(partials) > _MAX_BLOCKS:
-        partials = [Partials(*(torch.cat(tensors, dim=2) for tensors in zip(*partials, strict=True)))]
-    exact = [
-        KernelDensePart(part.keys, part.values, full_rank_mask(part.mask, part.keys.shape[2]))
-        for part in dense
-        if part.keys.shape[2] > 0
-    ]
+    exact = [KernelDensePart(part.keys, part.values, slice_mask(part.mask, 0, part.keys.shape[2])) for part in dense]
     output = combine(partials, exact, rows, scale)
     return output.reshape(batch_size, num_heads, num_queries, -1)

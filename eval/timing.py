@@ -1,0 +1,26 @@
+"""How benchmarks time: one call, to the end of what it started on a GPU, and the spread of many."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def time_call(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that `function` takes on `device`, work that it leaves to a GPU included."""
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    function()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles, under the names that results have."""
+    lower, median, upper = statistics.quantiles(seconds, n=4)
+    return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}
