@@ -45,6 +45,7 @@ class LazyStates(torch.Tensor):
     side: str
     exact: torch.Tensor | None
     num_repeats: int
+    _size: torch.Size
 
     @staticmethod
     def __new__(
@@ -59,10 +60,16 @@ class LazyStates(torch.Tensor):
     ) -> "LazyStates":
         states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
         states.layer, states.side, states.exact, states.num_repeats = layer, side, exact, num_repeats
+        states._size = torch.Size(shape)
         return states
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """As any tensor's; models ask for it several times a layer, so it does not go through `__torch_function__`."""
+        return self._size
 
     def view_as_repeated(self, shape: tuple[int, ...], num_repeats: int) -> "LazyStates":
         """The same states under another shape of the head dimensions."""
@@ -71,8 +78,7 @@ class LazyStates(torch.Tensor):
 
     def densify(self) -> torch.Tensor:
         """The dense states, in the shape reported."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = tuple(self.shape)
+        shape = tuple(self._size)
         dense = self.exact if self.exact is not None else self.layer.materialize(self.side)
         if dense.shape[2] < shape[-2]:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
@@ -83,7 +89,7 @@ class LazyStates(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"LazyStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype}, layer={self.layer})"
+            return f"LazyStates({self.side}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
     @torch.compiler.disable

@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -63,10 +62,10 @@ def reference_attention(query, parts, num_heads):
     """Softmax over everything at once, in float64."""
     keys, values, masks = [], [], []
     for part in parts:
-        tiles = list(part.tiles()) if isinstance(part, CompressedPart) else [part]
-        keys += [tile.keys.double() for tile in tiles]
-        values += [tile.values.double() for tile in tiles]
-        shape = (query.shape[0], query.shape[1], query.shape[2], sum(tile.keys.shape[2] for tile in tiles))
+        tiles = [tile.in_use() for tile in (part.tiles() if isinstance(part, CompressedPart) else [part])]
+        keys += [tile[0].double() for tile in tiles]
+        values += [tile[1].double() for tile in tiles]
+        shape = (query.shape[0], query.shape[1], query.shape[2], part.length)
         mask = torch.zeros(shape, dtype=torch.double)
         if part.mask is not None and part.mask.dtype == torch.bool:
             mask.masked_fill_(~part.mask.expand(shape), -torch.inf)
@@ -86,7 +85,7 @@ def relative_error(output, expected):
 @pytest.fixture
 def poisoned(monkeypatch):
     """What nobody writes to is NaN."""
-    monkeypatch.setattr("kvcache_plugins.ops.compiled._empty", lambda *shape: np.full(shape, np.nan, dtype=np.float32))
+    monkeypatch.setattr("kvcache_plugins.ops.compiled.door._empty", lambda *shape: torch.full(shape, torch.nan))
 
 
 def check(case, kernel, dtype=torch.float32, mask=None, padding=None):
@@ -174,8 +173,8 @@ class TestOperator:
         parts = list(layer._parts(None))
 
         @torch.compile(backend="eager", fullgraph=True)
-        def compiled(query, states, tensors, masks, layout):
-            return decode_attention(query * 2, states, tensors, masks, layout, 0.2, "compiled") + 1
+        def compiled(query, *parts):
+            return decode_attention(query * 2, *parts, 0.2, "compiled") + 1
 
         query = torch.randn(1, 8, 1, 32)
         expected = attend(query * 2, parts, 2, scale=0.2, kernel="torch") + 1
@@ -185,11 +184,9 @@ class TestOperator:
 class TestChoice:
     @pytest.fixture(autouse=True)
     def forget(self):
-        dispatch._why_not.cache_clear()
-        dispatch._warn_once.cache_clear()
+        dispatch._kernel_on.cache_clear()
         yield
-        dispatch._why_not.cache_clear()
-        dispatch._warn_once.cache_clear()
+        dispatch._kernel_on.cache_clear()
 
     def test_by_default_cpus_run_compiled(self, monkeypatch):
         monkeypatch.delenv("KVCACHE_PLUGINS_KERNELS", raising=False)

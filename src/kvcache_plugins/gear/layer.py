@@ -140,9 +140,11 @@ class GEARLayer(LazyLayer):
         """Everything held, each token once, with its columns of the mask."""
         prefix = self.prefix
         if prefix is not None and prefix.num_slots:
-            mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
+            mask = None
+            if attn_mask is not None:
+                mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
             mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
-            yield DensePart(prefix.keys, prefix.values, mask)
+            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
         for number, block in enumerate(self.blocks):
             stop = block.start + block.length
             mask = slice_mask(attn_mask, block.start, stop)
@@ -152,20 +154,21 @@ class GEARLayer(LazyLayer):
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             yield CompressedPart(block.keys, block.values, block.length, mask)
         position = self._exact_start
-        for keys, values in self._exact_tail():
-            yield DensePart(keys, values, slice_mask(attn_mask, position, position + keys.shape[2]))
-            position += keys.shape[2]
+        for keys, values, length in self._exact_tail():
+            yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
+            position += length
 
-    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys, values and their tokens in use, of what stands behind the compressed ones."""
         if self.buffer is not None and self.buffer.length:
-            yield self.buffer.keys, self.buffer.values
+            yield *self.buffer.tensors(), self.buffer.length
         if self._pending is not None:
-            yield self._pending
+            yield *self._pending, self._pending[0].shape[2]
 
     @property
     def _exact_start(self) -> int:
         """Position of the first token behind the compressed ones."""
-        return self._length - sum(keys.shape[2] for keys, _ in self._exact_tail())
+        return self._length - sum(length for *_, length in self._exact_tail())
 
     def on_exact_attention(self, attn_mask: torch.Tensor | None) -> None:
         """Learns the padding from the mask and compresses what was waiting for it."""
@@ -234,7 +237,8 @@ class GEARLayer(LazyLayer):
         buffer.
         """
         tail = list(self._exact_tail())
-        keys, values = (torch.cat([states[side] for states in tail], dim=2) for side in (0, 1))
+        keys = torch.cat([keys[:, :, :length] for keys, _, length in tail], dim=2)
+        values = torch.cat([values[:, :, :length] for _, values, length in tail], dim=2)
         start = self._length - keys.shape[2]
         count = self.config.num_compressible(keys.shape[2])
         self.blocks.append(self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True))
@@ -278,10 +282,10 @@ class GEARLayer(LazyLayer):
         if self.prefix is not None:
             self.prefix.write_dense(side, dense)
         position = self._exact_start
-        for states in self._exact_tail():
-            tokens = states[0 if side == "keys" else 1]
-            dense[:, :, position : position + tokens.shape[2]] = tokens
-            position += tokens.shape[2]
+        for keys, values, length in self._exact_tail():
+            states = keys if side == "keys" else values
+            dense[:, :, position : position + length] = states[:, :, :length]
+            position += length
         return dense
 
     def crop_tokens(self, count: int) -> None:

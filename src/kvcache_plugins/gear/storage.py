@@ -172,8 +172,9 @@ class ExactBuffer:
     def map(self, function: TensorFunction) -> None:
         self._keys, self._values = function(self._keys), function(self._values)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [self._keys, self._values]
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with all their room."""
+        return self._keys, self._values
 
     def _resize(self, capacity: int) -> None:
         used = min(self.length, capacity)

@@ -41,7 +41,8 @@ def attend(
     parts = list(parts)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
-    if kernel != "torch" and compressed:
+    # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
+    if kernel == "compiled" or kernel != "torch" and compressed:
         if torch.compiler.is_compiling():
             return decode_attention(query, *flatten_parts(parts), scale, kernel)
         return run_kernel(query, [part for part in parts if isinstance(part, DensePart)], compressed, scale, kernel)
@@ -49,5 +50,5 @@ def attend(
     for part in parts:
         tiles = part.tiles() if isinstance(part, CompressedPart) else (part,)
         for tile in tiles:
-            attention.add_tile(tile.keys, tile.values, tile.mask)
+            attention.add_tile(*tile.in_use(), tile.mask)
     return attention.result()

@@ -34,7 +34,8 @@ TENSOR_NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+# Equal if the same object: kernels keep what they have prepared for one in dictionaries
+@dataclass(frozen=True, eq=False)
 class CompressedStates:
     """
     Chunks of keys or values, compressed.

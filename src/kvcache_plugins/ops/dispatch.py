@@ -42,17 +42,39 @@ def choose_kernel(query: torch.Tensor) -> tuple[str, bool]:
     requested = requested_kernel()
     if requested == "torch" or query.shape[2] > MAX_NUM_QUERIES or torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
-    wanted = requested
-    if wanted == "auto":
-        wanted = {"cuda": "triton", "cpu": "compiled"}.get(query.device.type, "torch")
-    reason = _why_not(wanted, query.device.type)
-    if reason is None:
-        return wanted, False
-    _warn_once(wanted, reason)
-    return "torch", True
+    return _kernel_on(query.device.type, requested)
+
+
+def choose_compression_kernel(states: torch.Tensor) -> str:
+    """
+    The kernels that compress `states` and others on the same device: `"triton"` or `"torch"`.
+
+    On CPUs only `triton` asks for kernels, for which the interpreter is: `compiled` ones there are none, and plain
+    PyTorch is not less than was wanted.
+    """
+    requested, device_type = requested_kernel(), states.device.type
+    wants_kernel = requested == "triton" or requested == "auto" and device_type == "cuda"
+    if not wants_kernel or torch.is_grad_enabled() and states.requires_grad:
+        return "torch"
+    return _kernel_on(device_type, requested)[0]
 
 
 @cache
+def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
+    """What `choose_kernel` returns for a few queries on a device; warns the first time, as the answer is kept."""
+    wanted = requested
+    if wanted == "auto":
+        wanted = {"cuda": "triton", "cpu": "compiled"}.get(device_type, "torch")
+    reason = _why_not(wanted, device_type)
+    if reason is None:
+        return wanted, False
+    warnings.warn(
+        f"attention over compressed states and compression run in plain PyTorch instead of `{wanted}`: {reason}",
+        stacklevel=3,
+    )
+    return "torch", True
+
+
 def _why_not(kernel: str, device_type: str) -> str | None:
     """Why a kernel cannot run on a device, or `None`."""
     if kernel == "compiled":
@@ -66,11 +88,3 @@ def _why_not(kernel: str, device_type: str) -> str | None:
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it runs on GPUs, and the cache is on a {device_type} device"
     return None
-
-
-@cache
-def _warn_once(kernel: str, reason: str) -> None:
-    warnings.warn(
-        f"attention over compressed states runs in plain PyTorch instead of the `{kernel}` kernel: {reason}",
-        stacklevel=3,
-    )

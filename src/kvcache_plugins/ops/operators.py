@@ -25,19 +25,18 @@ def _side_layout(states: CompressedStates) -> list[int]:
 
 def flatten_parts(
     parts: Sequence[DensePart | CompressedPart],
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None], list[int]]:
-    """Parts as the operator takes them: dense states, compressed tensors, masks (dense parts first) and numbers."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None], list[int], list[int]]:
+    """Parts as the operator takes them: dense states, compressed tensors, and of dense parts first masks and lengths;
+    in the end the numbers that compressed sides have beside their tensors."""
     dense = [part for part in parts if isinstance(part, DensePart)]
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
     states = [tensor for part in dense for tensor in (part.keys, part.values)]
     tensors = [
         getattr(side, name) for part in compressed for side in (part.keys, part.values) for name in TENSOR_NAMES
     ]
-    layout = [
-        number for part in compressed for number in (part.length, *_side_layout(part.keys), *_side_layout(part.values))
-    ]
-    masks = [part.mask for part in dense] + [part.mask for part in compressed]
-    return states, tensors, masks, layout
+    layout = [number for part in compressed for side in (part.keys, part.values) for number in _side_layout(side)]
+    ordered: list[DensePart | CompressedPart] = [*dense, *compressed]
+    return states, tensors, [part.mask for part in ordered], [part.length for part in ordered], layout
 
 
 def _unflatten_side(tensors: Sequence[torch.Tensor | None], layout: Sequence[int]) -> CompressedStates:
@@ -51,17 +50,19 @@ def _unflatten_parts(
     states: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor | None],
     masks: Sequence[torch.Tensor | None],
+    lengths: Sequence[int],
     layout: Sequence[int],
 ) -> tuple[list[DensePart], list[CompressedPart]]:
     num_dense, step, size = len(states) // 2, len(TENSOR_NAMES), len(_SIDE_LAYOUT)
-    dense = [DensePart(states[2 * i], states[2 * i + 1], masks[i]) for i in range(num_dense)]
-    compressed = []
-    for i, mask in enumerate(masks[num_dense:]):
-        length, *numbers = layout[i * (2 * size + 1) : (i + 1) * (2 * size + 1)]
-        sides = tensors[2 * i * step : 2 * (i + 1) * step]
-        keys = _unflatten_side(sides[:step], numbers[:size])
-        values = _unflatten_side(sides[step:], numbers[size:])
-        compressed.append(CompressedPart(keys, values, length, mask))
+    dense = [DensePart(states[2 * i], states[2 * i + 1], lengths[i], masks[i]) for i in range(num_dense)]
+    sides = [
+        _unflatten_side(tensors[i * step : (i + 1) * step], layout[i * size : (i + 1) * size])
+        for i in range(len(tensors) // step)
+    ]
+    compressed = [
+        CompressedPart(sides[2 * i], sides[2 * i + 1], lengths[num_dense + i], masks[num_dense + i])
+        for i in range(len(sides) // 2)
+    ]
     return dense, compressed
 
 
@@ -85,6 +86,7 @@ def decode_attention(
     states: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor | None],
     masks: Sequence[torch.Tensor | None],
+    lengths: Sequence[int],
     layout: Sequence[int],
     scale: float,
     kernel: str,
@@ -94,14 +96,14 @@ def decode_attention(
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
-        states, tensors, masks, layout: what `flatten_parts` returned.
+        states, tensors, masks, lengths, layout: what `flatten_parts` returned.
         scale (`float`): factor of the scores.
         kernel (`str`): `"compiled"` or `"triton"`.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
     """
-    return run_kernel(query, *_unflatten_parts(states, tensors, masks, layout), scale, kernel)
+    return run_kernel(query, *_unflatten_parts(states, tensors, masks, lengths, layout), scale, kernel)
 
 
 @decode_attention.register_fake
@@ -110,8 +112,10 @@ def _fake(
     states: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor | None],
     masks: Sequence[torch.Tensor | None],
+    lengths: Sequence[int],
     layout: Sequence[int],
     scale: float,
     kernel: str,
 ) -> torch.Tensor:
-    return query.new_empty(*query.shape[:3], layout[2 * len(_SIDE_LAYOUT)])
+    value_head_dim = layout[-1] if layout else states[1].shape[3]
+    return query.new_empty(*query.shape[:3], value_head_dim)

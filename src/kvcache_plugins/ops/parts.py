@@ -18,14 +18,20 @@ class DensePart:
     Exact states.
 
     Attributes:
-        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the states.
+        keys, values (`torch.Tensor` of shape `[B, H, at least T, D]`): the states; there may be room for more.
+        length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    length: int
     mask: torch.Tensor | None
+
+    def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens in use."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,4 +60,4 @@ class CompressedPart:
             keys, values = (
                 side.dequantize_tile(chunks, tokens)[:, :, : self.length - start] for side in (self.keys, self.values)
             )
-            yield DensePart(keys, values, slice_mask(self.mask, start, start + keys.shape[2]))
+            yield DensePart(keys, values, keys.shape[2], slice_mask(self.mask, start, start + keys.shape[2]))

@@ -35,9 +35,14 @@ class Grouping:
     group_size: int | None
 
 
+def packed_planes(head_dim: int, nbits: int) -> list[tuple[int, int, int]]:
+    """Bits in the plane, its shift within the code, and bytes it takes, of every plane that codes are packed in."""
+    return [(width, shift, -(-head_dim // (8 // width))) for width, shift in _PLANES[nbits]]
+
+
 def packed_size(head_dim: int, nbits: int) -> int:
     """Bytes that the codes of `head_dim` channels take."""
-    return sum(-(-head_dim // (8 // width)) for width, _ in _PLANES[nbits])
+    return sum(size for _, _, size in packed_planes(head_dim, nbits))
 
 
 def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
@@ -59,9 +64,8 @@ def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
     """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
     codes: torch.Tensor | None = None
     start = 0
-    for width, shift in _PLANES[nbits]:
+    for width, shift, size in packed_planes(head_dim, nbits):
         per_byte = 8 // width
-        size = -(-head_dim // per_byte)
         plane_bytes = packed[..., start : start + size]
         start += size
         mask = 2**width - 1

@@ -47,6 +47,6 @@ def attend(
         )
         for part in compressed
     ]
-    exact = [KernelDensePart(part.keys, part.values, slice_mask(part.mask, 0, part.keys.shape[2])) for part in dense]
+    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
     output = combine(partials, exact, rows, scale)
     return output.reshape(batch_size, num_heads, num_queries, -1)

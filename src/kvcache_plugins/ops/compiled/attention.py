@@ -1,0 +1,244 @@
+"""The course of decode attention on a CPU: packed bytes go in, and nothing dense is ever in memory.
+
+One task is a run of tiles of one key/value head and up to four of its queries; each tile is gone through once for the
+scores and once for the weighted sum of the values. Tasks leave partial results of an online softmax, which are merged
+with those of the exact tokens.
+
+Float16 comes as the uint16 of its bits, which Numba can read. Legend: B batch, H key/value heads, G query heads a
+key/value head, Q query tokens, R rows (`G Q`), D head dim, S partial results.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import float32, int64, njit, prange
+
+from kvcache_plugins.ops.outliers import OUTLIER_TILE
+
+from .arrays import Side, floats_at, layout_at, side_at
+from .exact import attend_exact, merge
+from .layout import CodeLayout
+from .primitives import OPTIONS, ROWS, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .tile import (
+    Queries,
+    Sums,
+    accumulate_outliers,
+    accumulate_values,
+    factor_of,
+    load_factor,
+    load_queries,
+    outliers_of,
+    scale_sums,
+    score_by_channel,
+    score_by_token,
+    score_outliers,
+    write_result,
+)
+from .vectors import LANES
+
+
+@njit(**OPTIONS)
+def _run_task(
+    queries: Queries,
+    rows: int,
+    first_row: int,
+    keys: Side,
+    values: Side,
+    key_layout: CodeLayout,
+    value_layout: CodeLayout,
+    bias: Any,
+    groups: int,
+    num_queries: int,
+    length: int,
+    batch: int,
+    head: int,
+    tiles: Any,
+    sums: Sums,
+) -> None:
+    """Attention of `rows` queries over the tiles from `tiles[0]` to `tiles[1]` of one head."""
+    num_heads, chunk_length = keys.codes.shape[1], keys.codes.shape[3]
+    key_rank, value_rank = keys.low_rank_a.shape[4], values.low_rank_a.shape[4]
+    tiles_per_chunk = -(-chunk_length // OUTLIER_TILE)
+    key_head = head if keys.scale.shape[1] > 1 else 0
+    value_head = head if values.scale.shape[1] > 1 else 0
+    width = max(OUTLIER_TILE, keys.head_dim, values.head_dim)
+    floats = np.empty(
+        (1, width * max(key_rank, value_rank, keys.scale.shape[4], values.scale.shape[4], 1)), np.float32
+    )
+    scores = np.zeros((1, (OUTLIER_TILE + 2) * ROWS), dtype=np.float32)
+    products = np.zeros((1, (OUTLIER_TILE + 2) * ROWS), dtype=np.float32)
+    decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
+    for chunk in range(tiles[0] // tiles_per_chunk, -(-tiles[1] // tiles_per_chunk)):
+        chunk_start, first_tile = chunk * chunk_length, chunk * tiles_per_chunk
+        if chunk_start >= length:
+            break
+        key_codes, value_codes = keys.codes[batch, head, chunk], values.codes[batch, head, chunk]
+        key_scale, key_zero = keys.scale[batch, key_head, chunk], keys.zero[batch, key_head, chunk]
+        value_scale, value_zero = values.scale[batch, value_head, chunk], values.zero[batch, value_head, chunk]
+        key_outliers, value_outliers = outliers_of(keys, batch, chunk), outliers_of(values, batch, chunk)
+        key_factor = factor_of(keys.low_rank_a, batch, head, chunk)
+        value_factor = factor_of(values.low_rank_a, batch, head, chunk)
+        queries.group[0] = -1
+        if key_rank > 0:
+            to_floats(keys.low_rank_b[batch, head, chunk], 0, 0, keys.head_dim * key_rank, floats)
+            queries.projected[:] = 0
+            sum_products(floats, queries.by_channel, keys.head_dim, queries.projected)
+        for tile in range(max(tiles[0] - first_tile, 0), min(tiles[1] - first_tile, tiles_per_chunk)):
+            start, slot = tile * OUTLIER_TILE, tile * num_heads + head
+            tokens = min(OUTLIER_TILE, chunk_length - start, length - chunk_start - start)
+            if tokens <= 0:
+                break
+            if keys.by_channel:
+                score_by_channel(queries, rows, key_layout, key_codes, key_scale, key_zero, start, tokens, scores)
+            else:
+                score_by_token(
+                    queries, rows, key_layout, key_codes, key_scale, key_zero, start, tokens, products, scores
+                )
+            score_outliers(key_outliers, slot, keys.channel_bits, queries.by_channel, scores)
+            if key_rank > 0:
+                load_factor(key_factor, start - (chunk_length - key_factor.shape[0]), tokens, floats)
+                add_products(floats, queries.projected, tokens, scores)
+            if bias.shape[3] > 0:
+                add_bias(bias, batch, head, groups, num_queries, first_row, chunk_start + start, tokens, scores)
+
+            if softmax_tile(tokens, scores, sums.maximum, sums.total, decay):
+                scale_sums(decay, sums)
+            # Outliers may be those of tokens that were cut off
+            scores[0, tokens * ROWS :] = 0
+
+            accumulate_values(
+                rows, value_layout, value_codes, value_scale, value_zero, start, tokens, floats, products, scores, sums
+            )
+            accumulate_outliers(value_outliers, slot, values.channel_bits, scores, sums.by_channel)
+            if value_rank > 0:
+                load_factor(value_factor, start - (chunk_length - value_factor.shape[0]), tokens, floats)
+                sum_products(floats, scores, tokens, sums.weighted_a)
+        if value_rank > 0:
+            to_floats(values.low_rank_b[batch, head, chunk], 0, 0, values.head_dim * value_rank, floats)
+            add_products(floats, sums.weighted_a, values.head_dim, sums.by_channel)
+            sums.weighted_a[:] = 0
+
+
+def _make_attend_block(parallel: bool) -> Callable[..., None]:
+    @njit(parallel=parallel, **OPTIONS)
+    def attend_block(
+        query: Any,
+        scale: float,
+        keys: Side,
+        values: Side,
+        key_layout: CodeLayout,
+        value_layout: CodeLayout,
+        bias: Any,
+        length: int,
+        tiles_per_task: int,
+        output: Any,
+        total: Any,
+        maximum: Any,
+    ) -> None:
+        num_tasks, batch_size, num_heads, num_rows = total.shape
+        groups, num_queries = query.shape[1] // num_heads, query.shape[2]
+        row_blocks = -(-num_rows // ROWS)
+        for task in prange(batch_size * num_heads * row_blocks * num_tasks):
+            item, part = task // num_tasks, task % num_tasks
+            head, row = item // row_blocks, item % row_blocks * ROWS
+            b, h = head // num_heads, head % num_heads
+            last_row = min(row + ROWS, num_rows)
+            rows = last_row - row
+            sums = Sums(
+                np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
+                np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
+                np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
+                np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
+                np.zeros((1, 2 * ROWS), dtype=np.float32),
+                np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+            )
+            tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
+            group = query[b, h * groups : (h + 1) * groups].reshape(num_rows, query.shape[3])
+            queries = load_queries(group[row:last_row], float32(scale), rows, keys, key_layout)
+            _run_task(
+                queries,
+                rows,
+                row,
+                keys,
+                values,
+                key_layout,
+                value_layout,
+                bias,
+                groups,
+                num_queries,
+                length,
+                b,
+                h,
+                tiles,
+                sums,
+            )
+            write_result(
+                values,
+                value_layout,
+                rows,
+                sums,
+                output[part, b, h, row:last_row],
+                total[part, b, h, row:last_row],
+                maximum[part, b, h, row:last_row],
+            )
+
+    return attend_block  # type: ignore[no-any-return]
+
+
+def make_attend(parallel: bool) -> Callable[..., None]:
+    """The whole attention of a layer, for one thread or for as many as Numba is set to."""
+    attend_block = _make_attend_block(parallel)
+
+    @njit(**OPTIONS)
+    def attend(parts: Any, shape: Any, scale: float, query: int, scratch: int, result: int) -> None:
+        """
+        Args:
+            parts: int64 `[parts, 11]`: whether compressed; tokens in use; addresses of keys and values (of their
+                tables if compressed); tokens that there is room for, or tiles of a task; partial results, which is
+                the number of tasks; the mask's address and four dimensions, no columns meaning no mask.
+            shape: B, H, G, Q, D and the head dim of values.
+            scale: factor of the scores.
+            query: address of `[B, H * G, Q, D]`, float32.
+            scratch: address of `B H G Q (head dim of values + 2)` float32 for every partial result.
+            result: address of `[B, H * G, Q, head dim of values]`, float32, to be filled.
+        """
+        batch_size, num_heads, groups, num_queries, key_dim, value_dim = shape
+        queries = floats_at(query, (batch_size, num_heads * groups, num_queries, key_dim))
+        rows = groups * num_queries
+        num_results = parts[:, 5].sum()
+        num_sums = num_results * batch_size * num_heads * rows
+        total = floats_at(scratch, (num_results, batch_size, num_heads, rows))
+        maximum = floats_at(scratch + 4 * num_sums, (num_results, batch_size, num_heads, rows))
+        output = floats_at(scratch + 8 * num_sums, (num_results, batch_size, num_heads, rows, value_dim))
+        first = 0
+        for i in range(parts.shape[0]):
+            is_compressed, length, key_address, value_address, size, num_tasks, mask = parts[i, :7]
+            bias = floats_at(mask, (parts[i, 7], parts[i, 8], parts[i, 9], parts[i, 10]))
+            last = first + num_tasks
+            if is_compressed:
+                attend_block(
+                    queries,
+                    scale,
+                    side_at(key_address),
+                    side_at(value_address),
+                    layout_at(key_address),
+                    layout_at(value_address),
+                    bias,
+                    length,
+                    size,
+                    output[first:last],
+                    total[first:last],
+                    maximum[first:last],
+                )
+            else:
+                keys = floats_at(key_address, (batch_size, num_heads, size, key_dim))
+                values = floats_at(value_address, (batch_size, num_heads, size, value_dim))
+                attend_exact(queries, scale, keys, values, length, bias, output[first], total[first], maximum[first])
+            first = last
+        merge(output, total, maximum, floats_at(result, (batch_size, num_heads, rows, value_dim)))
+
+    return attend  # type: ignore[no-any-return]
+
+
+attend_in_parallel, attend_serially = make_attend(True), make_attend(False)

@@ -1,0 +1,149 @@
+"""The door to the compiled attention: parts of a cache in, tensors out."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numba
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.outliers import OUTLIER_TILE, channel_bits
+from kvcache_plugins.ops.parts import CompressedPart, DensePart
+
+from .arrays import ROW, SIDE_ROWS
+from .attention import attend_in_parallel, attend_serially
+from .layout import code_layout
+from .primitives import ROWS
+
+
+# What Numba was started with, which cannot be exceeded
+_MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+# A task has at least this many tiles, and there are enough tasks for the threads to end together
+_MIN_TILES_PER_TASK = 8
+_TASKS_PER_THREAD = 4
+# Tables of states that live
+_TABLES: "WeakKeyDictionary[CompressedStates, np.ndarray]" = WeakKeyDictionary()
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def _row(address: int, shape: Sequence[int]) -> list[int]:
+    return [address, *shape, *[0] * (ROW - 1 - len(shape))]
+
+
+def _table(states: CompressedStates, codes: torch.Tensor) -> np.ndarray:
+    """Where everything is that `arrays.side_at` and `layout_at` make arrays of."""
+    by_channel = states.grouping.axis == "channel"
+    layout = code_layout(states.nbits, states.head_dim, 1 if by_channel else states.scale.shape[4])
+    tensors = {"codes": codes, **dict(states.named_tensors())} | {"codes": codes}
+    rows = [_row(tensors[n].data_ptr(), tensors[n].shape) if n in tensors else [0] * ROW for n in TENSOR_NAMES]
+    rows += [_row(array.ctypes.data, array.shape) for array in layout if isinstance(array, np.ndarray)]
+    is_wide = states.outlier_indices is not None and states.outlier_indices.dtype == torch.int32
+    rows.append([by_channel, states.head_dim, channel_bits(states.head_dim), is_wide, layout.row_size, 0])
+    assert len(rows) == SIDE_ROWS
+    return np.array(rows, dtype=np.int64)
+
+
+class _Arguments:
+    """What is handed over by address, kept alive for the call."""
+
+    def __init__(self) -> None:
+        self._alive: list[object] = []
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Of the tensor's values as contiguous float32."""
+        if tensor.dtype != torch.float32:
+            tensor = tensor.float()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+    def table(self, states: CompressedStates) -> int:
+        """Of the table of compressed states."""
+        table = _TABLES.get(states)
+        if table is None:
+            if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
+                states = states.map(torch.Tensor.contiguous)
+                self._alive.append(states)
+            codes = states.codes
+            layout = code_layout(states.nbits, states.head_dim, 1)
+            missing = layout.row_size - codes.shape[4]
+            if missing > 0:
+                # Every call anew: a copy does not see what is written into the storage later
+                codes = F.pad(codes, (0, missing))
+            table = _table(states, codes)
+            if codes is states.codes:
+                _TABLES[states] = table
+            self._alive += [table, codes]
+        return table.ctypes.data
+
+    def mask(self, mask: torch.Tensor | None, length: int) -> list[int]:
+        """Address and dimensions of what is added to the scores."""
+        mask = slice_mask(mask, 0, length)
+        if mask is None:
+            return [0, 1, 1, 1, 0]
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        return [self.address(mask), *mask.shape]
+
+
+def attend(
+    query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
+) -> torch.Tensor:
+    """
+    Attention of a few queries over all parts; see `ops.attention.attend`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        dense (`Sequence[DensePart]`): exact parts.
+        compressed (`Sequence[CompressedPart]`): compressed parts.
+        scale (`float`): factor of the scores.
+    """
+    batch_size, num_query_heads, num_queries, head_dim = query.shape
+    num_heads, value_dim = _heads(dense, compressed)
+    groups, num_threads = num_query_heads // num_heads, min(torch.get_num_threads(), _MAX_THREADS)
+    num_rows = groups * num_queries
+    num_row_blocks = batch_size * num_heads * -(-num_rows // ROWS)
+    arguments = _Arguments()
+    parts: list[list[int]] = []
+    for part in compressed:
+        num_tasks, tiles_per_task = _split(part, num_row_blocks, num_threads)
+        tables = arguments.table(part.keys), arguments.table(part.values)
+        parts.append([1, part.length, *tables, tiles_per_task, num_tasks, *arguments.mask(part.mask, part.length)])
+    for exact in dense:
+        states = arguments.address(exact.keys), arguments.address(exact.values)
+        size = exact.keys.shape[2]
+        parts.append([0, exact.length, *states, size, 1, *arguments.mask(exact.mask, exact.length)])
+    num_results = sum(part[5] for part in parts)
+    scratch = _empty(num_results * batch_size * num_heads * num_rows * (value_dim + 2))
+    result = _empty(batch_size, num_query_heads, num_queries, value_dim)
+    shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim)
+    addresses = arguments.address(query), scratch.data_ptr(), result.data_ptr()
+    if num_threads == 1:
+        attend_serially(np.array(parts), shape, scale, *addresses)
+    else:
+        numba.set_num_threads(num_threads)
+        attend_in_parallel(np.array(parts), shape, scale, *addresses)
+    return result if query.dtype == torch.float32 else result.to(query.dtype)
+
+
+def _heads(dense: Sequence[DensePart], compressed: Sequence[CompressedPart]) -> tuple[int, int]:
+    """Key/value heads, and head dim of the values."""
+    if compressed:
+        return compressed[0].keys.codes.shape[1], compressed[0].values.head_dim
+    return dense[0].values.shape[1], dense[0].values.shape[3]
+
+
+def _split(part: CompressedPart, num_row_blocks: int, num_threads: int) -> tuple[int, int]:
+    """How many tasks the tiles of a part are split into, and tiles a task, given all heads and rows of all items."""
+    chunk_length = part.keys.chunk_length
+    num_tiles = -(-part.length // chunk_length) * -(-chunk_length // OUTLIER_TILE)
+    wanted = -(-num_threads * _TASKS_PER_THREAD // num_row_blocks) if num_threads > 1 else 1
+    tiles_per_task = max(-(-num_tiles // wanted), _MIN_TILES_PER_TASK)
+    return -(-num_tiles // tiles_per_task), tiles_per_task
