@@ -3,7 +3,7 @@
 Shows whether a cache copies its history (time grows faster than the context) and, in its counters, that each token is
 compressed once. Times are medians over bins of consecutive steps, with quartiles.
 
-    python -m kvcache_plugins.eval.benchmark_decode --steps 5000 --cache gear-2bit --text-file FILE --out FILE.json
+    kvcache-plugins bench decode --steps 5000 --cache gear-2bit --text-file FILE --out FILE.json
 """
 
 import statistics
@@ -59,11 +59,17 @@ def main(
     model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
     steps: Annotated[int, typer.Option(help="Tokens to decode.")] = 5000,
-    bin_length: Annotated[int, typer.Option(help="Steps that one median is over.")] = 500,
+    bin_length: Annotated[int, typer.Option(help="Steps that one median is over.", min=3)] = 500,
     num_layers: Annotated[int | None, typer.Option(help="Keep the model's first layers only, to save time.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Times every step of a long decode."""
+    """Time every step of a long decode. Shows whether a cache copies its history again and again.
+
+    \b
+    Examples:
+        kvcache-plugins bench decode --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench decode --cache gear-2bit --text-file book.txt --steps 500 --bin-length 100 --num-layers 2
+    """
     network, tokenizer = load_for_evaluation(model)
     if num_layers is not None:
         network.config.num_hidden_layers = num_layers
@@ -71,7 +77,7 @@ def main(
         decoder.layers = decoder.layers[:num_layers]
     token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : prompt + steps]
     if token_ids.shape[1] < prompt + steps:
-        raise typer.BadParameter(f"the text has {token_ids.shape[1]} tokens, but {prompt + steps} are needed")
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {prompt + steps} are needed")
     token_ids = token_ids.to(network.device)
     rows: list[Mapping[str, Any]] = []
     for spec in cache:

@@ -4,12 +4,11 @@ A cache that decompresses a layer at every token holds less and allocates as muc
 bytes held: the most that one decode step has alive at a time, from every tensor that PyTorch makes during it, and the
 peak resident memory of a process of its own that loads the model, reads the context and decodes.
 
-    python -m kvcache_plugins.eval.benchmark_memory --context 4096 --cache dynamic --cache gear-2bit --out FILE.json
+    kvcache-plugins bench memory --context 4096 --cache dynamic --cache gear-2bit --out FILE.json
 """
 
 import multiprocessing
 import os
-import resource
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,6 +99,9 @@ def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_
 
 
 def _peak_rss() -> int:
+    # Not on Windows, where importing this module has to work all the same
+    import resource
+
     # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -111,7 +113,13 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 4096,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Measures what caches hold, what a decode step allocates beside them, and the process's peak."""
+    """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
+
+    \b
+    Examples:
+        kvcache-plugins bench memory --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench memory --cache gear-2bit:rank=8 --context 1024 --text-file book.txt --out memory.json
+    """
     num_threads = torch.get_num_threads()
     # glibc otherwise keeps freed tensors for later, as many as the order of allocations left there: the peaks of equal
     # runs were measured to differ by 400 MiB. Read when a process starts.

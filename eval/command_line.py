@@ -43,19 +43,25 @@ def load_for_evaluation(
         dtype (`str`, *optional*): A key of `DTYPES`. Defaults to `float32` on CPU and `bfloat16` elsewhere.
         device (`str`, *optional*): Defaults to a CUDA device where there is one.
     """
-    chosen = _parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(f'`{each}`' for each in DTYPES)}, but got `{dtype}`")
+    chosen = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    parsed_dtype = parse_dtype(dtype or ("float32" if chosen.type == "cpu" else "bfloat16"))
     # Transformers would take it for a hub name and complain about its letters
     if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(f"`model` is `{name}`, but there is no such folder")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return load_model(name, dtype=DTYPES[dtype], device=chosen)
+    return load_model(name, dtype=parsed_dtype, device=chosen)
 
 
-def _parse_device(text: str) -> torch.device:
+def parse_dtype(text: str) -> torch.dtype:
+    """The dtype that a key of `DTYPES` names. Any other is a `ValueError`."""
+    if text not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(f'`{each}`' for each in DTYPES)}, but got `{text}`")
+    return DTYPES[text]
+
+
+def parse_device(text: str) -> torch.device:
+    """The device that `text` names. One that torch does not know or find is a `ValueError`."""
     try:
         device = torch.device(text)
     except RuntimeError as error:

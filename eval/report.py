@@ -15,7 +15,9 @@ from kvcache_plugins.memory import MemoryReport
 
 def provenance(device: torch.device) -> dict[str, object]:
     """Commit, date, device and versions behind a number."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    # What compiles the kernels of a GPU
+    names = ("torch", "transformers", *(["triton"] if device.type == "cuda" else []))
+    versions = {name: metadata.version(name) for name in names}
     return {
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -20,7 +20,23 @@ def time_call(function: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
+    """
+    Seconds that a GPU is busy with what `function` starts.
+
+    `ahead` is queued before it: while the GPU does that, Python gets its launches ready, so that they are not timed
+    with the work. It should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ahead()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles, under the names that results have."""
+    """Median and quartiles of at least three, under the names that results have."""
     lower, median, upper = statistics.quantiles(seconds, n=4)
     return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}

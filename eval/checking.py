@@ -1,0 +1,72 @@
+"""Whether a kernel computes what plain PyTorch computes. Asked before anything is timed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import Cache
+
+from kvcache_plugins.gear.layer import GEARLayer
+
+
+# Of an attention's output, relative RMS error
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+_VARIABLE = "KVCACHE_PLUGINS_KERNELS"
+
+
+class MismatchError(RuntimeError):
+    """A kernel's output is not what it should be."""
+
+
+def require_close(name: str, output: torch.Tensor, expected: torch.Tensor) -> float:
+    """
+    The relative RMS error of `output` against `expected`, both of any one shape; `expected` is best in float32.
+
+    Raises:
+        MismatchError: if it is above the tolerance for the dtype, or not a number.
+    """
+    error = ((output.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
+    # Not `>=`: NaN has to fail
+    if not error < TOLERANCE[output.dtype]:
+        raise MismatchError(f"{name} is wrong by {error:.1e}: not timed")
+    return error
+
+
+@contextmanager
+def plain_pytorch() -> Iterator[None]:
+    """Inside, caches compute attention in plain PyTorch."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "torch"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:
+    """
+    The largest error of decode attention over the GEAR layers of a cache as they stand, for one random query each.
+
+    Returns:
+        `float`: the error, or `None` for a cache without GEAR layers.
+
+    Raises:
+        MismatchError: if one is above the tolerance.
+    """
+    errors = []
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, GEARLayer):
+            continue
+        # An attention that a prompt is waiting for sees it exact
+        layer.settle_prompt()
+        batch_size, _, _, head_dim = layer.states_shape("keys")
+        query = torch.randn(batch_size, num_query_heads, 1, head_dim, device=layer.device, dtype=layer.dtype)
+        output = layer.attend(query, None, is_causal=False, scale=None)
+        with plain_pytorch():
+            expected = layer.attend(query.float(), None, is_causal=False, scale=None)
+        errors.append(require_close(f"{name}, layer {index}", output, expected))
+    return max(errors, default=None)
