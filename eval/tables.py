@@ -39,13 +39,16 @@ def render_result(results: Path, name: str) -> str:
         "decode": _decode,
         "kernels": _kernels,
         "step": _step,
+        "batch": _batch,
+        "prediction": _prediction,
     }
     table = tables[kind](content["rows"])
+    failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     settings = ", ".join(f"{key} {value}" for key, value in content["settings"].items() if value is not None)
     origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"
     source = f"`{data.name}`: {origin}; {versions}; {settings}."
-    return f"{table}\n{source}\n"
+    return f"{table}{failures}\n{source}\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -118,6 +121,39 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['bytes'] / 1e6:.1f}",
             _milliseconds(row),
             f"{row['speed_against_first']:.2f}",
+        )
+        for row in rows
+    ]
+    return _table(head, cells)
+
+
+def _batch(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("context", "cache", "largest batch", "tokens/s", "times first", "MB a sequence", "peak, GiB")
+    cells = [
+        (
+            row["way"],
+            f"`{row['cache']}`",
+            # A search that ran out of time gives a batch that fits, perhaps not the largest
+            f"{row['largest_batch']}" if row["search"] == "complete" else f"at least {row['largest_batch']}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['throughput_against_first']:.2f}",
+            f"{row['bytes_per_sequence'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / 2**30:.2f}",
+        )
+        for row in rows
+    ]
+    return _table(head, cells)
+
+
+def _prediction(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("batch x tokens", "cache", "MB to read", "ms, predicted, not measured", "times dense, predicted")
+    cells = [
+        (
+            f"{row['batch_size']} x {row['context']}",
+            f"`{row['cache']}`",
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{1e3 * row['predicted_s']:.4f}",
+            f"{row['predicted_speed_against_dense']:.2f}",
         )
         for row in rows
     ]

@@ -39,3 +39,28 @@ def test_tables_of_the_readme_are_up_to_date():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert render(text, ROOT / "eval" / "results") == text
+
+
+def render_rows(folder, kind, rows, **content):
+    origin = {"commit": "abc", "date": "2026-11-21T00:00", "device": "GPU", "versions": {"torch": "2"}, "settings": {}}
+    (folder / "r.json").write_text(
+        json.dumps({"benchmark": kind, **origin, **content, "rows": rows}), encoding="utf-8"
+    )
+    return render("<!-- table: r -->\n<!-- end -->", folder)
+
+
+def test_a_prediction_says_so_in_its_heading(tmp_path):
+    row = {"cache": "gear-2bit", "batch_size": 16, "context": 64, "bytes": 4_300_000, "predicted_s": 1e-6}
+    text = render_rows(tmp_path, "prediction", [{**row, "predicted_speed_against_dense": 4.4}])
+    assert "| ms, predicted, not measured |" in text
+    assert "| 16 x 64 | `gear-2bit` | 4.3 | 0.0010 | 4.40 |" in text
+
+
+def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
+    row = {"way": "read", "cache": "dynamic", "largest_batch": 40, "tokens_per_s": 1000.4, "bytes_per_sequence": 5e8}
+    row |= {"throughput_against_first": 1.0, "peak_bytes": 2**35, "search": "complete"}
+    rows = [row, {**row, "cache": "gear-2bit", "search": "cut short: time"}]
+    text = render_rows(tmp_path, "batch", rows, failures=[{"what": "gear-2bit, x", "reason": "skipped: time"}])
+    assert "| read | `dynamic` | 40 | 1000 | 1.00 | 500.0 | 32.00 |" in text
+    assert "| read | `gear-2bit` | at least 40 |" in text
+    assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
