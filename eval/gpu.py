@@ -1,10 +1,17 @@
 """Every check and benchmark that wants a GPU, in one run of less than ten minutes.
 
-    python -m kvcache_plugins.eval.gpu --out FOLDER
+    kvcache-plugins bench gpu --out FOLDER
 
-First the kernels' tests run on the GPU; a failure ends the run, and nothing is timed. Then attention alone (the shapes
-of an 8B Llama at batch 16 and 32k tokens, and smaller ones), then the largest batch that fits a fixed budget. Each
-step writes its own JSON file as soon as it is done, so that a run that is cut short leaves what it has.
+Four parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+
+- `checks`: the kernels' tests, on the GPU;
+- `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
+- `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
+- `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
+
+A part checks what it times against plain PyTorch first; what does not agree is not timed. Every part writes its JSON
+files row by row and has its share of the time; what it leaves goes to those after it. What failed, and what was
+skipped for want of time, stands in the files too.
 """
 
 import os
@@ -17,72 +24,72 @@ from typing import Annotated
 import torch
 import typer
 
-from kvcache_plugins.memory import measure_memory
-from kvcache_plugins.registry import create_cache
-
-from . import benchmark_kernels
-from .report import provenance, write_json
+from .gpu_parts import PARTS
+from .gpu_plan import FULL, TINY
+from .partial_report import PartialReport, TimeBox, TimeIsUpError
 
 
-_TESTS = ("tests/triton_kernels/test_attention.py", "tests/triton_kernels/test_compression.py")
-# Name of the result, items, tokens
-_ATTENTION = (("small", 1, 4096), ("medium", 4, 16384), ("large", 16, 32768))
-_BUDGET = 40 * 2**30
+# Shares of the time limit
+_SHARES = {"checks": 0.27, "attention": 0.23, "step": 0.2, "batch": 0.3}
+# Seconds between the end of a part's time, when it begins nothing new, and the end of its process
+_GRACE = 15.0
 
 
-def _check_kernels() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *_TESTS], check=True, env=environment)
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
+    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.")] = 570.0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
+    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
+) -> None:
+    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
+
+    \b
+    Examples:
+        kvcache-plugins bench gpu
+        kvcache-plugins bench gpu --part attention --out /tmp/results
+        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
+    """
+    if part is not None and part not in PARTS:
+        raise ValueError(f"`part` must be one of {', '.join(f'`{name}`' for name in PARTS)}, but got `{part}`")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not tiny:
+        raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
+    if part is not None:
+        PARTS[part](TINY if tiny else FULL, out, device, TimeBox(limit))
+        return
+    report = PartialReport(out / "gpu_run.json", "run", device, {"limit": limit, "tiny": tiny})
+    whole, planned = TimeBox(limit), 0.0
+    for name, share in _SHARES.items():
+        planned += share * limit
+        seconds = whole.left - (limit - planned)
+        typer.echo(f"[{limit - whole.left:4.0f} s] {name}, {seconds:.0f} s at most")
+        start = time.monotonic()
+        with report.attempt(name):
+            _run_part(name, out, seconds, tiny, device)
+        report.add({"part": name, "seconds": time.monotonic() - start, "limit": seconds})
+    typer.echo(f"[{limit - whole.left:4.0f} s] done: {len(report.failures)} parts failed; results in {out}")
 
 
-@torch.inference_mode()
-def _bytes_per_item(cache_name: str, context: int, num_layers: int) -> float:
-    """Bytes that one sequence holds in a model of `num_layers` layers with 8 key/value heads of 128, measured."""
-    layer_cache = create_cache(cache_name)
-    states = torch.randn(1, 8, context, 128, device="cuda", dtype=torch.bfloat16)
-    layer_cache.update(states, states, 0)
-    return measure_memory(layer_cache).total_bytes * num_layers
+def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:
+    """
+    Runs a part in a process.
 
-
-@torch.inference_mode()
-def _measure_batches(out: Path, context: int = 4096, num_layers: int = 32) -> None:
-    """The largest batch whose cache fits the budget, by bytes held, and the allocator's peak for one item."""
-    rows = []
-    for name in ("dynamic", "gear-4bit", "gear-2bit", "kivi-2bit"):
-        torch.cuda.reset_peak_memory_stats()
-        per_item = _bytes_per_item(name, context, num_layers)
-        peak = torch.cuda.max_memory_allocated()
-        rows.append(
-            {"cache": name, "bytes_per_item": per_item, "largest_batch": int(_BUDGET // per_item), "peak": peak}
-        )
-        typer.echo(f"{name:<12} {per_item / 2**20:8.1f} MiB a sequence: {int(_BUDGET // per_item)} in 40 GiB")
-    settings = {"context": context, "num_layers": num_layers, "budget": _BUDGET}
-    write_json(out, {"benchmark": "batch", **provenance(torch.device("cuda")), "settings": settings, "rows": rows})
-
-
-def main(out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results")) -> None:
-    """Checks, then times, everything that wants a GPU."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device here")
-    start = time.monotonic()
-    _check_kernels()
-    for name, batch_size, context in _ATTENTION:
-        typer.echo(f"[{time.monotonic() - start:.0f} s] attention, {batch_size} x {context}")
-        benchmark_kernels.main(
-            context=context,
-            batch_size=batch_size,
-            dtype="bfloat16",
-            device="cuda",
-            num_threads=None,
-            num_heads=8,
-            groups=4,
-            head_dim=128,
-            rounds=50,
-            out=out / f"gpu_attention_{name}.json",
-        )
-    typer.echo(f"[{time.monotonic() - start:.0f} s] largest batch")
-    _measure_batches(out / "gpu_largest_batch.json")
-    typer.echo(f"[{time.monotonic() - start:.0f} s] done")
+    Raises:
+        TimeIsUpError: if it had to be ended.
+        CalledProcessError: if it failed as a whole; what it printed has been shown.
+    """
+    arguments = ["--part", name, "--out", str(out), "--limit", str(max(seconds - _GRACE, 0.0)), *["--tiny"] * tiny]
+    environment = dict(os.environ)
+    if device.type == "cuda":
+        # Tests ask for the interpreter where they find no driver, which may lie where they do not look
+        environment["TRITON_INTERPRET"] = "0"
+        # Caches that grow leave holes between them otherwise, most of all the dense one
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    command = [sys.executable, "-m", "kvcache_plugins.eval.gpu", *arguments]
+    try:
+        subprocess.run(command, check=True, timeout=max(seconds, 1.0), env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise TimeIsUpError from error
 
 
 if __name__ == "__main__":

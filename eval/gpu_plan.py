@@ -1,0 +1,99 @@
+"""How large a run of `gpu` is: a whole one on a GPU, and one that proves the script on any machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .benchmark_kernels import CACHES, Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """
+    Sizes of a run.
+
+    Attributes:
+        tests (`tuple[str, ...]`): arguments of pytest.
+        shapes (`Mapping[str, Shape]`): attention alone, by the name of the result. Kernels are tuned on the first.
+        attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
+        rounds (`int`): times that each attention is timed.
+        model (`Mapping[str, int]`): fields of a `LlamaConfig`.
+        context, steps (`int`): tokens in the cache, and decoded.
+        step_caches (`tuple[str, ...]`): what decodes, the first as the measure.
+        budget (`int`): bytes for the largest batch.
+        batch_context (`int`): tokens of each sequence of the largest batch.
+        batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
+    """
+
+    tests: tuple[str, ...]
+    shapes: Mapping[str, Shape]
+    attention_caches: tuple[str, ...]
+    rounds: int
+    model: Mapping[str, int]
+    context: int
+    steps: int
+    step_caches: tuple[str, ...]
+    budget: int
+    batch_context: int
+    batch_caches: tuple[str, ...]
+
+
+FULL = Plan(
+    tests=("tests/triton_kernels/test_attention.py", "tests/triton_kernels/test_compression.py"),
+    # The acceptance's shape first: tuning does not look at sizes
+    shapes={
+        "large": Shape(batch_size=16, context=32768),
+        "medium": Shape(batch_size=4, context=16384),
+        "small": Shape(batch_size=1, context=4096),
+    },
+    attention_caches=CACHES,
+    rounds=50,
+    # Llama 3.1 8B
+    model={
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    context=4096,
+    # More than a chunk, so that every cache compresses one on the way
+    steps=72,
+    step_caches=(
+        "dynamic",
+        "gear-2bit",
+        "gear-4bit",
+        "kivi-2bit",
+        "static",
+        "quanto-4bit",
+        "quanto-2bit",
+        "hqq-4bit",
+        "hqq-2bit",
+    ),
+    budget=40 * 2**30,
+    batch_context=4096,
+    batch_caches=("dynamic", "gear-2bit"),
+)
+TINY = Plan(
+    tests=("tests/triton_kernels/test_attention.py", "-k", "no_tokens"),
+    shapes={"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
+    attention_caches=("gear-2bit", "gear-l-2bit"),
+    rounds=3,
+    model={
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+    },
+    context=128,
+    steps=3,
+    step_caches=("dynamic", "gear-2bit", "static", "no-such-cache"),
+    # One dense sequence and a half
+    budget=26_000,
+    batch_context=64,
+    batch_caches=("dynamic", "gear-2bit"),
+)

@@ -1,0 +1,149 @@
+"""The script for a GPU runs from end to end, at small sizes and in Triton's interpreter; failures are in its files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache_plugins.eval import gpu, gpu_parts
+from kvcache_plugins.eval.checking import MismatchError
+from kvcache_plugins.eval.gpu_plan import FULL
+from kvcache_plugins.eval.partial_report import PartialReport, TimeBox
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+
+
+@pytest.fixture
+def replace_children(monkeypatch):
+    """Has a function called for what would be a Python process; other programs (git) run."""
+    run = subprocess.run
+
+    def replace(function):
+        def replaced(command, **options):
+            return function(command, **options) if command[0] == sys.executable else run(command, **options)
+
+        monkeypatch.setattr(subprocess, "run", replaced)
+
+    return replace
+
+
+def run_tiny(part: str, folder: Path) -> None:
+    gpu.main(out=folder, limit=300.0, tiny=True, part=part)
+
+
+def test_attention_alone(tmp_path, triton_kernels):
+    run_tiny("attention", tmp_path)
+    content = read(tmp_path, "gpu_attention_large")
+    assert content["failures"] == []
+    assert content["settings"]["kernel"] == "triton"
+    rows = {row["name"]: row for row in content["rows"]}
+    assert {"dense bfloat16", "gear-2bit", "gear-l-2bit", "copy"} <= set(rows)
+    assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
+
+
+def test_steps_of_a_model(tmp_path, triton_kernels):
+    run_tiny("step", tmp_path)
+    content = read(tmp_path, "gpu_step")
+    assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear-2bit", "static"]
+    assert [failure["what"] for failure in content["failures"]] == ["no-such-cache"]
+    stats = content["rows"][1]["stats"]
+    assert stats["kernel_fallbacks"] == stats["dense_reads"] == 0 < stats["fused_calls"]
+    assert all(row["tokens_per_s"] > 0 and row["prefill_s"] > 0 for row in content["rows"])
+
+
+@pytest.mark.slow
+def test_largest_batch(tmp_path, triton_kernels):
+    run_tiny("batch", tmp_path)
+    content = read(tmp_path, "gpu_largest_batch")
+    assert content["failures"] == []
+    rows = {(row["way"], row["cache"]): row for row in content["rows"]}
+    assert len(rows) == 4
+    for way in ("repeated", "read"):
+        assert rows[way, "dynamic"]["largest_batch"] == 1 < rows[way, "gear-2bit"]["largest_batch"]
+        assert rows[way, "gear-2bit"]["peak_bytes"] <= content["settings"]["budget_bytes"]
+
+
+def test_a_mismatch_is_noted_and_not_timed(tmp_path, triton_kernels, monkeypatch):
+    add = gpu_parts.Contest.add
+
+    def wrong(self, cache_name):
+        if cache_name == "gear-2bit":
+            raise MismatchError("gear-2bit is wrong by 1.0e+00: not timed")
+        add(self, cache_name)
+
+    monkeypatch.setattr(gpu_parts.Contest, "add", wrong)
+    run_tiny("attention", tmp_path)
+    content = read(tmp_path, "gpu_attention_large")
+    assert "gear-2bit is wrong" in content["failures"][0]["reason"]
+    names = [row["name"] for row in content["rows"]]
+    assert "gear-l-2bit" in names and "gear-2bit" not in names
+
+
+def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
+    commands = []
+
+    def run(command, *, timeout, env, **options):
+        commands.append(command)
+        assert timeout > 0
+        part = command[command.index("--part") + 1]
+        if part == "attention":
+            raise subprocess.TimeoutExpired(command, timeout)
+        if part == "step":
+            raise subprocess.CalledProcessError(-11, command)
+
+    replace_children(run)
+    gpu.main(out=tmp_path, limit=500.0, tiny=True)
+    assert [command[command.index("--part") + 1] for command in commands] == list(gpu_parts.PARTS)
+    assert all("--tiny" in command for command in commands)
+    content = read(tmp_path, "gpu_run")
+    assert [row["part"] for row in content["rows"]] == list(gpu_parts.PARTS)
+    # What a part leaves goes to the next one
+    assert [round(row["limit"]) for row in content["rows"]] == [135, 250, 350, 500]
+    reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
+    assert set(reasons) == {"attention", "step"}
+    assert reasons["attention"].startswith("skipped: time")
+    assert "SIGSEGV" in reasons["step"]
+
+
+def test_outcomes_of_tests_are_counted(tmp_path):
+    (tmp_path / "r.xml").write_text(
+        '<testsuites><testsuite><testcase classname="a" name="b"/>'
+        '<testcase classname="a" name="c"><skipped/></testcase>'
+        '<testcase classname="a" name="d"><failure message="assert 1 == 2"/></testcase></testsuite></testsuites>'
+    )
+    report = PartialReport(tmp_path / "checks.json", "checks", torch.device("cpu"), {})
+    assert gpu_parts._count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
+    assert report.failures == [{"what": "a::d", "reason": "assert 1 == 2"}]
+
+
+def test_tests_without_time_are_skipped(tmp_path, replace_children):
+    def run(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    replace_children(run)
+    gpu_parts.run_tests(FULL, tmp_path, torch.device("cpu"), TimeBox(10.0))
+    assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
+
+
+def test_the_tests_that_are_run_are_there():
+    root = Path(__file__).resolve().parents[2]
+    assert all((root / path).is_file() for path in FULL.tests)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_whole_run_wants_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="no CUDA device"):
+        gpu.main(out=tmp_path)
+    with pytest.raises(ValueError, match="`part` must be one of"):
+        gpu.main(out=tmp_path, part="nonsense")

@@ -1,0 +1,58 @@
+"""A report is whole after every change, and an error becomes a line of it."""
+
+import json
+
+import pytest
+import torch
+
+from kvcache_plugins.eval.partial_report import PartialReport, TimeBox, TimeIsUpError
+
+
+@pytest.fixture
+def report(tmp_path):
+    return PartialReport(tmp_path / "folder" / "r.json", "kernels", torch.device("cpu"), {"rounds": 3})
+
+
+def read(report):
+    return json.loads(report.path.read_text())
+
+
+def test_every_change_is_on_disk(report):
+    assert read(report)["rows"] == read(report)["failures"] == []
+    report.add({"name": "a"})
+    assert read(report)["rows"] == [{"name": "a"}]
+    report.fail("b", "because")
+    assert read(report)["failures"] == [{"what": "b", "reason": "because"}]
+    assert {"benchmark", "commit", "date", "device", "versions", "settings"} <= set(read(report))
+
+
+def test_an_error_is_noted_and_what_follows_goes_on(report):
+    with report.attempt("first"):
+        raise RuntimeError("no\nkernel")
+    with report.attempt("second"):
+        report.add({"name": "second"})
+    (failure,) = read(report)["failures"]
+    assert failure["what"] == "first"
+    assert failure["reason"].startswith("RuntimeError: no kernel (test_partial_report.py:")
+    assert read(report)["rows"] == [{"name": "second"}]
+
+
+def test_want_of_time_is_noted_as_such(report):
+    with report.attempt("late"):
+        TimeBox(0.0).require(1.0)
+    assert read(report)["failures"] == [{"what": "late", "reason": "skipped: time"}]
+
+
+def test_an_interruption_is_no_failure(report):
+    with pytest.raises(KeyboardInterrupt), report.attempt("it"):
+        raise KeyboardInterrupt
+    assert read(report)["failures"] == []
+
+
+def test_a_box_lets_through_what_fits():
+    box = TimeBox(100.0)
+    box.require(50.0)
+    assert not box.is_up
+    with pytest.raises(TimeIsUpError):
+        box.require(200.0)
+    assert TimeBox(-1.0).is_up
