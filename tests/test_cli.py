@@ -48,11 +48,19 @@ def test_no_arguments_show_help() -> None:
     assert all(command in result.stdout for command in ("list", "generate", "compare", "Examples:"))
 
 
-@pytest.mark.parametrize("command", ["list", "generate", "compare"])
+BENCHMARKS = ["kernels", "step", "decode", "memory", "predict", "gpu"]
+
+
+@pytest.mark.parametrize("command", ["list", "generate", "compare", *(f"bench {name}" for name in BENCHMARKS)])
 def test_every_command_has_examples(command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"      kvcache-plugins {command}" in result.stdout
+
+
+def test_benchmarks_are_listed() -> None:
+    lines = [line.split()[0] for line in run("bench", "--help").stdout.splitlines() if line.startswith("  ")]
+    assert lines[lines.index("kernels") :] == BENCHMARKS
 
 
 def test_version() -> None:
@@ -179,6 +187,28 @@ def test_errors_of_options_name_the_accepted_ones(tiny_folder: str) -> None:
     assert_one_line_error(run(*options, "--cache-option", "rank"), "`key=value`")
     assert_one_line_error(run(*options, "--cache-option", "nbits=5"), "`nbits`")
     assert_one_line_error(run(*options, "--temperature", "-1"), "`temperature` must be above 0")
+
+
+def test_bench_writes_what_it_prints(tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(PROMPT)
+    options = ["--model", tiny_folder, "--text-file", str(tmp_path / "text.txt"), "--context", "100", "--steps", "4"]
+    result = run("bench", "step", *options, "--cache", "dynamic", "--cache", "kivi-4bit", "--out", str(tmp_path / "s"))
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "s").read_text())
+    assert content["benchmark"] == "step"
+    assert [row["cache"] for row in content["rows"]] == ["dynamic", "kivi-4bit"]
+    assert all(row["cache"] in line for row, line in zip(content["rows"], result.stdout.splitlines(), strict=True))
+    assert content["rows"][1]["stats"]["attend_calls"] == 2 * 4
+
+
+def test_errors_of_bench_are_one_line(tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(PROMPT)
+    options = ["--model", tiny_folder, "--text-file", str(tmp_path / "text.txt"), "--cache", "dynamic"]
+    assert_one_line_error(run("bench", "step", *options), "the text has 159 tokens, but 4136 are needed")
+    assert_one_line_error(run("bench", "decode", *options), "the text has 159 tokens, but 5256 are needed")
+    assert_one_line_error(run("bench", "kernels", "--dtype", "int4"), "`dtype` must be one of `float32`")
+    assert_one_line_error(run("bench", "kernels", "--device", "gpu"), "`device` must be one that torch knows")
+    assert_one_line_error(run("bench", "predict", "--bandwidth", "1", "--shape", "16"), "`shape` has the form")
 
 
 def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub() -> None:

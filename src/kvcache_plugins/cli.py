@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from transformers import TextStreamer
 
+from .eval import bench
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
 from .eval.report import provenance
@@ -38,6 +39,8 @@ DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU),
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")]
 SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 
+app.add_typer(bench.app, name="bench")
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -59,6 +62,7 @@ def kvcache_plugins(
         kvcache-plugins list
         kvcache-plugins generate --cache gear-2bit --prompt "Once upon a time"
         kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
+        kvcache-plugins bench kernels
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,0 +1,42 @@
+"""`kvcache-plugins bench`: the benchmarks of this folder as subcommands, each with the options of its own `main`."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import typer
+
+from . import benchmark_decode, benchmark_kernels, benchmark_memory, benchmark_step, gpu, prediction
+from .command_line import user_errors
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "kernels": benchmark_kernels.main,
+    "step": benchmark_step.main,
+    "decode": benchmark_decode.main,
+    "memory": benchmark_memory.main,
+    "predict": prediction.main,
+    "gpu": gpu.main,
+}
+
+
+def _with_user_errors(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, whose signature and help it keeps, with users' errors in one line."""
+
+    @wraps(function)
+    def command(*args: Any, **kwargs: Any) -> None:
+        with user_errors():
+            function(*args, **kwargs)
+
+    return command
+
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Benchmarks: attention alone, whole decode steps, long decodes, memory. Each writes JSON with --out.",
+)
+for _name, _function in _COMMANDS.items():
+    app.command(_name)(_with_user_errors(_function))
