@@ -146,7 +146,14 @@ def _batch(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _prediction(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("batch x tokens", "cache", "MB to read", "ms, predicted, not measured", "times dense, predicted")
+    head = (
+        "batch x tokens",
+        "cache",
+        "MB to read",
+        "ms, predicted, not measured",
+        "times dense, predicted",
+        "launches, not in the time",
+    )
     cells = [
         (
             f"{row['batch_size']} x {row['context']}",
@@ -154,6 +161,7 @@ def _prediction(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['bytes'] / 1e6:.1f}",
             f"{1e3 * row['predicted_s']:.4f}",
             f"{row['predicted_speed_against_dense']:.2f}",
+            "-" if row["launches"] is None else str(row["launches"]),
         )
         for row in rows
     ]
