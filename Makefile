@@ -29,7 +29,7 @@ SOURCES := src triton_kernels eval tests
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check style types format clean
+.PHONY: help demo test bench check style types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,11 @@ demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and fr
 
 test: $(VENV)/.installed  ## all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
+	$(BIN)/kvcache-plugins bench kernels
+	$(BIN)/kvcache-plugins bench step --model smollm2 --text-file LICENSE --context 1024 --context 2048 \
+		--cache dynamic --cache gear-4bit --cache gear-2bit --cache kivi-2bit
 
 check: style types test  ## what CI runs: style, types, tests
 
