@@ -34,7 +34,7 @@ from .timing import spread, time_call, time_on_gpu
 CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
 # Its storage is also dequantized as a whole, which is what a cache has to do that hands dense states back
 _DEQUANTIZED = "gear-l-2bit"
-_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 # Bytes of the buffer that is copied; a GPU's is far beyond its cache and busies it for longer than Python needs
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
@@ -94,18 +94,17 @@ class Contest:
         self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
         self.num_bytes[name] = keys.nbytes + values.nbytes
 
-    def add_backends(self) -> None:
-        """Adds dense attention by each of PyTorch's kernels, beside the one that it picks. For GPUs."""
-        for backend, identifier in _BACKENDS.items():
-            function = partial(_attend_by, identifier, self.functions[self.dense_name])
-            name = f"{self.dense_name}, {backend}"
-            try:
-                self.errors[name] = require_close(name, function(), self.functions[self.dense_name]())
-            except RuntimeError as error:
-                # PyTorch's kernels refuse dtypes, shapes and devices
-                typer.echo(f"{name}: left out ({str(error).splitlines()[0]})", err=True)
-                continue
-            self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
+    def add_backend(self, backend: str) -> None:
+        """
+        Adds dense attention by one of PyTorch's kernels, a key of `BACKENDS`, beside the one that it picks.
+
+        Raises:
+            RuntimeError: if the kernel refuses the dtype, the shape or the device, or is wrong.
+        """
+        dense = self.functions[self.dense_name]
+        name, function = f"{self.dense_name}, {backend}", partial(_attend_by, BACKENDS[backend], dense)
+        self.errors[name] = require_close(name, function(), dense())
+        self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
 
     def add(self, cache_name: str) -> None:
         """
@@ -241,8 +240,11 @@ def main(
     place = parse_device(device)
     shape = Shape(context=context, batch_size=batch_size, num_heads=num_heads, groups=groups, head_dim=head_dim)
     contest = Contest(shape, parse_dtype(dtype), place)
-    if place.type == "cuda":
-        contest.add_backends()
+    for backend in BACKENDS if place.type == "cuda" else ():
+        try:
+            contest.add_backend(backend)
+        except RuntimeError as error:
+            typer.echo(f"{backend}: left out ({str(error).splitlines()[0]})", err=True)
     for name in cache:
         contest.add(name)
     rows = contest.run(rounds)

@@ -68,7 +68,7 @@ def main(
             _run_part(name, out, seconds, tiny, device)
         report.add({"part": name, "seconds": time.monotonic() - start, "limit": seconds})
     typer.echo(
-        f"[{limit - whole.left:4.0f} s] done: {len(report.failures)} parts ended early; results, and what failed, in {out}"
+        f"[{limit - whole.left:4.0f} s] done: {len(report.failures)} parts ended early; what failed is in {out} too"
     )
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 
 from kvcache_plugins.registry import create_cache
 
-from .benchmark_kernels import Contest, describe
+from .benchmark_kernels import BACKENDS, Contest, describe
 from .benchmark_step import describe as describe_step
 from .benchmark_step import step_rows, time_turns
 from .checking import require_close_layers
@@ -70,8 +70,9 @@ def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) ->
             box.require(longest)
             contest = Contest(shape, _DTYPE, device)
             report.settings.update(contest.settings(plan.rounds))
-            if device.type == "cuda":
-                contest.add_backends()
+            for backend in BACKENDS if device.type == "cuda" else ():
+                with report.attempt(backend):
+                    contest.add_backend(backend)
             for cache_name in plan.attention_caches:
                 with report.attempt(cache_name):
                     # Most of it goes into compiling the configurations to choose from, the first time

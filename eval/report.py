@@ -1,6 +1,7 @@
 """What every evaluation writes beside its numbers: commit, date, device and versions."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -31,11 +32,15 @@ def provenance(device: torch.device) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked where tracked files differ from it; `None` for an installed package."""
+    """
+    The checkout's commit, marked where tracked files differ from it. For an installed package what
+    `KVCACHE_PLUGINS_COMMIT` says, marked as told, else `None`.
+    """
     here = Path(__file__).resolve()
     # An installed package may lie in a folder of some other repository, whose commit would say nothing about it
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return None
+        told = os.environ.get("KVCACHE_PLUGINS_COMMIT")
+        return f"{told} (told)" if told else None
     commit = _git(here.parent, "rev-parse", "--short=12", "HEAD")
     has_changes = bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no"))
     return f"{commit}-modified" if commit and has_changes else commit

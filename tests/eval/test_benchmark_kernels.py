@@ -46,6 +46,19 @@ def test_nothing_is_timed_on_a_mismatch(tmp_path, monkeypatch):
     assert not (tmp_path / "kernels.json").exists()
 
 
+def test_a_dense_kernel_can_be_named():
+    shape = benchmark_kernels.Shape(context=64, num_heads=1, groups=2, head_dim=64)
+    contest = benchmark_kernels.Contest(shape, torch.float32, torch.device("cpu"))
+    contest.add_backend("flash")
+    assert contest.errors["dense float32, flash"] < 1e-6
+    rows = {row["name"]: row for row in contest.run(3)}
+    dense = [rows[name] for name in ("dense float32", "dense float32, flash")]
+    # The measure is the faster one
+    assert max(row["speed_against_dense"] for row in dense) == 1
+    with pytest.raises(RuntimeError):
+        contest.add_backend("cuDNN")
+
+
 def test_tokens_that_stay_exact_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`context` has to be a multiple of 64"):
         benchmark_kernels.main(**{**SMALL, "context": 130}, out=None)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kvcache_plugins.eval import report as report_file
 from kvcache_plugins.eval.partial_report import PartialReport, TimeBox, TimeIsUpError
 
 
@@ -56,3 +57,11 @@ def test_a_box_lets_through_what_fits():
     with pytest.raises(TimeIsUpError):
         box.require(200.0)
     assert TimeBox(-1.0).is_up
+
+
+def test_an_installed_package_is_told_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_file, "__file__", str(tmp_path / "report.py"))
+    monkeypatch.delenv("KVCACHE_PLUGINS_COMMIT", raising=False)
+    assert report_file.provenance(torch.device("cpu"))["commit"] is None
+    monkeypatch.setenv("KVCACHE_PLUGINS_COMMIT", "abc123")
+    assert report_file.provenance(torch.device("cpu"))["commit"] == "abc123 (told)"
