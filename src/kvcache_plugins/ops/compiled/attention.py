@@ -8,7 +8,6 @@ Float16 comes as the uint16 of its bits, which Numba can read. Legend: B batch, 
 key/value head, Q query tokens, R rows (`G Q`), D head dim, S partial results.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numba import float32, int64, njit, prange
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
 from .arrays import Side, floats_at, layout_at, side_at
-from .exact import attend_exact, merge
+from .exact import partial_results
 from .layout import CodeLayout
 from .primitives import OPTIONS, ROWS, add_bias, add_products, softmax_tile, sum_products, to_floats
 from .tile import (
@@ -120,125 +119,82 @@ def _run_task(
             sums.weighted_a[:] = 0
 
 
-def _make_attend_block(parallel: bool) -> Callable[..., None]:
-    @njit(parallel=parallel, **OPTIONS)
-    def attend_block(
-        query: Any,
-        scale: float,
-        keys: Side,
-        values: Side,
-        key_layout: CodeLayout,
-        value_layout: CodeLayout,
-        bias: Any,
-        length: int,
-        tiles_per_task: int,
-        output: Any,
-        total: Any,
-        maximum: Any,
-    ) -> None:
-        num_tasks, batch_size, num_heads, num_rows = total.shape
-        groups, num_queries = query.shape[1] // num_heads, query.shape[2]
-        row_blocks = -(-num_rows // ROWS)
-        for task in prange(batch_size * num_heads * row_blocks * num_tasks):
-            item, part = task // num_tasks, task % num_tasks
-            head, row = item // row_blocks, item % row_blocks * ROWS
-            b, h = head // num_heads, head % num_heads
-            last_row = min(row + ROWS, num_rows)
-            rows = last_row - row
-            sums = Sums(
-                np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
-                np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
-                np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
-                np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
-                np.zeros((1, 2 * ROWS), dtype=np.float32),
-                np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
-            )
-            tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
-            group = query[b, h * groups : (h + 1) * groups].reshape(num_rows, query.shape[3])
-            queries = load_queries(group[row:last_row], float32(scale), rows, keys, key_layout)
-            _run_task(
-                queries,
-                rows,
-                row,
-                keys,
-                values,
-                key_layout,
-                value_layout,
-                bias,
-                groups,
-                num_queries,
-                length,
-                b,
-                h,
-                tiles,
-                sums,
-            )
-            write_result(
-                values,
-                value_layout,
-                rows,
-                sums,
-                output[part, b, h, row:last_row],
-                total[part, b, h, row:last_row],
-                maximum[part, b, h, row:last_row],
-            )
+@njit(parallel=True, **OPTIONS)
+def attend_block(
+    shape: Any,
+    scale: float,
+    query: int,
+    key_table: int,
+    value_table: int,
+    mask: Any,
+    span: Any,
+    first: int,
+    scratch: int,
+) -> None:
+    """
+    Attention over one block of compressed keys and values, as partial results of an online softmax.
 
-    return attend_block  # type: ignore[no-any-return]
+    Everything comes by address, see `arrays`.
 
-
-def make_attend(parallel: bool) -> Callable[..., None]:
-    """The whole attention of a layer, for one thread or for as many as Numba is set to."""
-    attend_block = _make_attend_block(parallel)
-
-    @njit(**OPTIONS)
-    def attend(parts: Any, shape: Any, scale: float, query: int, scratch: int, result: int) -> None:
-        """
-        Args:
-            parts: int64 `[parts, 11]`: whether compressed; tokens in use; addresses of keys and values (of their
-                tables if compressed); tokens that there is room for, or tiles of a task; partial results, which is
-                the number of tasks; the mask's address and four dimensions, no columns meaning no mask.
-            shape: B, H, G, Q, D and the head dim of values.
-            scale: factor of the scores.
-            query: address of `[B, H * G, Q, D]`, float32.
-            scratch: address of `B H G Q (head dim of values + 2)` float32 for every partial result.
-            result: address of `[B, H * G, Q, head dim of values]`, float32, to be filled.
-        """
-        batch_size, num_heads, groups, num_queries, key_dim, value_dim = shape
-        queries = floats_at(query, (batch_size, num_heads * groups, num_queries, key_dim))
-        rows = groups * num_queries
-        num_results = parts[:, 5].sum()
-        num_sums = num_results * batch_size * num_heads * rows
-        total = floats_at(scratch, (num_results, batch_size, num_heads, rows))
-        maximum = floats_at(scratch + 4 * num_sums, (num_results, batch_size, num_heads, rows))
-        output = floats_at(scratch + 8 * num_sums, (num_results, batch_size, num_heads, rows, value_dim))
-        first = 0
-        for i in range(parts.shape[0]):
-            is_compressed, length, key_address, value_address, size, num_tasks, mask = parts[i, :7]
-            bias = floats_at(mask, (parts[i, 7], parts[i, 8], parts[i, 9], parts[i, 10]))
-            last = first + num_tasks
-            if is_compressed:
-                attend_block(
-                    queries,
-                    scale,
-                    side_at(key_address),
-                    side_at(value_address),
-                    layout_at(key_address),
-                    layout_at(value_address),
-                    bias,
-                    length,
-                    size,
-                    output[first:last],
-                    total[first:last],
-                    maximum[first:last],
-                )
-            else:
-                keys = floats_at(key_address, (batch_size, num_heads, size, key_dim))
-                values = floats_at(value_address, (batch_size, num_heads, size, value_dim))
-                attend_exact(queries, scale, keys, values, length, bias, output[first], total[first], maximum[first])
-            first = last
-        merge(output, total, maximum, floats_at(result, (batch_size, num_heads, rows, value_dim)))
-
-    return attend  # type: ignore[no-any-return]
-
-
-attend_in_parallel, attend_serially = make_attend(True), make_attend(False)
+    Args:
+        shape: B, H, G, Q, D, head dim of values, and partial results in all.
+        scale: factor of the scores.
+        query: `[B, H * G, Q, D]`, float32.
+        key_table, value_table: the block; scales of values have to be of tokens.
+        mask: address of what is added to the scores, and its four dimensions; no columns mean no mask.
+        span: tokens in use, tiles of a task, and tasks, which is how many partial results are written.
+        first: the first of them.
+        scratch: what `exact.partial_results` makes arrays of.
+    """
+    batch_size, num_heads, groups, num_queries, key_dim, _, _ = shape
+    length, tiles_per_task, num_tasks = span
+    num_rows = groups * num_queries
+    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
+    output, total, maximum = partial_results(scratch, shape, first, num_tasks)
+    bias = floats_at(mask[0], mask[1:])
+    row_blocks = -(-num_rows // ROWS)
+    for task in prange(batch_size * num_heads * row_blocks * num_tasks):
+        # Made in each task: handing a hundred arrays over to threads would take longer
+        keys, values = side_at(key_table), side_at(value_table)
+        key_layout, value_layout = layout_at(key_table), layout_at(value_table)
+        item, part = task // num_tasks, task % num_tasks
+        head, row = item // row_blocks, item % row_blocks * ROWS
+        b, h = head // num_heads, head % num_heads
+        last_row = min(row + ROWS, num_rows)
+        rows = last_row - row
+        sums = Sums(
+            np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
+            np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
+            np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
+            np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
+            np.zeros((1, 2 * ROWS), dtype=np.float32),
+            np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+        )
+        tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
+        own = load_queries(queries[b, h, row:last_row], float32(scale), rows, keys, key_layout)
+        _run_task(
+            own,
+            rows,
+            row,
+            keys,
+            values,
+            key_layout,
+            value_layout,
+            bias,
+            groups,
+            num_queries,
+            length,
+            b,
+            h,
+            tiles,
+            sums,
+        )
+        write_result(
+            values,
+            value_layout,
+            rows,
+            sums,
+            output[part, b, h, row:last_row],
+            total[part, b, h, row:last_row],
+            maximum[part, b, h, row:last_row],
+        )

@@ -14,7 +14,8 @@ from kvcache_plugins.ops.outliers import OUTLIER_TILE, channel_bits
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
 
 from .arrays import ROW, SIDE_ROWS
-from .attention import attend_in_parallel, attend_serially
+from .attention import attend_block
+from .exact import attend_exact, merge
 from .layout import code_layout
 from .primitives import ROWS
 
@@ -83,14 +84,15 @@ class _Arguments:
             self._alive += [table, codes]
         return table.ctypes.data
 
-    def mask(self, mask: torch.Tensor | None, length: int) -> list[int]:
+    def mask(self, mask: torch.Tensor | None, length: int) -> tuple[int, int, int, int, int]:
         """Address and dimensions of what is added to the scores."""
         mask = slice_mask(mask, 0, length)
         if mask is None:
-            return [0, 1, 1, 1, 0]
+            return 0, 1, 1, 1, 0
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        return [self.address(mask), *mask.shape]
+        batch_size, num_heads, num_queries, _ = mask.shape
+        return self.address(mask), batch_size, num_heads, num_queries, length
 
 
 def attend(
@@ -110,26 +112,26 @@ def attend(
     groups, num_threads = num_query_heads // num_heads, min(torch.get_num_threads(), _MAX_THREADS)
     num_rows = groups * num_queries
     num_row_blocks = batch_size * num_heads * -(-num_rows // ROWS)
-    arguments = _Arguments()
-    parts: list[list[int]] = []
-    for part in compressed:
-        num_tasks, tiles_per_task = _split(part, num_row_blocks, num_threads)
-        tables = arguments.table(part.keys), arguments.table(part.values)
-        parts.append([1, part.length, *tables, tiles_per_task, num_tasks, *arguments.mask(part.mask, part.length)])
-    for exact in dense:
-        states = arguments.address(exact.keys), arguments.address(exact.values)
-        size = exact.keys.shape[2]
-        parts.append([0, exact.length, *states, size, 1, *arguments.mask(exact.mask, exact.length)])
-    num_results = sum(part[5] for part in parts)
+    splits = [_split(part, num_row_blocks, num_threads) for part in compressed]
+    num_results = len(dense) + sum(num_tasks for num_tasks, _ in splits)
     scratch = _empty(num_results * batch_size * num_heads * num_rows * (value_dim + 2))
     result = _empty(batch_size, num_query_heads, num_queries, value_dim)
-    shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim)
-    addresses = arguments.address(query), scratch.data_ptr(), result.data_ptr()
-    if num_threads == 1:
-        attend_serially(np.array(parts), shape, scale, *addresses)
-    else:
+    shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
+    arguments = _Arguments()
+    queries, results, first = arguments.address(query), scratch.data_ptr(), 0
+    if compressed:
         numba.set_num_threads(num_threads)
-        attend_in_parallel(np.array(parts), shape, scale, *addresses)
+    for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
+        tables = arguments.table(part.keys), arguments.table(part.values)
+        mask, span = arguments.mask(part.mask, part.length), (part.length, tiles_per_task, num_tasks)
+        attend_block(shape, scale, queries, *tables, mask, span, first, results)
+        first += num_tasks
+    for exact in dense:
+        states = arguments.address(exact.keys), arguments.address(exact.values)
+        mask, capacity = arguments.mask(exact.mask, exact.length), exact.keys.shape[2]
+        attend_exact(shape, scale, queries, *states, mask, capacity, exact.length, first, results)
+        first += 1
+    merge(shape, results, result.data_ptr())
     return result if query.dtype == torch.float32 else result.to(query.dtype)
 
 

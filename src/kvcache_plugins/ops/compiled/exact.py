@@ -12,6 +12,7 @@ from numba import njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
+from .arrays import floats_at
 from .primitives import (
     OPTIONS,
     ROWS,
@@ -30,22 +31,59 @@ def _padded(size: int) -> int:
 
 
 @njit(**OPTIONS)
+def partial_results(scratch: int, shape: Any, first: int, count: int) -> Any:
+    """
+    Some of the partial results that are kept at an address.
+
+    Args:
+        scratch: address of `B H G Q (head dim of values + 2)` float32 for every partial result.
+        shape: B, H, G, Q, D, head dim of values, and partial results in all.
+        first, count: which ones.
+
+    Returns:
+        The weighted sum of the values `[count, B, H, R, head dim of values]`, the sum of the weights and the maximum
+        score `[count, B, H, R]`.
+    """
+    batch_size, num_heads, groups, num_queries, _, value_dim, num_results = shape
+    dims = (count, batch_size, num_heads, groups * num_queries)
+    size = 4 * batch_size * num_heads * groups * num_queries
+    total = floats_at(scratch + first * size, dims)
+    maximum = floats_at(scratch + (num_results + first) * size, dims)
+    output = floats_at(scratch + (2 * num_results + first * value_dim) * size, (*dims, value_dim))
+    return output, total, maximum
+
+
+@njit(**OPTIONS)
 def attend_exact(
-    query: Any, scale: float, keys: Any, values: Any, length: int, bias: Any, output: Any, total: Any, maximum: Any
+    shape: Any,
+    scale: float,
+    query: int,
+    key_address: int,
+    value_address: int,
+    mask: Any,
+    capacity: int,
+    length: int,
+    first: int,
+    scratch: int,
 ) -> None:
     """
     Attention over exact tokens, as a partial result of an online softmax.
 
+    Everything comes by address, see `arrays`.
+
     Args:
-        query: `[B, H * G, Q, D]`, float32, contiguous.
-        scale: factor of the scores.
-        keys, values: `[B, H, at least T, D]`, float32.
-        length: tokens in use, T; few.
-        bias: added to the scores, `[B or 1, H * G or 1, Q or 1, T]`, or with no columns.
-        output, total, maximum: `[B, H, R, D]` and `[B, H, R]`, float32, to be filled.
+        shape, scale, query, mask, first, scratch: as in `attention.attend_block`.
+        key_address, value_address: `[B, H, capacity, D]`, float32.
+        length: tokens in use; few.
     """
-    num_heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
-    groups, num_queries, num_rows = query.shape[1] // num_heads, query.shape[2], total.shape[2]
+    batch_size, num_heads, groups, num_queries, key_dim, value_dim, _ = shape
+    num_rows = groups * num_queries
+    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
+    keys = floats_at(key_address, (batch_size, num_heads, capacity, key_dim))
+    values = floats_at(value_address, (batch_size, num_heads, capacity, value_dim))
+    bias = floats_at(mask[0], mask[1:])
+    outputs, totals, maxima = partial_results(scratch, shape, first, 1)
+    output, total, maximum = outputs[0], totals[0], maxima[0]
     key_states = np.zeros((OUTLIER_TILE + 1, _padded(key_dim)), dtype=np.float32)
     value_states = np.zeros((OUTLIER_TILE + 1, _padded(value_dim)), dtype=np.float32)
     rows = np.zeros((ROWS, key_states.shape[1]), dtype=np.float32)
@@ -54,13 +92,12 @@ def attend_exact(
     own_total = np.zeros((1, 2 * ROWS), dtype=np.float32)
     own_maximum = np.zeros((1, 2 * ROWS), dtype=np.float32)
     decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    for b in range(keys.shape[0]):
+    for b in range(batch_size):
         for h in range(num_heads):
-            group = query[b, h * groups : (h + 1) * groups].reshape(num_rows, key_dim)
             for row in range(0, num_rows, ROWS):
                 last_row = min(row + ROWS, num_rows)
                 rows[:] = 0
-                rows[: last_row - row, :key_dim] = group[row:last_row] * np.float32(scale)
+                rows[: last_row - row, :key_dim] = queries[b, h, row:last_row] * np.float32(scale)
                 sums[:], own_total[:], own_maximum[:] = 0, 0, -np.inf
                 for start in range(0, length, OUTLIER_TILE):
                     tokens = min(OUTLIER_TILE, length - start)
@@ -79,14 +116,17 @@ def attend_exact(
 
 
 @njit(**OPTIONS)
-def merge(output: Any, total: Any, maximum: Any, result: Any) -> None:
+def merge(shape: Any, scratch: int, result_address: int) -> None:
     """
     The attention output of partial results; zero where a query may attend to nothing.
 
     Args:
-        output, total, maximum: `[S, B, H, R, D]` and `[S, B, H, R]`, float32.
-        result: `[B, H, R, D]`, float32, to be filled.
+        shape, scratch: as in `partial_results`.
+        result_address: `[B, H * G, Q, head dim of values]`, float32, to be filled.
     """
+    batch_size, num_heads, groups, num_queries, _, value_dim, num_results = shape
+    output, total, maximum = partial_results(scratch, shape, 0, num_results)
+    result = floats_at(result_address, (batch_size, num_heads, groups * num_queries, value_dim))
     for b in range(result.shape[0]):
         for h in range(result.shape[1]):
             for r in range(result.shape[2]):
