@@ -3,7 +3,7 @@
 A value and its place are packed into one 64-bit integer whose order is that of the values. A reduction then gives the
 extreme and where it is at once, and no two places are equal, so that none is taken twice. The few values a side
 (1% of a row) are taken one after the other: sorting a row takes 55 steps at 1024 values, and topk of a library a
-launch or two a side.
+launch or two a side. What is left of a row is known then, and is written down for the quantization on request.
 """
 
 # What a kernel is given are pointers, integers and tiles, for which Triton has no types
@@ -37,6 +37,7 @@ def _select_outliers_kernel(
     rows_ptr,
     valid_ptr,
     counts_ptr,
+    keep_ptr,
     indices_ptr,
     num_chunks,
     num_rows,
@@ -46,22 +47,32 @@ def _select_outliers_kernel(
     rows_stride_h,
     rows_stride_m,
     rows_stride_r,
+    rows_stride_o,
     rows_stride_n,
     valid_stride_b,
     valid_stride_h,
     valid_stride_m,
     valid_stride_r,
+    valid_stride_o,
     valid_stride_n,
+    keep_stride_b,
+    keep_stride_h,
+    keep_stride_m,
+    keep_stride_r,
+    keep_stride_o,
+    keep_stride_n,
     counts_stride_b,
     counts_stride_h,
     counts_stride_m,
     counts_stride_r,
     HAS_VALID: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
+    WRITES_KEEP: tl.constexpr,
+    INNER: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A block of rows of one chunk. The indices are contiguous."""
+    """A block of rows of one chunk, each of pieces of `INNER` values if that is not 0. The indices are contiguous."""
     num_blocks = tl.cdiv(num_rows, BLOCK_R)
     chunk = (tl.program_id(0) // num_blocks).to(tl.int64)
     rows = ((tl.program_id(0) % num_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -71,13 +82,16 @@ def _select_outliers_kernel(
     places = tl.arange(0, BLOCK_N)
     in_row = (places < row_length)[None, :]
     in_block = is_row[:, None] & in_row
+    outer, inner = tl.zeros_like(places), places
+    if INNER > 0:
+        outer, inner = places // INNER, places % INNER
     rows_ptr += batch * rows_stride_b + head * rows_stride_h + chunk * rows_stride_m
-    rows_offsets = rows[:, None] * rows_stride_r + places[None, :] * rows_stride_n
+    rows_offsets = rows[:, None] * rows_stride_r + (outer * rows_stride_o + inner * rows_stride_n)[None, :]
     order = _order(tl.load(rows_ptr + rows_offsets, mask=in_block, other=0.0).to(tl.float32))
     high, low = order, ~order
     if HAS_VALID:
         valid_ptr += batch * valid_stride_b + head * valid_stride_h + chunk * valid_stride_m
-        valid_offsets = rows[:, None] * valid_stride_r + places[None, :] * valid_stride_n
+        valid_offsets = rows[:, None] * valid_stride_r + (outer * valid_stride_o + inner * valid_stride_n)[None, :]
         valid = tl.load(valid_ptr + valid_offsets, mask=in_block, other=0) != 0
         high = tl.where(valid, high, _INVALID)
         low = tl.where(valid, low, _INVALID)
@@ -100,12 +114,25 @@ def _select_outliers_kernel(
         tl.store(indices_ptr + slot, BLOCK_N - 1 - (highest & (BLOCK_N - 1)), mask=is_row)
     for slot in range(num_per_side):
         lowest = tl.max(low, axis=1)
-        low = tl.where(low == lowest[:, None], _TAKEN, low)
+        low = tl.where((low == lowest[:, None]) & (slot < counts)[:, None], _TAKEN, low)
         tl.store(indices_ptr + num_per_side + slot, BLOCK_N - 1 - (lowest & (BLOCK_N - 1)), mask=is_row)
+    if WRITES_KEEP:
+        # Of the smallest also those that the largest took are gone
+        keep = low != _TAKEN
+        if HAS_VALID:
+            keep = keep & valid
+        keep_ptr += batch * keep_stride_b + head * keep_stride_h + chunk * keep_stride_m
+        keep_offsets = rows[:, None] * keep_stride_r + (outer * keep_stride_o + inner * keep_stride_n)[None, :]
+        tl.store(keep_ptr + keep_offsets, keep, mask=in_block)
 
 
 def select_outliers(
-    rows: torch.Tensor, num_per_side: int, valid: torch.Tensor | None = None, counts: torch.Tensor | None = None
+    rows: torch.Tensor,
+    num_per_side: int,
+    valid: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    row_dims: int = 1,
 ) -> torch.Tensor:
     """
     Indices of the `num_per_side` largest and the `num_per_side` smallest values of every row.
@@ -120,22 +147,32 @@ def select_outliers(
         counts (`torch.Tensor` broadcastable to `[..., N]`, integer, *optional*):
             How many slots a side of each row count, at most `num_per_side` (and half of what is valid): the first
             ones. `None`: all. What the other slots hold is of no meaning.
+        keep (`torch.Tensor` of the shape of the rows, bool, any strides, *optional*):
+            Filled with which values are valid and not in a slot that counts.
+        row_dims (`int`, *optional*, defaults to 1):
+            2 if a row is the last two dimensions, `[..., N, n1, n2]`, `n = n1 * n2`.
 
     Returns:
         Indices into the rows (int64, `[..., N, 2 * num_per_side]`): of the largest, in descending order, and of the
         smallest, in ascending order. No slot that counts repeats another that does.
     """
-    leading, row_length = rows.shape[:-1], rows.shape[-1]
+    leading, row_shape = rows.shape[:-row_dims], rows.shape[-row_dims:]
+    row_length = row_shape.numel()
     indices = rows.new_empty(*leading, 2 * num_per_side, dtype=torch.int64)
     assert 2 * num_per_side <= row_length <= MAX_ROW_LENGTH and 1 <= len(leading) <= 4
     if indices.numel() == 0:
         return indices
     padding = (None,) * (4 - len(leading))
-    valid_strides: tuple[int, ...] = (0,) * 5
+    valid_strides: tuple[int, ...] = (0,) * 6
+    keep_strides: tuple[int, ...] = (0,) * 6
     counts_strides: tuple[int, ...] = (0,) * 4
     if valid is not None:
         valid = valid.expand_as(rows)[padding]
-        valid_strides = valid.stride()
+        valid_strides = _row_strides(valid, row_dims)
+    if keep is not None:
+        assert keep.shape == rows.shape
+        keep = keep[padding]
+        keep_strides = _row_strides(keep, row_dims)
     if counts is not None:
         counts = counts.expand(leading)[padding]
         counts_strides = counts.stride()
@@ -148,18 +185,28 @@ def select_outliers(
         rows,
         valid,
         counts,
+        keep,
         indices,
         num_chunks,
         num_rows,
         row_length,
         num_per_side,
-        *rows.stride(),
+        *_row_strides(rows, row_dims),
         *valid_strides,
+        *keep_strides,
         *counts_strides,
         HAS_VALID=valid is not None,
         HAS_COUNTS=counts is not None,
+        WRITES_KEEP=keep is not None,
+        INNER=row_shape[1] if row_dims == 2 else 0,
         BLOCK_R=block_r,
         BLOCK_N=block_n,
         num_warps=min(max(block_r * block_n // _VALUES_PER_WARP, 1), 8),
     )
     return indices
+
+
+def _row_strides(tensor: torch.Tensor, row_dims: int) -> tuple[int, ...]:
+    """Strides of `[B, H, M, N, n]` or `[B, H, M, N, n1, n2]`, as if a row always had two dimensions."""
+    strides = tensor.stride()
+    return strides if row_dims == 2 else (*strides[:4], 0, strides[4])

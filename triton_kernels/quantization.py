@@ -1,16 +1,17 @@
 """Quantization of chunks and packing of the codes, in one kernel.
 
-Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, G groups, P bytes a token. Codes are packed
-by slabs: at 2 bits byte `j` of a token holds channels `j`, `j + W`, `j + 2W`, `j + 3W` with `W = ceil(D / 4)`, lowest
-bits first, so that a program reads and writes rows of channels that lie side by side. 3 bits are a 2-bit plane and
-after it a 1-bit plane, whose slabs are narrower.
+Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, G groups, P bytes a token. The layout of
+the bytes is told in `packing`.
 
 A program finds the range of its groups, stores their scales and zeros, and reads those back when it packs: channels
 are grouped one way for the range and laid out another way for the slabs, and the round trip through the GPU's cache
 turns the one layout into the other. The states are read again too, also from the cache. Long groups of one channel are
 too few to fill a GPU with, so there range and packing are launched one after the other, each split its own way.
 
-A scale or zero that is not finite tells that the states exceed float16 or are NaN; looking at that is the caller's.
+What the codes miss of each value can be written along with them: it is known here without unpacking anything.
+
+A scale or zero that is not finite tells that the states exceed float16 or are NaN. A number in the GPU's memory is set
+then, so that many launches can be looked at with one synchronization.
 """
 
 # What a kernel is given are pointers, integers and tiles, for which Triton has no types
@@ -20,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.triton_kernels.packing import pack, report_range, scale_and_zero
+
 
 # Groups of this many tokens of a channel are quantized by one program, longer ones by many.
 MAX_TOKENS_IN_PROGRAM = 128
@@ -27,91 +30,6 @@ _MAX_TOKENS_IN_TILE = 32
 _CHANNELS_IN_RANGE_TILE = 32
 _MAX_BYTES_IN_TILE = 64
 _VALUES_IN_TOKEN_TILE = 1024
-# 2**23: a float32 of this size has no fraction, so adding it rounds, half to even.
-_ROUNDER = tl.constexpr(8388608.0)
-
-
-@triton.jit
-def _scale_and_zero(low, high, poison, NBITS: tl.constexpr):
-    """Scale and zero, in float16, of groups of these ranges; a group of which nothing is kept has the range 0 to 0."""
-    low = tl.where(low == float("inf"), 0.0, low)
-    high = tl.where(high == float("-inf"), 0.0, high)
-    # Minimum and maximum pass over NaN. The poison is a sum of zeros, or NaN
-    zero = (low + poison).to(tl.float16)
-    span = tl.maximum(high - zero.to(tl.float32), 0.0)
-    # The exact division: a scale that differs in its last bit moves codes
-    scale = tl.div_rn(span, tl.zeros_like(span) + (2**NBITS - 1)).to(tl.float16)
-    return scale, zero
-
-
-@triton.jit
-def _pack_plane(
-    states_rows,
-    codes_rows,
-    scale_rows,
-    zero_rows,
-    is_token,
-    states_stride_d,
-    NBITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """
-    Packs bits `SHIFT` to `SHIFT + WIDTH - 1` of the codes of `BLOCK_L` tokens of a head. The first four are pointers
-    to each token's first element; scales and zeros, one for `GROUP_SIZE` channels, may be one row for all tokens.
-    """
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    SLAB: tl.constexpr = (HEAD_DIM + PER_BYTE - 1) // PER_BYTE
-    for start in tl.static_range(0, SLAB, BLOCK_W):
-        in_slab = start + tl.arange(0, BLOCK_W)
-        packed = tl.zeros([BLOCK_L, BLOCK_W], dtype=tl.int32)
-        for slab in tl.static_range(PER_BYTE):
-            channels = slab * SLAB + in_slab
-            is_channel = ((in_slab < SLAB) & (channels < HEAD_DIM))[None, :]
-            states_ptrs = states_rows[:, None] + channels[None, :] * states_stride_d
-            states = tl.load(states_ptrs, mask=is_token[:, None] & is_channel, other=0.0).to(tl.float32)
-            groups = (channels // GROUP_SIZE)[None, :]
-            step = tl.load(scale_rows[:, None] + groups, mask=is_channel, other=0.0).to(tl.float32)
-            zero = tl.load(zero_rows[:, None] + groups, mask=is_channel, other=0.0).to(tl.float32)
-            # A constant group, and what fills up the last slab, has step 0 and code 0
-            inverse = tl.where(step > 0, tl.div_rn(tl.zeros_like(step) + 1.0, tl.where(step > 0, step, 1.0)), 0.0)
-            # Clamped before rounding, not after, which is the same and keeps to the range that the rounding needs
-            position = tl.minimum(tl.maximum((states - zero) * inverse, 0.0), 2.0**NBITS - 1.0)
-            codes = (position + _ROUNDER).to(tl.int32, bitcast=True) & 0xFF
-            packed |= ((codes >> SHIFT) & ((1 << WIDTH) - 1)) << (slab * WIDTH)
-        in_codes = is_token[:, None] & (in_slab < SLAB)[None, :]
-        tl.store(codes_rows[:, None] + in_slab[None, :], packed.to(tl.uint8), mask=in_codes)
-
-
-@triton.jit
-def _pack(
-    states_rows,
-    codes_rows,
-    scale_rows,
-    zero_rows,
-    is_token,
-    states_stride_d,
-    NBITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Packs all bits of the codes: see `_pack_plane`."""
-    # fmt: off
-    if NBITS == 3:
-        _pack_plane(states_rows, codes_rows, scale_rows, zero_rows, is_token, states_stride_d,
-                    NBITS, 2, 0, HEAD_DIM, GROUP_SIZE, BLOCK_L, BLOCK_W)
-        _pack_plane(states_rows, codes_rows + (HEAD_DIM + 3) // 4, scale_rows, zero_rows, is_token, states_stride_d,
-                    NBITS, 1, 2, HEAD_DIM, GROUP_SIZE, BLOCK_L, BLOCK_W)
-    else:
-        _pack_plane(states_rows, codes_rows, scale_rows, zero_rows, is_token, states_stride_d,
-                    NBITS, NBITS, 0, HEAD_DIM, GROUP_SIZE, BLOCK_L, BLOCK_W)
-    # fmt: on
 
 
 @triton.jit
@@ -121,6 +39,8 @@ def _quantize_channels_kernel(
     codes_ptr,
     scale_ptr,
     zero_ptr,
+    missing_ptr,
+    exceeded_ptr,
     num_chunks,
     num_groups,
     group_size,
@@ -140,6 +60,8 @@ def _quantize_channels_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     HAS_KEEP: tl.constexpr,
+    WRITES_MISSING: tl.constexpr,
+    REPORTS: tl.constexpr,
     FINDS_RANGE: tl.constexpr,
     PACKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -186,9 +108,11 @@ def _quantize_channels_kernel(
                 low = tl.minimum(low, tl.where(kept, states, float("inf")))
                 high = tl.maximum(high, tl.where(kept, states, float("-inf")))
                 poison += tl.where(kept, states * 0.0, 0.0)
-            scale, zero = _scale_and_zero(tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(poison, axis=0), NBITS)
+            scale, zero = scale_and_zero(tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(poison, axis=0), NBITS)
             tl.store(scale_ptr + channels, scale, mask=is_channel)
             tl.store(zero_ptr + channels, zero, mask=is_channel)
+            if REPORTS:
+                report_range(exceeded_ptr, scale, zero)
         # What one thread has stored, others read when they pack
         tl.debug_barrier()
     if PACKS:
@@ -196,10 +120,13 @@ def _quantize_channels_kernel(
             tokens = (tile * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
             states_rows = states_ptr + tokens * states_stride_l
             codes_rows = codes_ptr + tokens * NUM_BYTES
+            missing_rows = codes_rows
+            if WRITES_MISSING:
+                missing_rows = missing_ptr + (group_index * group_size + tokens) * HEAD_DIM
             one_row = tl.zeros([1], dtype=tl.int32)
             # fmt: off
-            _pack(states_rows, codes_rows, scale_ptr + one_row, zero_ptr + one_row, tokens < group_size,
-                  states_stride_d, NBITS, HEAD_DIM, 1, BLOCK_L, BLOCK_W)
+            pack(states_rows, codes_rows, scale_ptr + one_row, zero_ptr + one_row, missing_rows, tokens < group_size,
+                  states_stride_d, NBITS, HEAD_DIM, 1, WRITES_MISSING, BLOCK_L, BLOCK_W)
             # fmt: on
 
 
@@ -210,6 +137,8 @@ def _quantize_tokens_kernel(
     codes_ptr,
     scale_ptr,
     zero_ptr,
+    missing_ptr,
+    exceeded_ptr,
     num_heads,
     num_chunks,
     chunk_length,
@@ -230,6 +159,8 @@ def _quantize_tokens_kernel(
     NUM_GROUPS: tl.constexpr,
     HEADS_SHARE: tl.constexpr,
     HAS_KEEP: tl.constexpr,
+    WRITES_MISSING: tl.constexpr,
+    REPORTS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -266,12 +197,14 @@ def _quantize_tokens_kernel(
         low = tl.minimum(low, tl.min(tl.where(kept, states, float("inf")), axis=2))
         high = tl.maximum(high, tl.max(tl.where(kept, states, float("-inf")), axis=2))
         poison += tl.sum(tl.where(kept, states * 0.0, 0.0), axis=2)
-    scale, zero = _scale_and_zero(low, high, poison, NBITS)
+    scale, zero = scale_and_zero(low, high, poison, NBITS)
     range_index = ((batch * tl.num_programs(1) + first_head) * num_chunks + chunk) * chunk_length + tokens
     is_group = is_token[:, None] & (groups < NUM_GROUPS)[None, :]
     range_offsets = range_index[:, None] * NUM_GROUPS + groups[None, :]
     tl.store(scale_ptr + range_offsets, scale, mask=is_group)
     tl.store(zero_ptr + range_offsets, zero, mask=is_group)
+    if REPORTS:
+        report_range(exceeded_ptr, scale, zero)
     # What one thread has stored, others read when they pack
     tl.debug_barrier()
     scale_rows = scale_ptr + range_index * NUM_GROUPS
@@ -279,14 +212,24 @@ def _quantize_tokens_kernel(
     for head in range(first_head, last_head):
         head_offset = tl.cast(head, tl.int64) * states_stride_h
         codes_index = ((batch * num_heads + head) * num_chunks + chunk) * chunk_length + tokens
+        codes_rows = codes_ptr + codes_index * NUM_BYTES
+        missing_rows = codes_rows
+        if WRITES_MISSING:
+            missing_rows = missing_ptr + codes_index * HEAD_DIM
         # fmt: off
-        _pack(states_rows + head_offset, codes_ptr + codes_index * NUM_BYTES, scale_rows, zero_rows, is_token,
-              states_stride_d, NBITS, HEAD_DIM, GROUP_SIZE, BLOCK_L, BLOCK_W)
+        pack(states_rows + head_offset, codes_rows, scale_rows, zero_rows, missing_rows, is_token,
+              states_stride_d, NBITS, HEAD_DIM, GROUP_SIZE, WRITES_MISSING, BLOCK_L, BLOCK_W)
         # fmt: on
 
 
 def quantize_and_pack(
-    states: torch.Tensor, keep: torch.Tensor | None, nbits: int, axis: str, group_size: int | None
+    states: torch.Tensor,
+    keep: torch.Tensor | None,
+    nbits: int,
+    axis: str,
+    group_size: int | None,
+    missing: torch.Tensor | None = None,
+    exceeded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Quantizes chunks of keys or values and packs the codes.
@@ -302,6 +245,10 @@ def quantize_and_pack(
             `"channel"`, groups of consecutive tokens of a channel, or `"token"`, groups of channels of a token.
         group_size (`int`, *optional*):
             Length of a group, a divisor of L or D. `None`: all tokens, or all channels of all heads.
+        missing (`torch.Tensor` of shape `[B, H, M, L, D]`, float32, contiguous, *optional*):
+            Filled with the states less what codes, scales and zeros stand for.
+        exceeded (`torch.Tensor` of shape `[1]`, int32, *optional*):
+            Set to 1 if a scale or zero is not finite.
 
     Returns:
         `codes` (uint8, `[B, H, M, L, P]`), `scale` and `zero` (float16, `[B, H, M, G, D]` by channel,
@@ -325,9 +272,10 @@ def quantize_and_pack(
     if keep is not None:
         keep = keep.expand_as(states)
         keep_strides = keep.stride()
-    tensors = (states, keep, codes, scale, zero)
+    tensors = (states, keep, codes, scale, zero, missing, exceeded)
     strides = (*states.stride(), *keep_strides)
     constants = {"NBITS": nbits, "HEAD_DIM": head_dim, "NUM_BYTES": num_bytes, "HAS_KEEP": keep is not None}
+    constants |= {"WRITES_MISSING": missing is not None, "REPORTS": exceeded is not None}
     slab = -(-head_dim // (8 // (2 if nbits == 3 else nbits)))
     block_w = min(triton.next_power_of_2(slab), _MAX_BYTES_IN_TILE)
     if axis == "token":

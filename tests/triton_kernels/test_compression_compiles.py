@@ -26,20 +26,35 @@ def calls() -> dict[str, Callable[[], object]]:
     import torch
 
     from kvcache_plugins.triton_kernels.low_rank import power_iteration
+    from kvcache_plugins.triton_kernels.outlier_storage import store_outliers
     from kvcache_plugins.triton_kernels.outliers import select_outliers
     from kvcache_plugins.triton_kernels.quantization import quantize_and_pack
 
+    exceeded = torch.zeros(1, dtype=torch.int32)
+
     def quantize(head_dim: int, length: int, nbits: int, axis: str, group_size: int | None, kept: bool) -> object:
-        states = torch.empty(1, 8, 3, length, head_dim)
+        states = torch.empty(1, 8, 3, length, head_dim, dtype=torch.bfloat16)
         keep = states > 0 if kept else None
-        return lambda: quantize_and_pack(states, keep, nbits, axis, group_size)
+        missing = torch.empty(states.shape) if kept else None
+        return lambda: quantize_and_pack(states, keep, nbits, axis, group_size, missing, exceeded)
 
     def iterate(length: int, head_dim: int, rank: int) -> object:
-        return lambda: power_iteration(torch.empty(1, 8, 3, length, head_dim), rank, 3, torch.empty(head_dim, rank))
+        residual, start = torch.empty(1, 8, 3, length, head_dim), torch.empty(head_dim, rank)
+        return lambda: power_iteration(residual, rank, 3, start, residual > 0, torch.float16, exceeded)
 
-    def select(rows: torch.Tensor, num_per_side: int, valid: torch.Tensor | None = None) -> object:
+    def select(rows: torch.Tensor, num_per_side: int, valid: torch.Tensor | None = None, row_dims: int = 1) -> object:
         counts = None if valid is None else valid.sum(-1)
-        return lambda: select_outliers(rows, num_per_side, valid, counts)
+        return lambda: select_outliers(rows, num_per_side, valid, counts, rows > 0, row_dims)
+
+    def store(length: int, head_dim: int, by_channel: bool, rank: int, used: bool) -> object:
+        missing, num_outliers = torch.empty(1, 8, 3, length, head_dim), 20
+        shape = (1, 8, 3, num_outliers, head_dim) if by_channel else (1, 3, length, num_outliers)
+        indices = torch.zeros(shape, dtype=torch.int64)
+        in_use = torch.ones(1, 3, 1, dtype=torch.bool) if used else None
+        factors = torch.empty(1, 8, 3, length, rank).half(), torch.empty(1, 8, 3, head_dim, rank).half()
+        return lambda: store_outliers(
+            missing, indices, in_use, factors if rank else None, exceeded, 64, 7, torch.int16
+        )
 
     quantizations = [
         (128, 64, 2, "channel", None, True),
@@ -57,15 +72,22 @@ def calls() -> dict[str, Callable[[], object]]:
     ]
     keys = torch.empty(1, 8, 3, 64, 128).transpose(3, 4)
     valid = torch.ones(1, 1, 3, 1, 64, dtype=torch.bool)
-    values = torch.empty(192, 1024)
+    values = torch.empty(1, 3, 64, 8, 128)
+    stores = [
+        (64, 128, True, 2, False),
+        (256, 80, True, 0, True),
+        (64, 128, False, 2, True),
+        (64, 64, False, 0, False),
+    ]
     matrices = [(64, 64, 2), (64, 128, 4), (100, 80, 4), (128, 256, 8), (256, 256, 16)]
     return {
         **{f"quantize D={c[0]} L={c[1]} {c[2]} bits {c[3]} {c[4]} kept={c[5]}": quantize(*c) for c in quantizations},
         **{f"iterate L={c[0]} D={c[1]} R={c[2]}": iterate(*c) for c in matrices},
         "select keys": select(keys, 1),
         "select valid keys": select(keys, 1, valid),
-        "select values": select(values, 10),
-        "select long values": select(torch.empty(64, 4096), 40),
+        "select values": select(values, 10, row_dims=2),
+        "select long values": select(torch.empty(1, 3, 64, 32, 128), 40, row_dims=2),
+        **{f"store L={c[0]} D={c[1]} by channel={c[2]} R={c[3]} used={c[4]}": store(*c) for c in stores},
     }
 
 
