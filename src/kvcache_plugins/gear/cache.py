@@ -185,11 +185,11 @@ class GEARCache(ReportingMixin, Cache):
         Returns:
             `dict[str, int]`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk;
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
-            (each token once, however many items the batch has), `chunks_compressed`, `attend_calls` (attentions over
-            compressed states), `fused_calls` (those of them by a fused kernel), `kernel_fallbacks` (those for which
-            the kernel that was wanted could not be had), `dense_reads` (times a side of a layer was made dense for
-            something other than `sdpa`)
-            and `prompts_without_mask` (prompts compressed without having seen a mask).
+            (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
+            them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
+            them by a fused kernel), `kernel_fallbacks` (those for which the kernel that was wanted could not be had),
+            `dense_reads` (times a side of a layer was made dense for something other than `sdpa`) and
+            `prompts_without_mask` (prompts compressed without having seen a mask).
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer)]
         total: Counter[str] = Counter()

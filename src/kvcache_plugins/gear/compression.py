@@ -3,6 +3,8 @@ groups."""
 
 import torch
 
+from kvcache_plugins.ops.compression_steps import choose_steps
+
 from .config import GEARConfig
 from .decomposition import decompose
 from .storage import CompressedBlock, ExactPrefix
@@ -35,9 +37,11 @@ def compress_tokens(
     Raises:
         ValueError: if states are not finite or exceed float16.
     """
-    check_finite(keys, values, valid, layer_idx)
-    if valid is not None:
-        valid = valid.unflatten(1, (num_chunks, -1))
+    steps = choose_steps(keys)
+    # Kernels notice by themselves what is not finite; then the states are looked at, to say what it was
+    if not steps.is_fused:
+        check_finite(keys, values, valid, layer_idx)
+    valid_chunks = None if valid is None else valid.unflatten(1, (num_chunks, -1))
     sides = (
         (keys, config.key, config.key_grouping(keys.shape[3])),
         (values, config.value, config.value_grouping(values.shape[3])),
@@ -46,19 +50,27 @@ def compress_tokens(
         compressed_keys, compressed_values = (
             decompose(
                 states.unflatten(2, (num_chunks, -1)),
-                valid,
+                valid_chunks,
                 side,
                 grouping,
                 rank=side.rank if is_prompt else side.decode_rank,
                 num_iterations=config.num_iterations,
                 recent_ratio=config.low_rank_recent_ratio if is_prompt else 1.0,
+                steps=steps,
             )
             for states, side, grouping in sides
         )
+        steps.check_range()
     except ValueError as error:
+        check_finite(keys, values, valid, layer_idx)
         raise ValueError(f"layer {layer_idx}: {error}") from error
     return CompressedBlock(
-        compressed_keys, compressed_values, start=start, num_chunks=num_chunks, length=keys.shape[2]
+        compressed_keys,
+        compressed_values,
+        start=start,
+        num_chunks=num_chunks,
+        length=keys.shape[2],
+        is_fused=steps.is_fused,
     )
 
 

@@ -28,6 +28,7 @@ _PROMPT_FACTOR = 4
 _COUNTERS = (
     "tokens_compressed",
     "chunks_compressed",
+    "fused_compressions",
     "attend_calls",
     "fused_calls",
     "kernel_fallbacks",
@@ -268,6 +269,7 @@ class GEARLayer(LazyLayer):
     def _count(self, block: CompressedBlock) -> None:
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += block.num_chunks
+        self._counters["fused_compressions"] += block.is_fused * block.num_chunks
 
     def _append_exact(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.buffer is None:
@@ -387,7 +389,7 @@ class GEARLayer(LazyLayer):
         padding: torch.Tensor | None,
     ) -> None:
         """Takes over what a snapshot held; the counterpart of `scalars` and the stored tensors."""
-        self._length, self._counters = scalars["length"], dict(scalars["counters"])
+        self._length, self._counters = scalars["length"], dict.fromkeys(_COUNTERS, 0) | scalars["counters"]
         self._shapes = {side: tuple(shape) for side, shape in scalars["shapes"].items()}
         self.dtype, self.device = getattr(torch, scalars["dtype"]), device
         self.blocks, self.prefix, self.buffer, self.padding = blocks, prefix, buffer, padding

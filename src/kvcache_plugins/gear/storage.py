@@ -29,6 +29,7 @@ class CompressedBlock:
         start (`int`): position of the first token in the sequence, padding included.
         num_chunks (`int`): chunks in use.
         length (`int`): tokens in use, at most `num_chunks * chunk_length` (less after a crop).
+        is_fused (`bool`, *optional*, defaults to `False`): whether kernels compressed it, which caches count.
     """
 
     keys: CompressedStates
@@ -36,6 +37,7 @@ class CompressedBlock:
     start: int
     num_chunks: int
     length: int
+    is_fused: bool = False
 
     @property
     def chunk_length(self) -> int:

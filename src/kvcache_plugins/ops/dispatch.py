@@ -49,8 +49,7 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
     """
     The kernels that compress `states` and others on the same device: `"triton"` or `"torch"`.
 
-    On CPUs only `triton` asks for kernels, for which the interpreter is: `compiled` ones there are none, and plain
-    PyTorch is not less than was wanted.
+    On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
     """
     requested, device_type = requested_kernel(), states.device.type
     wants_kernel = requested == "triton" or requested == "auto" and device_type == "cuda"

@@ -6,10 +6,20 @@ for every head and item, so the result of one sequence does not depend on what e
 (padding) change nothing.
 """
 
+from functools import cache
+
 import torch
 
 
 _EPSILON = 1e-30
+
+
+@cache
+def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Tensor:
+    """What every power iteration begins with, `[num_rows, rank]`, float32; brought to a device once."""
+    # Made in inference mode it could never be part of a graph
+    with torch.inference_mode(False):
+        return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
 
 
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -47,8 +57,7 @@ def power_iteration(residual: torch.Tensor, rank: int, num_iterations: int) -> t
     Returns:
         `a` of shape `[..., num_tokens, rank]` with orthonormal columns, and `b` of shape `[..., head_dim, rank]`.
     """
-    generator = torch.Generator().manual_seed(0)
-    b = torch.randn(residual.shape[-1], rank, generator=generator).to(residual)
+    b = starting_matrix(residual.shape[-1], rank, residual.device).to(residual.dtype)
     b = b.expand(*residual.shape[:-2], *b.shape)
     transposed = residual.transpose(-1, -2)
     for iteration in range(num_iterations):

@@ -31,6 +31,11 @@ def channel_bits(head_dim: int) -> int:
     return (head_dim - 1).bit_length()
 
 
+def index_dtype(head_dim: int) -> torch.dtype:
+    """Of the stored indices: 16 bits for up to 512 channels."""
+    return torch.int16 if OUTLIER_TILE << channel_bits(head_dim) <= 2**15 else torch.int32
+
+
 @dataclass(frozen=True, slots=True)
 class OutlierPlaces:
     """
@@ -74,9 +79,8 @@ def sort_into_tiles(
     counts = slots.new_zeros(*slots.shape[:2], num_slots + 2)
     counts.scatter_add_(2, slots + 1, torch.ones_like(slots))
     offsets = counts.cumsum(dim=2)[..., : num_slots + 1].to(torch.int32)
-    dtype = torch.int16 if OUTLIER_TILE << channel_bits(head_dim) <= 2**15 else torch.int32
     return (
-        indices.to(dtype).gather(2, order).unsqueeze(1),
+        indices.to(index_dtype(head_dim)).gather(2, order).unsqueeze(1),
         values.gather(2, order).unsqueeze(1),
         offsets.unsqueeze(1),
     )
@@ -135,6 +139,16 @@ def _extremes(
     return torch.cat([top, bottom], dim=-1), torch.cat([in_use, in_use], dim=-1)
 
 
+def num_key_outliers(length: int, valid: torch.Tensor | None, sparsity: float) -> tuple[torch.Tensor, int]:
+    """
+    How many outliers each chunk of `length` tokens keeps on each side of a channel, `[B or 1, M or 1]` on the CPU, and
+    the most of these. An item with fewer real tokens (`valid` `[B, M, L]`) keeps fewer, as it would alone.
+    """
+    lengths = [[length]] if valid is None else valid.sum(dim=2).tolist()
+    counts = torch.tensor([[num_outliers_per_side(number, sparsity) for number in row] for row in lengths])
+    return counts, int(counts.max())
+
+
 def select_key_outliers(
     states: torch.Tensor, valid: torch.Tensor | None, sparsity: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -153,11 +167,7 @@ def select_key_outliers(
         Token indices `[B, H, M, K, D]` (int64) and whether each is in use, `[B or 1, 1, M or 1, K, 1]`, or `None` if
         there is nothing to keep.
     """
-    if valid is None:
-        counts = torch.tensor([[num_outliers_per_side(states.shape[3], sparsity)]])
-    else:
-        counts = torch.tensor([[num_outliers_per_side(n, sparsity) for n in row] for row in valid.sum(dim=2).tolist()])
-    num_per_side = int(counts.max())
+    counts, num_per_side = num_key_outliers(states.shape[3], valid, sparsity)
     if num_per_side == 0:
         return None
     valid_rows = None if valid is None else valid[:, None, :, None, :]
