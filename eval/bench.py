@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from . import benchmark_decode, benchmark_kernels, benchmark_memory, benchmark_step, gpu, prediction
+from . import benchmark_compile, benchmark_decode, benchmark_kernels, benchmark_memory, benchmark_step, gpu, prediction
 from .command_line import user_errors
 
 
@@ -15,6 +15,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "step": benchmark_step.main,
     "decode": benchmark_decode.main,
     "memory": benchmark_memory.main,
+    "compile": benchmark_compile.main,
     "predict": prediction.main,
     "gpu": gpu.main,
 }
