@@ -119,7 +119,79 @@ def _run_task(
             sums.weighted_a[:] = 0
 
 
-@njit(parallel=True, **OPTIONS)
+@njit(**OPTIONS)
+def _run(
+    task: int,
+    shape: Any,
+    scale: float,
+    query: int,
+    key_table: int,
+    value_table: int,
+    mask: Any,
+    span: Any,
+    first: int,
+    scratch: int,
+) -> None:
+    """One task of `attend_block`."""
+    batch_size, num_heads, groups, num_queries, key_dim, _, _ = shape
+    length, tiles_per_task, num_tasks = span
+    num_rows = groups * num_queries
+    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
+    output, total, maximum = partial_results(scratch, shape, first, num_tasks)
+    bias = floats_at(mask[0], mask[1:])
+    row_blocks = -(-num_rows // ROWS)
+    # Made in each task: to hand a hundred arrays over to threads would take longer
+    keys, values = side_at(key_table), side_at(value_table)
+    key_layout, value_layout = layout_at(key_table), layout_at(value_table)
+    item, part = task // num_tasks, task % num_tasks
+    head, row = item // row_blocks, item % row_blocks * ROWS
+    b, h = head // num_heads, head % num_heads
+    last_row = min(row + ROWS, num_rows)
+    rows = last_row - row
+    sums = Sums(
+        np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
+        np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
+        np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
+        np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
+        np.zeros((1, 2 * ROWS), dtype=np.float32),
+        np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+    )
+    tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
+    own = load_queries(queries[b, h, row:last_row], float32(scale), rows, keys, key_layout)
+    _run_task(
+        own,
+        rows,
+        row,
+        keys,
+        values,
+        key_layout,
+        value_layout,
+        bias,
+        groups,
+        num_queries,
+        length,
+        b,
+        h,
+        tiles,
+        sums,
+    )
+    write_result(
+        values,
+        value_layout,
+        rows,
+        sums,
+        output[part, b, h, row:last_row],
+        total[part, b, h, row:last_row],
+        maximum[part, b, h, row:last_row],
+    )
+
+
+@njit(**OPTIONS)
+def _num_tasks(shape: Any, span: Any) -> int:
+    return shape[0] * shape[1] * -(-shape[2] * shape[3] // ROWS) * span[2]
+
+
+@njit(**OPTIONS)
 def attend_block(
     shape: Any,
     scale: float,
@@ -146,55 +218,22 @@ def attend_block(
         first: the first of them.
         scratch: what `exact.partial_results` makes arrays of.
     """
-    batch_size, num_heads, groups, num_queries, key_dim, _, _ = shape
-    length, tiles_per_task, num_tasks = span
-    num_rows = groups * num_queries
-    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
-    output, total, maximum = partial_results(scratch, shape, first, num_tasks)
-    bias = floats_at(mask[0], mask[1:])
-    row_blocks = -(-num_rows // ROWS)
-    for task in prange(batch_size * num_heads * row_blocks * num_tasks):
-        # Made in each task: handing a hundred arrays over to threads would take longer
-        keys, values = side_at(key_table), side_at(value_table)
-        key_layout, value_layout = layout_at(key_table), layout_at(value_table)
-        item, part = task // num_tasks, task % num_tasks
-        head, row = item // row_blocks, item % row_blocks * ROWS
-        b, h = head // num_heads, head % num_heads
-        last_row = min(row + ROWS, num_rows)
-        rows = last_row - row
-        sums = Sums(
-            np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
-            np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
-            np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
-            np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
-            np.zeros((1, 2 * ROWS), dtype=np.float32),
-            np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
-        )
-        tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
-        own = load_queries(queries[b, h, row:last_row], float32(scale), rows, keys, key_layout)
-        _run_task(
-            own,
-            rows,
-            row,
-            keys,
-            values,
-            key_layout,
-            value_layout,
-            bias,
-            groups,
-            num_queries,
-            length,
-            b,
-            h,
-            tiles,
-            sums,
-        )
-        write_result(
-            values,
-            value_layout,
-            rows,
-            sums,
-            output[part, b, h, row:last_row],
-            total[part, b, h, row:last_row],
-            maximum[part, b, h, row:last_row],
-        )
+    for task in range(_num_tasks(shape, span)):
+        _run(task, shape, scale, query, key_table, value_table, mask, span, first, scratch)
+
+
+@njit(parallel=True, **OPTIONS)
+def attend_block_in_parallel(
+    shape: Any,
+    scale: float,
+    query: int,
+    key_table: int,
+    value_table: int,
+    mask: Any,
+    span: Any,
+    first: int,
+    scratch: int,
+) -> None:
+    """The same by as many threads as Numba is set to; with one of them that would only take longer."""
+    for task in prange(_num_tasks(shape, span)):
+        _run(task, shape, scale, query, key_table, value_table, mask, span, first, scratch)

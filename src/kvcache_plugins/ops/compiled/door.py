@@ -14,7 +14,7 @@ from kvcache_plugins.ops.outliers import OUTLIER_TILE, channel_bits
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
 
 from .arrays import ROW, SIDE_ROWS
-from .attention import attend_block
+from .attention import attend_block, attend_block_in_parallel
 from .exact import attend_exact, merge
 from .layout import code_layout
 from .primitives import ROWS
@@ -119,12 +119,14 @@ def attend(
     shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
     arguments = _Arguments()
     queries, results, first = arguments.address(query), scratch.data_ptr(), 0
-    if compressed:
+    attend_to = attend_block
+    if num_threads > 1 and compressed:
         numba.set_num_threads(num_threads)
+        attend_to = attend_block_in_parallel
     for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
         tables = arguments.table(part.keys), arguments.table(part.values)
         mask, span = arguments.mask(part.mask, part.length), (part.length, tiles_per_task, num_tasks)
-        attend_block(shape, scale, queries, *tables, mask, span, first, results)
+        attend_to(shape, scale, queries, *tables, mask, span, first, results)
         first += num_tasks
     for exact in dense:
         states = arguments.address(exact.keys), arguments.address(exact.values)
