@@ -34,19 +34,21 @@ def attend(
     batch_size, num_heads, num_queries, head_dim = query.shape
     num_key_value_heads = compressed[0].keys.codes.shape[1]
     rows = query.reshape(batch_size, num_key_value_heads, -1, head_dim)
-    partials = [
-        attend_compressed(
-            rows,
-            _tensors(part.keys),
-            _tensors(part.values),
-            num_chunks=-(-part.length // part.keys.chunk_length),
-            length=part.length,
-            mask=slice_mask(part.mask, 0, part.length),
-            scale=scale,
-            value_head_dim=part.values.head_dim,
-        )
-        for part in compressed
-    ]
-    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
-    output = combine(partials, exact, rows, scale)
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(query):
+        partials = [
+            attend_compressed(
+                rows,
+                _tensors(part.keys),
+                _tensors(part.values),
+                num_chunks=-(-part.length // part.keys.chunk_length),
+                length=part.length,
+                mask=slice_mask(part.mask, 0, part.length),
+                scale=scale,
+                value_head_dim=part.values.head_dim,
+            )
+            for part in compressed
+        ]
+        exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
+        output = combine(partials, exact, rows, scale)
     return output.reshape(batch_size, num_heads, num_queries, -1)
