@@ -38,7 +38,11 @@ class Plan:
 
 
 FULL = Plan(
-    tests=("tests/triton_kernels/test_attention.py", "tests/triton_kernels/test_compression.py"),
+    tests=(
+        "tests/triton_kernels/test_attention.py",
+        "tests/triton_kernels/test_compression.py",
+        "tests/ops/test_triton_compression.py",
+    ),
     # The acceptance's shape first: tuning does not look at sizes
     shapes={
         "large": Shape(batch_size=16, context=32768),
