@@ -170,7 +170,7 @@ def _scaled_dot_product_attention(
         if layer is not None and key.exact is not None:
             dense = key.densify(), value.densify()
             output = F.scaled_dot_product_attention(query, *dense, attn_mask=attn_mask, **options)
-            layer.on_exact_attention(attn_mask)
+            layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
             return output
         if layer is not None and key.shape[-2] == layer.get_seq_length():
             return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
@@ -295,10 +295,12 @@ class LazyLayer(CacheLayerMixin):
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
 
-    def on_exact_attention(self, attn_mask: torch.Tensor | None) -> None:
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
         """
-        Called after attention over exact states that `update` handed out: the place to compress them, the mask being
-        known.
+        Called after attention over exact states that `update` handed out: the place to store them, queries and mask
+        being known. The arguments are those of `attend`.
         """
 
     def on_dense_read(self, side: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.layer_types import replace_full_attention
 from kvcache_plugins.memory import ReportingMixin
 
 from .config import GEARConfig
@@ -18,18 +18,6 @@ from .layer import GEARLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Layer types whose state is bounded or empty: Transformers' own layers keep them
-_BOUNDED_LAYER_TYPES = {
-    "sliding_attention",
-    "chunked_attention",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "moe",
-    "mlp",
-    "dummy",
-}
 
 
 class GEARCache(ReportingMixin, Cache):
@@ -160,23 +148,10 @@ class GEARCache(ReportingMixin, Cache):
         return GEARLayer(self.gear_config, len(self.layers), self._given_mask)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
-        """Transformers' own layers for `config`, those of full attention replaced."""
-        own = DynamicCache(config=config).layers
-        layer_types = getattr(config, "layer_types", None) or [
-            "full_attention" if type(layer) is DynamicLayer else "sliding_attention" for layer in own
-        ]
-        unsupported = set(layer_types) - _BOUNDED_LAYER_TYPES - {"full_attention"}
-        full = [index for index, layer in enumerate(own) if type(layer) is DynamicLayer]
-        if unsupported or not full:
-            raise ValueError(
-                "`config` has to have layers of type `full_attention`, which are compressed, and beside them only "
-                f"{sorted(_BOUNDED_LAYER_TYPES)}, but its layer types are {sorted(set(layer_types))}"
-            )
+        layers = replace_full_attention(config, lambda index: GEARLayer(self.gear_config, index, self._given_mask))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.gear_config.validate_head_dim(head_dim, head_dim)
-        for index in full:
-            own[index] = GEARLayer(self.gear_config, index, self._given_mask)
-        return own
+        return layers
 
     def stats(self) -> dict[str, int]:
         """

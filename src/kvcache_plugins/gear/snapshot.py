@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_plugins.exact_buffer import ExactBuffer
 from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.quantization import Grouping
 
 from .config import GEARConfig, SideConfig
 from .layer import GEARLayer
-from .storage import CompressedBlock, ExactBuffer, ExactPrefix
+from .storage import CompressedBlock, ExactPrefix
 
 
 if TYPE_CHECKING:
