@@ -7,6 +7,7 @@
 ```
 """
 
+from .baselines import H2OCache
 from .gear import GEARCache
 from .memory import MemoryReport, measure_memory
 from .registry import create_cache, list_caches, register_cache
@@ -14,6 +15,7 @@ from .registry import create_cache, list_caches, register_cache
 
 __all__ = [
     "GEARCache",
+    "H2OCache",
     "MemoryReport",
     "create_cache",
     "list_caches",

@@ -1,0 +1,228 @@
+"""One layer of an H2O cache: which weights are counted when, and when tokens are dropped.
+
+The life of a token: attention over the prompt is exact, its weights are summed up beside it, and right after it,
+layer by layer, all but the budget's tokens are dropped. A later token is kept at first; at the *beginning* of the next
+update the weights of the last one's queries are added, and what is beyond the budget is dropped. A rollback (`crop`)
+of the newest update, as in assisted decoding, thus finds its tokens, and takes the weights of their queries back.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcache_plugins.prompt_layer import PromptLayer
+
+from .attention_weights import SlotMask, attend_and_weigh, sum_weights
+from .h2o_config import H2OConfig
+from .kept_tokens import FREE, KeptTokens
+
+
+# Newest queries of an update whose weights can be taken back: more than any draft has
+_NUM_REVOCABLE = 32
+
+
+class H2OLayer(PromptLayer):
+    """
+    The heavy hitters and the newest tokens of one layer, as in [H2O](https://huggingface.co/papers/2306.14048).
+
+    Args:
+        config (`H2OConfig`):
+            How many tokens to keep.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+    """
+
+    counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
+
+    def __init__(self, config: H2OConfig, layer_idx: int):
+        self.config = config
+        super().__init__(layer_idx)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.kept: KeptTokens | None = None
+        self._prompt_length = 0
+        # Of the prompt while it waits, `[B, H, L]`
+        self._prompt_weights: torch.Tensor | None = None
+        # Of the newest queries of the last update, one by one: `[B, H, queries, S]`
+        self._revocable: torch.Tensor | None = None
+        # Tokens of the last update that are still there, and whether attention was seen since
+        self._num_latest = 0
+        self._attended = False
+        # Whether every query's weights could be counted
+        self._all_weighed = True
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        # Where layers share their states, the first one's attention counts
+        if self._pending is None:
+            return
+        if self._length > 1:
+            self._learn_padding(attn_mask)
+        self._mask_seen = True
+        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length)
+        num_queries = query.shape[2]
+        real = self._valid_tokens(self._length - num_queries, num_queries)
+        with torch.no_grad():
+            self._prompt_weights = sum_weights(query, self._pending[0], mask, scale, real)
+        self.settle_prompt()
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        weights, self._prompt_weights = self._prompt_weights, None
+        positions = torch.arange(self._length, device=keys.device).expand(keys.shape[:3])
+        real = self._valid_tokens(0, self._length)
+        if real is not None:
+            positions = positions.masked_fill(~real[:, None], FREE)
+        self._prompt_length = self._length
+        if weights is None:
+            self._miss_weights()
+            weights = torch.zeros_like(positions)
+        self.kept = KeptTokens(keys, values, positions, weights)
+        # What cannot be chosen stays whole; the next update says why it cannot be
+        if self._all_weighed:
+            self._evict()
+        if self.kept.num_slots == self._length:
+            self.kept.own()
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        self.settle_prompt()
+        kept, num_new = self.kept, self._num_latest
+        assert kept is not None, "nothing was stored"
+        if num_new > 1:
+            self._learn_padding(attn_mask)
+        # Transformers hands one token's query heads over as rows of their key/value head
+        counts = not self._attended and (num_new == 1 or num_new == query.shape[2])
+        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length, positions=kept.positions)
+        outputs = []
+        for rows, output, weights in attend_and_weigh(query, kept.keys, kept.values, mask, scale):
+            outputs.append(output)
+            if counts:
+                self._count_weights(rows, weights.detach())
+        self._attended = self._attended or counts
+        self._counters["attend_calls"] += 1
+        return torch.cat(outputs, dim=2)
+
+    def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
+        """
+        Notes the weights `[B, H, queries, S]` of some queries of the last update: what may be taken back apart from
+        the rest.
+        """
+        assert self.kept is not None
+        if self._num_latest == 1:
+            weights = weights.sum(dim=2, keepdim=True)
+            self._revocable = weights if self._revocable is None else self._revocable + weights
+            return
+        first = self._length - self._num_latest + rows.start
+        real = self._valid_tokens(first, weights.shape[2])
+        if real is not None:
+            weights = weights * real[:, None, :, None]
+        num_final = min(max(self._num_latest - _NUM_REVOCABLE - rows.start, 0), weights.shape[2])
+        self.kept.weights.add_(weights[:, :, :num_final].sum(dim=2))
+        parts = (
+            [weights[:, :, num_final:]] if self._revocable is None else [self._revocable, weights[:, :, num_final:]]
+        )
+        self._revocable = torch.cat(parts, dim=2)
+
+    def _before_update(self) -> None:
+        """Adds the weights of the last update and drops what is beyond the budget."""
+        if self.kept is None:
+            return
+        if self._num_latest and not self._attended:
+            self._miss_weights()
+        self._num_latest = 0
+        if self._revocable is not None:
+            self.kept.weights.add_(self._revocable.sum(dim=2))
+            self._revocable = None
+        self._evict()
+
+    def _miss_weights(self) -> None:
+        self._all_weighed = False
+        self._counters["updates_without_weights"] += 1
+
+    def _evict(self) -> None:
+        assert self.kept is not None
+        # An item is as long as the sequence without its padding
+        padding = [0] if self.padding is None else self.padding.tolist()
+        lengths = [self._length - pad for pad in padding]
+        budgets = [
+            self.config.budget(length, max(self._prompt_length - self._length + length, 0)) for length in lengths
+        ]
+        totals, recents = zip(*budgets, strict=True)
+        if list(totals) == lengths:
+            return
+        if not self._all_weighed:
+            raise ValueError(
+                f"layer {self.layer_idx} holds {self._length} tokens and has to drop some, but which ones only "
+                "attention weights tell, and other attention implementations than `sdpa` do not show them to the "
+                "cache: they are not supported, set `attn_implementation` to `sdpa` or let `heavy_ratio` and "
+                "`recent_ratio` add up to 1"
+            )
+        if self.kept.is_within(min(totals)):
+            return
+        self.kept.keep(
+            self._per_item(totals),
+            self._per_item([self._length - recent for recent in recents]),
+            self._per_item(padding),
+            max_budget=max(totals),
+        )
+
+    def _per_item(self, numbers: list[int] | tuple[int, ...]) -> int | torch.Tensor:
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, device=self.device)[:, None, None]
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.kept is not None, "a first update is a prompt"
+        self.kept.append(keys, values, self._length)
+        self._num_latest, self._attended = keys.shape[2], False
+
+    def materialize(self, side: str) -> torch.Tensor:
+        self.settle_prompt()
+        if self.kept is None:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        if self._num_dropped():
+            raise NotImplementedError(
+                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
+                "them is not supported: set `attn_implementation` to `sdpa`"
+            )
+        return self.kept.dense(side, self._length)
+
+    def _num_dropped(self) -> int:
+        """Tokens that are missing, at most, of any item and head."""
+        if self.kept is None:
+            return 0
+        real = self._length if self.padding is None else self._length - self.padding.to(self.device)[:, None]
+        return max(int((real - self.kept.count()).amax()), 0)
+
+    def _drop_newest(self, count: int) -> None:
+        assert self.kept is not None, "a prompt is stored before it is cropped"
+        self.kept.drop_from(self._length - count)
+        self._num_latest = max(self._num_latest - count, 0)
+        if self._revocable is not None:
+            num_left = self._revocable.shape[2] - count
+            self._revocable = self._revocable[:, :, :num_left].clone() if num_left > 0 else None
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.kept is not None:
+            self.kept.map(function)
+        if self._revocable is not None:
+            self._revocable = function(self._revocable)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.kept is not None:
+            yield from self.kept.named_tensors()
+        if self._revocable is not None:
+            yield "index", self._revocable
+
+    def stats(self) -> dict[str, int]:
+        kept = self._length if self.kept is None else int(self.kept.count().amax())
+        return {
+            "tokens_cached": self._length,
+            "tokens_kept": kept,
+            "tokens_dropped": self._num_dropped(),
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }

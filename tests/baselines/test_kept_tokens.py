@@ -1,0 +1,113 @@
+"""Slots: which tokens stay, where new ones go, and what a slot that is free looks like."""
+
+import pytest
+import torch
+
+from kvcache_plugins.baselines.kept_tokens import FREE, KeptTokens
+
+
+B, H, D = 2, 3, 4
+
+
+def states_of(positions):
+    """Keys that say their item, head and position, and values that are their negatives."""
+    keys = torch.zeros(*positions.shape, D)
+    keys[..., 0], keys[..., 1] = torch.arange(B)[:, None, None], torch.arange(H)[:, None]
+    keys[..., 2] = positions
+    return keys, -keys
+
+
+def make(length, weights=None):
+    positions = torch.arange(length).expand(B, H, length).clone()
+    weights = torch.rand(B, H, length) if weights is None else weights
+    return KeptTokens(*states_of(positions), positions, weights)
+
+
+def append(kept, start, count):
+    kept.append(*states_of(torch.arange(start, start + count).expand(B, H, count)), start)
+
+
+def held(kept):
+    """Positions of every item and head, sorted; what stands beside them has to belong to them."""
+    used = kept.positions != FREE
+    keys, values = states_of(kept.positions)
+    assert torch.equal(kept.keys[used], keys[used])
+    assert torch.equal(kept.values[used], values[used])
+    return [[sorted(kept.positions[item, head][used[item, head]].tolist()) for head in range(H)] for item in range(B)]
+
+
+# Ten tokens have room for 17 more before the others are moved together
+@pytest.mark.parametrize("length", [26, 27, 28, 300])
+def test_the_heaviest_and_the_newest_stay(length):
+    weights = torch.rand(B, H, length)
+    kept = make(length, weights.clone())
+    kept.keep(10, length - 4, 0, max_budget=10)
+    heaviest = weights[..., : length - 4].topk(6).indices
+    expected = [
+        [sorted(heaviest[i, h].tolist()) + list(range(length - 4, length)) for h in range(H)] for i in range(B)
+    ]
+    assert held(kept) == expected
+    assert kept.num_slots == (length if length < 28 else 10)
+
+
+def test_budgets_of_an_item():
+    kept = make(20)
+    budget, recent_start, first_real = (torch.tensor(each)[:, None, None] for each in ((9, 4), (17, 18), (0, 14)))
+    kept.keep(budget, recent_start, first_real, max_budget=9)
+    assert kept.count().tolist() == [[9] * H, [4] * H]
+    assert all(min(positions) >= 14 for positions in held(kept)[1])
+
+
+def test_new_tokens_take_free_slots():
+    kept = make(24)
+    kept.keep(20, 20, 0, max_budget=20)
+    storage = kept.keys.data_ptr()
+    before = held(kept)
+    append(kept, 24, 4)
+    assert kept.keys.data_ptr() == storage
+    assert held(kept) == [[positions + [24, 25, 26, 27] for positions in item] for item in before]
+    assert (kept.weights[kept.positions >= 24] == 0).all()
+    append(kept, 28, 3)
+    assert kept.num_slots == 27
+    assert held(kept) == [[positions + list(range(24, 31)) for positions in item] for item in before]
+
+
+def test_growth_is_amortised():
+    kept, storages = make(64), set()
+    for position in range(64, 1064):
+        append(kept, position, 1)
+        storages.add(kept.keys.data_ptr())
+    assert len(storages) < 30
+    assert held(kept) == [[list(range(1064))] * H] * B
+
+
+def test_dropped_tail_and_dense():
+    kept = make(40)
+    kept.keep(35, 30, 0, max_budget=35)
+    kept.drop_from(36)
+    positions = held(kept)
+    assert all(len(each) == 31 and max(each) == 35 for item in positions for each in item)
+    dense = kept.dense("keys", 36)
+    assert dense.shape == (B, H, 36, D)
+    for item in range(B):
+        for head in range(H):
+            missing = sorted(set(range(36)) - set(positions[item][head]))
+            assert (dense[item, head, missing] == 0).all()
+            assert dense[item, head, positions[item][head], 2].tolist() == positions[item][head]
+    assert kept.is_within(31)
+    assert not kept.is_within(30)
+
+
+def test_equal_weights_keep_the_first():
+    kept = make(12, torch.ones(B, H, 12))
+    kept.keep(6, 10, 0, max_budget=6)
+    assert held(kept) == [[[0, 1, 2, 3, 10, 11]] * H] * B
+
+
+def test_parts_are_all_that_is_held():
+    kept = make(24)
+    append(kept, 24, 2)
+    parts = list(kept.named_tensors())
+    total = sum(tensor.nbytes for tensor in vars(kept)["_tensors"].values())
+    assert sum(tensor.nbytes for _, tensor in parts) == total
+    assert {part for part, _ in parts} == {"kept", "index", "spare"}
