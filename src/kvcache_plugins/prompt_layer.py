@@ -45,6 +45,8 @@ class PromptLayer(LazyLayer):
         self.padding: torch.Tensor | None = None
         self._mask_seen = False
         self._length = 0
+        # Tokens of the newest update
+        self._num_new = 0
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
 
@@ -77,6 +79,7 @@ class PromptLayer(LazyLayer):
         self._sides_read.clear()
         self._before_update()
         is_first, count = self._length == 0, key_states.shape[2]
+        self._num_new = count
         if is_first:
             self.batch_size = key_states.shape[0]
         if is_first or self._is_prompt(count):
@@ -146,7 +149,7 @@ class PromptLayer(LazyLayer):
         self._use_given_mask()
         try:
             self._store_prompt(keys, values, is_first=is_first)
-        except ValueError:
+        except (ValueError, MemoryError):
             # As if the update had not been
             self._length -= keys.shape[2]
             self._pending = None

@@ -35,6 +35,9 @@ def check_eager(subject: Subject) -> None:
             expected, dense = _logits(subject, length), _logits(subject.dense, length)
         with _attention("eager", subject.model):
             logits = _logits(subject, length)
+        # A cache that chooses what to attend to has to hand everything to an implementation that it cannot choose for
+        if distance(logits, dense) <= subject.rounding:
+            continue
         # Another implementation rounds otherwise, and a rounding error can turn a code over
         limit = max(10 * subject.rounding, distance(expected, dense) / 4)
         require_close(logits, expected, limit, f"`eager` and `sdpa` at {length} tokens")

@@ -1,0 +1,96 @@
+"""Options of InfiniGen, validated once and immutable afterwards."""
+
+from dataclasses import dataclass
+
+from .eviction import EVICTIONS
+
+
+SKEWINGS = ("none", "query-svd")
+SCORING_NBITS = (2, 4, 8)
+# What none of the four rules being given means
+DEFAULT_MIN_WEIGHT = 0.5
+DEFAULT_SCORING_NBITS = 4
+# The paper's first speculated layer is the third: the inputs of the first two have little in common with their own
+NUM_FIRST_LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InfiniGenConfig:
+    """All options of an `InfiniGenCache` but the model and its calibration. See there for their meaning."""
+
+    min_weight: float | None = None
+    alpha: float | None = None
+    share: float | None = None
+    mass: float | None = None
+    max_fetch_ratio: float = 0.2
+    scoring_nbits: int | None = None
+    partial_ratio: float | None = None
+    skewing: str | None = None
+    recent: int = 32
+    sink: int = 4
+    flush_length: int = 32
+    pool_tokens: int | None = None
+    eviction: str = "counter"
+    full_layers: tuple[int, ...] | None = None
+    speculate: bool = True
+    track_hits: bool = False
+
+    def __post_init__(self) -> None:
+        rules = {name: getattr(self, name) for name in ("min_weight", "alpha", "share", "mass")}
+        given = [name for name, value in rules.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"only one of `min_weight`, `alpha`, `share` and `mass` can be given, but got {given}")
+        if not given:
+            object.__setattr__(self, "min_weight", DEFAULT_MIN_WEIGHT)
+        for name in ("min_weight", "alpha"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` has to be above 0 but got {value}")
+        for name in ("share", "mass", "max_fetch_ratio", "partial_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"`{name}` has to be in (0, 1] but got {value}")
+        self._check_scoring()
+        self._check_integers()
+        if self.eviction not in EVICTIONS:
+            raise ValueError(f"`eviction` has to be one of {list(EVICTIONS)} but got {self.eviction!r}")
+
+    def _check_scoring(self) -> None:
+        if self.partial_ratio is None:
+            if self.skewing is not None:
+                raise ValueError(
+                    f"`skewing` turns keys before some of their columns are kept: it needs `partial_ratio`, but got "
+                    f"{self.skewing!r} without"
+                )
+            if self.scoring_nbits is None:
+                object.__setattr__(self, "scoring_nbits", DEFAULT_SCORING_NBITS)
+            if self.scoring_nbits not in SCORING_NBITS:
+                raise ValueError(f"`scoring_nbits` has to be one of {list(SCORING_NBITS)} but got {self.scoring_nbits}")
+        else:
+            if self.scoring_nbits is not None:
+                raise ValueError(
+                    "`scoring_nbits` (keys of all columns in a few bits) and `partial_ratio` (some columns in full "
+                    f"precision) exclude each other, but got {self.scoring_nbits} and {self.partial_ratio}"
+                )
+            if self.skewing is None:
+                object.__setattr__(self, "skewing", "none")
+            if self.skewing not in SKEWINGS:
+                raise ValueError(f"`skewing` has to be one of {list(SKEWINGS)} but got {self.skewing!r}")
+
+    def _check_integers(self) -> None:
+        for name, least in (("recent", 1), ("sink", 0), ("flush_length", 1), ("pool_tokens", 1)):
+            value = getattr(self, name)
+            if name == "pool_tokens" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
+        if self.pool_tokens is not None and self.pool_tokens <= self.sink:
+            raise ValueError(
+                f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
+                f"{self.pool_tokens}"
+            )
+
+    @property
+    def rule(self) -> str:
+        """Which of `min_weight`, `alpha`, `share` and `mass` decides."""
+        return next(name for name in ("min_weight", "alpha", "share", "mass") if getattr(self, name) is not None)

@@ -1,0 +1,81 @@
+"""Fetching tokens from the pool, and attention over them and the window.
+
+On a CPU nothing has to be fetched: rows are read where they stand. On a GPU the rows go into a staging buffer on a
+stream of their own while the layer before computes.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .pool import TokenPool
+from .selection import Selection
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetch:
+    """
+    Tokens that were chosen for one step.
+
+    Attributes:
+        selection (`Selection`): which.
+        length (`int`): tokens of the sequence at that step, the new one included.
+    """
+
+    selection: Selection
+    length: int
+
+
+def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
+    """Which of `length` tokens the last query of a mask attends to, `[B, length]`, bool."""
+    row = attn_mask.expand(batch_size, *attn_mask.shape[1:3], length)[:, 0, -1]
+    return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+
+
+def attend_fetched(
+    query: torch.Tensor,
+    fetch: Fetch,
+    pool: TokenPool,
+    window: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    window_start: int,
+    scale: float,
+) -> torch.Tensor:
+    """
+    Attention of one new token over what was fetched for it and the window.
+
+    Every item is computed on its own: how many tokens its neighbours fetch must not change a bit of its result.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+        fetch (`Fetch`): the tokens of the pool.
+        pool (`TokenPool`): the pool.
+        window (`tuple[torch.Tensor, torch.Tensor]`): keys and values `[B, H, W, D]`, `[B, H, W, E]`, the newest tokens.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the mask's row, boolean or added to the scores.
+        window_start (`int`): position of the window's first token.
+        scale (`float`): factor of the scores.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype.
+    """
+    batch_size, num_heads, groups, _ = query.shape
+    output = query.new_empty(batch_size, num_heads, groups, pool.row_dim - pool.key_dim)
+    counts = fetch.selection.count.amax(dim=1).tolist()
+    for item, count in enumerate(counts):
+        one = slice(item, item + 1)
+        slots = fetch.selection.slots[one, :, :count]
+        rows = pool.gather(slots.to("cpu"), one).to(query.device)
+        keys = torch.cat([rows[..., : pool.key_dim], window[0][one]], dim=2)
+        values = torch.cat([rows[..., pool.key_dim :], window[1][one]], dim=2)
+        scores = (query[one].float() * scale) @ keys.float().transpose(2, 3)
+        filling = torch.arange(count, device=query.device) >= fetch.selection.count[one, :, None]
+        scores[..., :count].masked_fill_(filling[:, :, None], -torch.inf)
+        if mask is not None:
+            columns = mask[one, None].expand(-1, num_heads, -1)
+            fetched = columns.gather(2, pool.positions_of(slots, one).clamp(min=0))
+            seen = torch.cat([fetched, columns[..., window_start:]], dim=2)[:, :, None]
+            scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
+        output[one] = (scores.softmax(dim=3) @ values.float()).to(query.dtype)
+    return output

@@ -1,0 +1,123 @@
+"""Which tokens of the pool a step attends to, told from speculated scores.
+
+Query heads that share a key/value head share what is fetched for it. Their scores are no common scale, their
+probabilities are: a token's weight is its probability, averaged over the group.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import InfiniGenConfig
+
+
+# Added to the weight, a probability, of a token that is fetched whatever its weight
+_FORCED = 2.0
+_NEVER = -1.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """
+    Tokens of the pool for one step.
+
+    Attributes:
+        slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): their slots, those that matter most first.
+        count (`torch.Tensor` of shape `[B, H]`, int64): how many of them each head takes; the others are filling.
+    """
+
+    slots: torch.Tensor
+    count: torch.Tensor
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """Which slots are no filling, `[B, H, tokens]`."""
+        return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
+
+
+def select_tokens(
+    scores: torch.Tensor,
+    resident_scores: torch.Tensor,
+    allowed: torch.Tensor | None,
+    forced: torch.Tensor,
+    num_tokens: torch.Tensor | int,
+    max_forced: int,
+    config: InfiniGenConfig,
+) -> Selection:
+    """
+    Chooses tokens for every item and key/value head.
+
+    Args:
+        scores (`torch.Tensor` of shape `[B, H, G, N]`):
+            Speculated scores of the pool's tokens, scaled as attention scales them, float32.
+        resident_scores (`torch.Tensor` of shape `[B, H, G, R]`):
+            The same of the tokens that are attended to anyway; R may be 0, padding -inf.
+        allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
+            Which slots may be chosen: no padding, nothing that a mask excludes.
+        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool):
+            Which of those are chosen whatever their score.
+        num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all items have the same):
+            Real tokens cached, which shares are shares of.
+        max_forced (`int`):
+            The most tokens that are forced for a head.
+        config (`InfiniGenConfig`):
+            The rule.
+    """
+    num_slots = scores.shape[3]
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
+        forced = forced & allowed
+    probabilities = torch.cat([scores, resident_scores], dim=3).softmax(dim=3).mean(dim=2)
+    keys = probabilities[..., :num_slots] + forced * _FORCED
+    if allowed is not None:
+        keys = torch.where(allowed, keys, _NEVER)
+    most = num_tokens if isinstance(num_tokens, int) else int(num_tokens.max())
+    limit = min(max(int(config.max_fetch_ratio * most), max_forced, 1), num_slots)
+    top = keys.topk(limit, dim=2)
+    is_forced = top.values >= _FORCED
+    num_forced = is_forced.sum(dim=2)
+    cap = torch.maximum(_share_of(num_tokens, config.max_fetch_ratio).clamp(min=1), num_forced)
+    weights = torch.where(is_forced, top.values - _FORCED, top.values)
+    wanted = _num_wanted(config, scores, top.values, weights, probabilities[..., num_slots:], num_tokens)
+    count = torch.minimum(torch.maximum(wanted, num_forced), cap)
+    return Selection(top.indices, torch.minimum(count, (top.values >= 0).sum(dim=2)))
+
+
+def _share_of(num_tokens: torch.Tensor | int, share: float) -> torch.Tensor:
+    """Whole tokens of a share, `[B, 1]` or a scalar: rounded down in float64, as Python does."""
+    return (torch.as_tensor(num_tokens).double() * share).long()[..., None]
+
+
+def _num_wanted(
+    config: InfiniGenConfig,
+    scores: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    resident_weights: torch.Tensor,
+    num_tokens: torch.Tensor | int,
+) -> torch.Tensor:
+    """
+    How many tokens the rule wants, `[B, H]` or broadcast to it.
+
+    Args:
+        scores (`torch.Tensor` of shape `[B, H, G, N]`): the scores, -inf where not allowed.
+        keys (`torch.Tensor` of shape `[B, H, tokens]`): what the candidates are sorted by, the forced ones first.
+        weights (`torch.Tensor` of shape `[B, H, tokens]`): their weights.
+        resident_weights (`torch.Tensor` of shape `[B, H, R]`): weights of what is attended to anyway.
+        num_tokens (`torch.Tensor` of shape `[B]` or `int`): real tokens cached.
+    """
+    if config.share is not None:
+        return _share_of(num_tokens, config.share)
+    if config.alpha is not None:
+        # Counted for every query head below its own maximum, averaged over heads
+        limit = scores.amax(dim=3, keepdim=True) - config.alpha
+        return ((scores >= limit) & (scores > -torch.inf)).sum(dim=3).double().mean(dim=(1, 2)).ceil().long()[:, None]
+    if config.mass is not None:
+        # Tokens are taken until they and the resident ones weigh enough
+        before = resident_weights.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
+        return (before < config.mass).sum(dim=2)
+    assert config.min_weight is not None
+    uniform = torch.as_tensor(num_tokens, device=weights.device).to(weights.dtype).reciprocal()[..., None, None]
+    return (keys >= (config.min_weight * uniform).clamp(max=_FORCED)).sum(dim=2)
