@@ -1,0 +1,329 @@
+"""The queries of a decoder layer from its attention's input, without keys, values or attention.
+
+Speculation needs the queries of a layer before the layer runs. `QueryProjection` reads off an attention module of
+Transformers how it makes its queries, and repeats just these steps on any hidden states:
+
+    projection - norm over the whole width - clipping - norm of every head - rotary embedding - factor
+
+What a module does is told by its attributes, which families of models share: a query projection of a known name, the
+size of the query norm's weight, the parameters of `forward`. Two alternatives were not taken. A hook on the module
+itself comes after keys and values are computed and stored. The module's `forward` on a stand-in for the module would
+serve any family, but computes all parts of a fused projection, and would hide from a reader what is computed.
+
+Attributes cannot tell everything. What is known to make queries otherwise is refused when a projection is made;
+`QueryProjection.check` compares with the queries that attention was given, and catches the rest.
+
+B: batch size, T: tokens, H: query heads, D: size of a head.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+PROJECTION_NAMES = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+_COMPRESSED_NAMES = ("q_a_proj", "kv_a_proj_with_mqa")
+_NORM_NAMES = ("q_norm", "q_layernorm", "query_layernorm")
+# Positions that a module looks up itself: nothing that its caller could be asked for
+_OWN_POSITION_NAMES = ("rotary_emb", "embed_positions", "rotary_dim")
+# Families that multiply queries by `scaling` themselves and have attention multiply by 1
+_SCALES_QUERIES = {"opt"}
+# Layers without rotary embedding in models that have one. Others say so by `use_rope`, or get no position embeddings.
+_IS_WITHOUT_ROTARY: dict[str, Callable[[Any], bool]] = {
+    "afmoe": lambda module: not module.is_local_attention,
+    "cohere2": lambda module: module.sliding_window is None,
+    "cohere2_moe": lambda module: module.sliding_window is None and not module.force_rope,
+    "exaone4": lambda module: module.sliding_window is not None and not module.is_sliding,
+    "exaone_moe": lambda module: module.sliding_window is not None and not module.is_sliding,
+    "kolibri1": lambda module: module.sliding_window is not None and not module.is_sliding,
+}
+
+PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
+
+
+def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """
+    The self-attention modules of a model's text decoder by their `layer_idx`, in that order.
+
+    Layers of hybrid models that have no attention, or a linear one, are not in it. That a module is found does not say
+    that `QueryProjection` takes it.
+
+    Args:
+        model (`PreTrainedModel`): a decoder model, or a multimodal one that has a decoder.
+
+    Raises:
+        ValueError: if the model is an encoder-decoder, has no such modules, or several with the same index.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or {}
+    found: dict[int, nn.Module] = {}
+    for layer_idx, module in _self_attention_modules(model.get_decoder()):
+        if layer_types and layer_types[layer_idx] == "linear_attention":
+            continue
+        if found.setdefault(layer_idx, module) is not module:
+            raise ValueError(
+                f"two attention modules of `{type(model).__name__}` have the `layer_idx` {layer_idx}: "
+                f"a `{type(found[layer_idx]).__name__}` and a `{type(module).__name__}`"
+            )
+    if not found:
+        raise ValueError(
+            f"`{type(model).__name__}` has no attention modules with a `layer_idx` and one of the query projections "
+            f"{_quoted(PROJECTION_NAMES)}"
+        )
+    return dict(sorted(found.items()))
+
+
+def _self_attention_modules(decoder: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    for module in decoder.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
+        if isinstance(layer_idx, int) and not is_cross and _first(module, PROJECTION_NAMES + _COMPRESSED_NAMES):
+            yield layer_idx, module
+
+
+class QueryProjection:
+    """
+    Makes, from the input of an attention module, the queries that the module hands to
+    `torch.nn.functional.scaled_dot_product_attention`.
+
+    It computes with the module's own parameters and submodules, copies and changes none. Autograd and devices are its
+    caller's business: hidden states and position embeddings have to be on the module's device.
+
+    Args:
+        module (`torch.nn.Module`): a self-attention module, see `find_attention_modules`.
+        config (`PreTrainedConfig`): the config of the model it belongs to.
+
+    Attributes:
+        num_heads, num_key_value_heads (`int`): number of query heads, and of the heads that a cache is given.
+        head_dim (`int`): size of a query head.
+        has_rotary (`bool`): whether queries depend on the position embeddings.
+        scaling (`float`): what attention multiplies the products of these queries and keys by.
+
+    Raises:
+        ValueError: if the module's queries cannot be made from its input and position embeddings alone.
+    """
+
+    def __init__(self, module: nn.Module, config: PreTrainedConfig):
+        config = config.get_text_config(decoder=True)
+        self._name = f"`{type(module).__name__}` of layer {getattr(module, 'layer_idx', None)}"
+        parameters = inspect.signature(type(module).forward).parameters
+        reason = _reason_to_refuse(module, config, set(parameters))
+        if reason is not None:
+            raise ValueError(f"{self._name} {reason}")
+
+        self.num_heads: int = _first(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+        self.head_dim: int = _first(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
+        num_projected_heads: int = _first(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
+            self.num_heads // (_first(module, ("num_key_value_groups",)) or 1)
+        )
+        # This one architecture, of Falcon, repeats its key/value heads before the cache
+        is_repeated = getattr(module, "new_decoder_architecture", False)
+        self.num_key_value_heads = self.num_heads if is_repeated else num_projected_heads
+
+        self._projection_name: str = next(name for name in PROJECTION_NAMES if _first(module, (name,)) is not None)
+        # `Any`, because what wraps or replaces a layer is only known to be called like it
+        self._projection: Any = getattr(module, self._projection_name)
+        self._num_groups = self._count_groups(module, num_projected_heads)
+        self._norm: Callable[[torch.Tensor], torch.Tensor] | None = _first(module, _NORM_NAMES)
+        self._norm_stage = self._find_norm_stage(module)
+        self._clip: float | None = _first(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
+
+        takes_positions = "position_embeddings" in parameters
+        self._rotate = self._find_rotary_function(module) if takes_positions else None
+        self._rotary_size: int = _first(module, ("rotary_ndims",)) or self.head_dim
+        self.has_rotary = takes_positions and not _is_without_rotary(module, config)
+
+        # Falcon keeps it under a name of its own, and for ALiBi alone: attention takes its default, which is the same
+        scaling: float | None = _first(module, ("scaling", "inv_norm_factor"))
+        if scaling is None:
+            raise ValueError(f"{self._name} does not tell by what it scales attention scores: it has no `scaling`")
+        is_folded = config.model_type in _SCALES_QUERIES
+        self._factor = scaling if is_folded else None
+        self.scaling = 1.0 if is_folded else scaling
+
+    def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
+        """
+        The queries of every token, `[batch_size, num_heads, tokens, head_dim]`.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[batch_size, tokens, hidden_size]`):
+                What the attention module gets: the hidden states after the layer's input norm.
+            position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+                Cosine and sine of the tokens' positions, as this module gets them; layers may get different ones.
+                `None` where the model gives none.
+        """
+        states = self._normed("projected", self._project(hidden_states))  # [B, T, H * D]
+        if self._clip is not None:
+            states = states.clamp(min=-self._clip, max=self._clip)
+        states = self._normed("split", states.unflatten(-1, (self.num_heads, self.head_dim)))  # [B, T, H, D]
+        states = self._normed("transposed", states.transpose(1, 2))  # [B, H, T, D]
+        if self.has_rotary and position_embeddings is not None:
+            states = self._rotated(states, *position_embeddings)
+        states = self._normed("rotated", states)
+        return states if self._factor is None else states * self._factor
+
+    def check(
+        self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None, query: torch.Tensor
+    ) -> None:
+        """
+        Makes sure that the projection makes the queries that attention was given, to rounding in their dtype.
+
+        Several tokens should be given: the first position's rotary embedding changes nothing.
+
+        Args:
+            hidden_states, position_embeddings: as the attention module got them.
+            query (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): as attention got it.
+
+        Raises:
+            ValueError: if the queries differ.
+        """
+        with torch.no_grad():
+            own = self(hidden_states, position_embeddings)
+        if own.shape != query.shape:
+            raise ValueError(f"queries of {self._name} have the shape {tuple(query.shape)}, not {tuple(own.shape)}")
+        tolerance = torch.finfo(query.dtype).eps ** 0.5
+        query = query.detach().float()
+        error = float((own.float() - query).norm() / query.norm())
+        # Not `>`, so that a NaN is refused as well
+        if not error <= tolerance:
+            raise ValueError(
+                f"{self._name} makes its queries in a way that is not known: they differ from their projection, norm "
+                f"and rotary embedding by {error:.1e} of their size, and rounding explains {tolerance:.1e}"
+            )
+
+    def _project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._projection_name == "q_proj" and self._num_groups == 1:
+            return self._projection(hidden_states)
+        num_features = self.num_heads * self.head_dim // self._num_groups
+        if not _is_plain(self._projection):
+            fused = self._projection(hidden_states).unflatten(-1, (self._num_groups, -1))
+            return fused[..., :num_features].flatten(-2)
+        weight, bias = self._projection.weight, self._projection.bias
+        weight = weight.T if isinstance(self._projection, Conv1D) else weight
+        if self._num_groups == 1:
+            return F.linear(hidden_states, weight[:num_features], None if bias is None else bias[:num_features])
+        # By groups, because the query rows of all of them can only be one matrix as a copy
+        weight = weight.unflatten(0, (self._num_groups, -1))[:, :num_features]
+        tokens = hidden_states.flatten(0, 1).expand(self._num_groups, -1, -1)
+        states = torch.bmm(tokens, weight.mT)
+        if bias is not None:
+            states = states + bias.unflatten(0, (self._num_groups, 1, -1))[..., :num_features]
+        return states.transpose(0, 1).reshape(*hidden_states.shape[:2], -1)
+
+    def _normed(self, stage: str, states: torch.Tensor) -> torch.Tensor:
+        return states if self._norm is None or stage != self._norm_stage else self._norm(states)
+
+    def _rotated(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        assert self._rotate is not None
+        rotary, rest = states[..., : self._rotary_size], states[..., self._rotary_size :]
+        rotary = self._rotate(rotary, cos, sin)
+        return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] > 0 else rotary
+
+    def _count_groups(self, module: nn.Module, num_key_value_heads: int) -> int:
+        """Into how many equal parts the projection's output falls that begin with queries, heads being in order."""
+        width = _first(self._projection, ("out_features", "nf"))
+        own_width = self.num_heads * self.head_dim
+        if self._projection_name == "q_proj":
+            # Queries alone or, from Qwen3-Next on, every head's queries with its gate
+            expected = [own_width, 2 * own_width]
+        else:
+            expected = [own_width + 2 * num_key_value_heads * self.head_dim]
+        if width not in (None, *expected):
+            raise ValueError(f"`{self._projection_name}` of {self._name} has {width} outputs, not {expected[0]}")
+        if self._projection_name == "q_proj":
+            return self.num_heads if width == 2 * own_width else 1
+        if getattr(module, "new_decoder_architecture", False):
+            return num_key_value_heads
+        is_by_heads = self._projection_name == "query_key_value" or _first(module, ("multi_query",)) is not None
+        return self.num_heads if is_by_heads and not getattr(module, "multi_query", False) else 1
+
+    def _find_norm_stage(self, module: nn.Module) -> str:
+        """Before which step the query norm is applied: its weight's size says what it is a norm of."""
+        weight = getattr(self._norm, "weight", None)
+        if self._norm is not None and self._norm is getattr(module, "query_layernorm", None):
+            return "rotated"
+        if weight is None:
+            return "transposed"
+        return "projected" if weight.shape == (self.num_heads * self.head_dim,) else "split"
+
+    def _find_rotary_function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
+        """The function by which the model's own code rotates, as a function of queries, cosine and sine."""
+        function: Callable[..., Any] | None
+        function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        if function is not None:
+            names = list(inspect.signature(function).parameters)
+            if names[:3] == ["x", "cos", "sin"]:
+                return function
+            if names[:4] == ["q", "k", "cos", "sin"]:
+                return partial(_rotate_queries, function)
+        raise ValueError(
+            f"{self._name} takes position embeddings, but its code has no function `apply_rotary_pos_emb` of queries, "
+            "keys, cosine and sine"
+        )
+
+
+def _reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: set[str]) -> str | None:
+    """What is known to make attention differ from products of keys and queries of this input, if anything does."""
+    if _first(module, _COMPRESSED_NAMES) is not None:
+        return "makes its queries and keys of a compressed part (multi-head latent attention)"
+    if _first(module, PROJECTION_NAMES) is None:
+        return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
+    # Bloom and MPT have no option to do without; Falcon has
+    if {"alibi", "position_bias"} & parameters and getattr(config, "alibi", True):
+        return "adds positions to attention scores (ALiBi), which queries do not hold"
+    if _first(module, ("rel_logits_proj",)) is not None:
+        return "adds relative positions to attention scores, which queries do not hold"
+    if "position_embeddings" not in parameters and _first(module, _OWN_POSITION_NAMES) is not None:
+        return "looks up positions itself: it takes no `position_embeddings`"
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    if "attention_scaling" in parameters or rope_parameters.get("llama_4_scaling_beta") is not None:
+        return "scales its queries by their positions, which position embeddings do not tell"
+    if _first(module, ("sinks",)) is not None:
+        return "has attention sinks (`sinks`): probabilities do not follow from queries and keys alone"
+    softcap = _first(module, ("attn_logit_softcapping",))
+    if softcap is not None and config._attn_implementation != "sdpa":
+        return f"caps attention scores: `attn_logit_softcapping` has to be `None`, but is {softcap}"
+    return None
+
+
+def _rotate_queries(
+    function: Callable[..., Any], states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    # The function has to be given keys: of no head
+    rotated: torch.Tensor = function(states, states[:, :0], cos, sin)[0]
+    return rotated
+
+
+def _is_without_rotary(module: nn.Module, config: PreTrainedConfig) -> bool:
+    rule = _IS_WITHOUT_ROTARY.get(config.model_type)
+    return not getattr(module, "use_rope", True) if rule is None else rule(module)
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that a module has and that is not `None`."""
+    return next((value for name in names if (value := getattr(module, name, None)) is not None), None)
+
+
+def _is_plain(projection: Any) -> bool:
+    """Whether a projection is its weight and bias and nothing else: not quantized, adapted, hooked or sharded."""
+    return (
+        type(projection) in (nn.Linear, Conv1D)
+        and type(projection.weight) is nn.Parameter
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+        # What Accelerate replaces
+        and "forward" not in vars(projection)
+    )
+
+
+def _quoted(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
