@@ -243,3 +243,15 @@ def test_console_script_on_a_real_model(smollm2: Reference) -> None:
     dynamic = finished.stdout.split("dynamic:\n")[1]
     assert "Paris" in dynamic
     assert "\x1b" not in finished.stdout + finished.stderr
+
+
+def test_calibrate_writes_a_file_that_the_cache_takes(tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40, encoding="utf-8")
+    options = ["--model", tiny_folder, "--text-file", str(tmp_path / "text.txt"), "--windows", "2", "--length", "300"]
+    file = tmp_path / "calibration.safetensors"
+    result = run("calibrate", *options, "--rank", "8", "--min-recall", "0.01", "--out", str(file))
+    assert result.exit_code == 0, result.output
+    assert "oracle" in result.stdout
+    cache = f"infinigen:calibration={file}"
+    result = run("compare", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache)
+    assert result.exit_code == 0, result.output

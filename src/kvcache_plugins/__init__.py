@@ -9,6 +9,7 @@
 
 from .baselines import H2OCache
 from .gear import GEARCache
+from .infinigen import InfiniGenCache
 from .memory import MemoryReport, measure_memory
 from .registry import create_cache, list_caches, register_cache
 
@@ -16,6 +17,7 @@ from .registry import create_cache, list_caches, register_cache
 __all__ = [
     "GEARCache",
     "H2OCache",
+    "InfiniGenCache",
     "MemoryReport",
     "create_cache",
     "list_caches",

@@ -1,6 +1,7 @@
 """Which layers of a model a method may replace: those of full attention. Bounded ones stay Transformers' own."""
 
 from collections.abc import Callable
+from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -19,9 +20,7 @@ _BOUNDED_LAYER_TYPES = {
 }
 
 
-def replace_full_attention(
-    config: PreTrainedConfig, make_layer: Callable[[int], CacheLayerMixin]
-) -> list[CacheLayerMixin]:
+def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int], CacheLayerMixin]) -> list[Any]:
     """
     Transformers' own cache layers for a model, those of full attention replaced.
 
@@ -35,7 +34,7 @@ def replace_full_attention(
         ValueError: if the model has no layer of full attention, or layers that hold full-length states of another
         kind.
     """
-    own: list[CacheLayerMixin] = list(DynamicCache(config=config).layers)
+    own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or [
         "full_attention" if type(layer) is DynamicLayer else "sliding_attention" for layer in own
     ]

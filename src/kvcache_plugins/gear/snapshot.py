@@ -8,7 +8,6 @@ whose states these are.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.exact_buffer import ExactBuffer
+from kvcache_plugins.fingerprint import fingerprint
 from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.quantization import Grouping
 
@@ -34,23 +34,6 @@ if TYPE_CHECKING:
 FORMAT = "kvcache_plugins.gear"
 VERSION = 2
 _HEADER = "kvcache_plugins"
-_SAMPLES_PER_PARAMETER = 8
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
-    digest = hashlib.sha256()
-    config = model.config.get_text_config(decoder=True).to_dict()
-    digest.update(
-        json.dumps([config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")], default=str).encode()
-    )
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        # Weights that accelerate keeps elsewhere are not worth loading for this
-        if not parameter.is_meta:
-            stride = max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
-            digest.update(parameter.detach().flatten()[::stride].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def save_cache(cache: GEARCache, path: str | Path, model: PreTrainedModel) -> None:

@@ -7,14 +7,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.registry import register_cache
 
 from .cache import InfiniGenCache
+from .calibration import Calibration, calibrate
 
 
-__all__ = ["InfiniGenCache"]
+__all__ = ["Calibration", "InfiniGenCache", "calibrate"]
 
 
-def create_infinigen(
-    model: PreTrainedModel | PreTrainedConfig | None = None, **options: object
-) -> InfiniGenCache:
+def create_infinigen(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> InfiniGenCache:
     """InfiniGen: in host memory, important tokens fetched"""
     return InfiniGenCache(model, **options)  # type: ignore[arg-type]
 

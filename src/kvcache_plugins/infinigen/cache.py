@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,15 +15,92 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layer_types import replace_full_attention
-from kvcache_plugins.memory import ReportingMixin
+from kvcache_plugins.memory import MemoryReport, ReportingMixin
 
+from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
 
 
-class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
-    """DOC"""
+class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
+    """
+    A cache in host memory, of which every decode step fetches only the tokens that matter.
+
+    Implements [InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
+    Management](https://www.usenix.org/conference/osdi24/presentation/lee). Keys and values of full-attention layers
+    live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
+    next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
+    and fetched. Attention is over those and the newest tokens. Several new tokens at once, and any attention
+    implementation but `sdpa`, attend to everything: exact, and slower.
+
+    The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
+    does leaving a `with` block.
+
+    See `Cache` for details on common methods that are implemented by all cache classes.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model that the cache is for: any decoder with query projections.
+        min_weight (`float`, *optional*, defaults to 0.5):
+            Rule 1, the default: a token is fetched for a key/value head if its speculated attention weight, averaged
+            over the query heads of the group, is at least this many times the weight it would have if all tokens
+            weighed the same. Broad heads get more tokens than sharp ones.
+        alpha (`float`, *optional*):
+            Rule 2, the paper's: tokens whose score is at most `alpha` below the largest one of their head are counted,
+            and every head fetches the average count.
+        share (`float`, *optional*):
+            Rule 3: every head fetches this share of the tokens.
+        mass (`float`, *optional*):
+            Rule 4: every head fetches as many tokens as weigh this much together. One rule can be given.
+        max_fetch_ratio (`float`, *optional*, defaults to 0.2):
+            The most that a head fetches, as a share of the tokens.
+        scoring_nbits (`int`, *optional*, defaults to 4):
+            Bits a number, 2, 4 or 8, of the copy of the keys that stays on the accelerator for scoring.
+        partial_ratio (`float`, *optional*):
+            Instead of that, the paper's copy: this share of the keys' columns, in full precision.
+        skewing (`str`, *optional*, defaults to `"none"`):
+            With `partial_ratio`: `"query-svd"` turns keys and queries to the singular vectors of the prompt's queries
+            before columns are chosen, after the rotary embedding; attention itself is not touched.
+        recent (`int`, *optional*, defaults to 32):
+            Newest tokens that are always attended to. A few more wait beside them to move into the pool together.
+        sink (`int`, *optional*, defaults to 4):
+            First tokens that are always fetched and never evicted.
+        pool_tokens (`int`, *optional*):
+            Tokens that the pool holds at most, for every item and head. A new token then takes a victim's place.
+        eviction (`str`, *optional*, defaults to `"counter"`):
+            Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
+        full_layers (`tuple[int, ...]`, *optional*):
+            Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
+        speculate (`bool`, *optional*, defaults to `True`):
+            `False` chooses by a layer's own query instead: nothing is fetched ahead, and nothing is guessed. Worth it
+            where pool and model share a memory.
+        track_hits (`bool`, *optional*, defaults to `False`):
+            Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
+        calibration (`Calibration`, `str` or `Path`, *optional*):
+            What `calibrate` found out about the model, or the file that holds it.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            Padding of the prompt, needed for batches of unequal length under attention implementations other than
+            `sdpa`.
+
+    Raises:
+        ValueError: if an option is out of range, or the model's queries are made in a way that is not known.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from kvcache_plugins import InfiniGenCache
+
+    >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> inputs = tokenizer("A very long text ...", return_tensors="pt")
+
+    >>> with InfiniGenCache(model) as cache:
+    ...     outputs = model.generate(**inputs, past_key_values=cache)
+    >>> cache.stats()["tokens_fetched"] / cache.stats()["tokens_fetchable"]
+    ```
+    """
 
     def __init__(
         self,
@@ -41,6 +121,7 @@ class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
         full_layers: tuple[int, ...] | None = None,
         speculate: bool = True,
         track_hits: bool = False,
+        calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
     ):
         if not isinstance(model, PreTrainedModel):
@@ -65,9 +146,16 @@ class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
             speculate=speculate,
             track_hits=track_hits,
         )
+        self.calibration = self._read(calibration, model)
         self._given_mask = attention_mask
-        layers = replace_full_attention(model.config.get_text_config(decoder=True), self._layer)
-        self._check_full_layers(len(layers))
+        config = model.config.get_text_config(decoder=True)
+        self._full_layers = self._choose_full_layers(config.num_hidden_layers)
+        layers = replace_full_attention(config, self._layer)
+        if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
+            raise ValueError(
+                f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left to "
+                f"be offloaded of the model's {len(layers)} layers"
+            )
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = weakref.ref(model)
@@ -75,23 +163,40 @@ class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
         super().__init__(layers=layers)
         attach(model, self)
 
-    def _layer(self, index: int) -> CacheLayerMixin:
+    @staticmethod
+    def _read(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
+        if calibration is None:
+            return None
+        if not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration, model)
+        return calibration.to(model.device, model.dtype)
+
+    def _choose_full_layers(self, num_layers: int) -> set[int]:
+        """Layers that stay whole: those asked for, those that the calibration names, or the first ones."""
         full = self.infinigen_config.full_layers
-        if index in (range(NUM_FIRST_LAYERS) if full is None else full):
+        if full is not None:
+            wrong = [index for index in full if not isinstance(index, int) or not 0 <= index < num_layers]
+            if wrong:
+                raise ValueError(
+                    f"`full_layers` has to hold indices of the model's {num_layers} layers but got {wrong}"
+                )
+            return set(full)
+        if self.calibration is not None:
+            # The first layer has no layer before it, so nothing is known of it
+            return {0, *self.calibration.full_layers}
+        return set(range(min(NUM_FIRST_LAYERS, num_layers - 1)))
+
+    def _layer(self, index: int) -> CacheLayerMixin:
+        if index in self._full_layers:
             return DynamicLayer()
         return InfiniGenLayer(self.infinigen_config, index, self._given_mask)
-
-    def _check_full_layers(self, num_layers: int) -> None:
-        full = self.infinigen_config.full_layers or ()
-        wrong = [index for index in full if not isinstance(index, int) or not 0 <= index < num_layers]
-        if wrong:
-            raise ValueError(f"`full_layers` has to hold indices of the model's {num_layers} layers but got {wrong}")
 
     @property
     def _attachment(self) -> Attachment | None:
         model = self._model()
         return None if model is None else attachment_of(model)
 
+    @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         self._announced = layer_idx
         layer = self.layers[layer_idx]
@@ -103,17 +208,25 @@ class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
         following: InfiniGenLayer = self.layers[target]  # type: ignore[assignment]
         if not following.wants_speculation:
             return
-        query = attachment.expected_queries(target, layer_idx, inputs)
-        if query is None:
+        try:
+            embeddings = attachment.embeddings_for(target, layer_idx, inputs)
+        except LookupError:
             return
+        if embeddings is not None:
+            embeddings = embeddings[0].to(following.device), embeddings[1].to(following.device)
+        hidden_states = attachment.expected_hidden_states(target, layer_idx, inputs, following.device)
+        if self.calibration is not None:
+            hidden_states = self.calibration.corrected(target, hidden_states)
+        projection = attachment.projections[target]
         mask = inputs.attention_mask if attachment.same_type(target, layer_idx) else None
-        following.speculate(query.to(following.device), mask, attachment.projections[target].scaling)
+        mask = None if mask is None else mask.to(following.device)
+        following.speculate(projection(hidden_states, embeddings), mask, projection.scaling)
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Cache.update`; raises a `ValueError` if the states come from another model than the cache was made for."""
+        """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         announced, self._announced = self._announced, None
         if announced != layer_idx and (self._model() is None or self._attachment is not None):
             raise ValueError(
@@ -139,7 +252,29 @@ class InfiniGenCache(ReportingMixin, AttentionListener, Cache):
     ) -> None:
         self.detach()
 
+    def memory(self) -> MemoryReport:
+        """What the cache holds; the calibration's corrections are counted as `correction`."""
+        report = super().memory()
+        tensors = list(chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()))
+        parts, devices = Counter(report.parts), Counter(report.devices)
+        for tensor in tensors:
+            parts["correction"] += tensor.nbytes
+            devices[str(tensor.device)] += tensor.nbytes
+        return replace(report, parts=dict(parts), devices=dict(devices))
+
     def stats(self) -> dict[str, int]:
+        """
+        Counters over all offloaded layers.
+
+        Returns:
+            `dict[str, int]`: `num_layers` and, of those, `layers_offloaded`; `tokens_cached` (tokens of the sequence);
+            and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of those,
+            `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything);
+            `speculated_calls` (choices made ahead), `tokens_fetched` of `tokens_fetchable` (over items and key/value
+            heads), `bytes_fetched`, `tokens_evicted`, `hits` of `hits_possible` (with `track_hits`), `dense_reads`
+            (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
+            (prompts stored without having seen a mask).
+        """
         layers = [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]
         total: Counter[str] = Counter()
         for layer in layers:

@@ -65,7 +65,9 @@ class InfiniGenConfig:
             if self.scoring_nbits is None:
                 object.__setattr__(self, "scoring_nbits", DEFAULT_SCORING_NBITS)
             if self.scoring_nbits not in SCORING_NBITS:
-                raise ValueError(f"`scoring_nbits` has to be one of {list(SCORING_NBITS)} but got {self.scoring_nbits}")
+                raise ValueError(
+                    f"`scoring_nbits` has to be one of {list(SCORING_NBITS)} but got {self.scoring_nbits}"
+                )
         else:
             if self.scoring_nbits is not None:
                 raise ValueError(

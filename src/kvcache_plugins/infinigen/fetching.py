@@ -52,7 +52,7 @@ def attend_fetched(
         query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
         fetch (`Fetch`): the tokens of the pool.
         pool (`TokenPool`): the pool.
-        window (`tuple[torch.Tensor, torch.Tensor]`): keys and values `[B, H, W, D]`, `[B, H, W, E]`, the newest tokens.
+        window (`tuple[torch.Tensor, torch.Tensor]`): keys and values of the newest tokens, `[B, H, W, D or E]`.
         mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the mask's row, boolean or added to the scores.
         window_start (`int`): position of the window's first token.
         scale (`float`): factor of the scores.

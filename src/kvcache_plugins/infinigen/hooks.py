@@ -84,6 +84,8 @@ class Attachment:
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
+        # Whether residual streams are kept in any forward, not in decode steps only
+        self.keeps_streams = False
         # By layer: the module that norms, and in a decode step the residual stream before it
         self._norms: dict[int, nn.Module] = {}
         self._streams: dict[int, torch.Tensor] = {}
@@ -95,7 +97,9 @@ class Attachment:
         self._detecting: dict[int, list[RemovableHandle]] = {}
         decoder = model.get_decoder()
         for index, module in modules.items():
-            self._handles.append(module.register_forward_pre_hook(partial(self._before_attention, index), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_pre_hook(partial(self._before_attention, index), with_kwargs=True)
+            )
             self._detect_norm(index, module, decoder)
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
@@ -115,7 +119,7 @@ class Attachment:
             self._candidates.setdefault(index, []).append((module, args[0], output))
 
     def _after_norm(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args[0].shape[1] == 1:
+        if args[0].shape[1] == 1 or self.keeps_streams:
             self._streams[index] = args[0]
 
     def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -142,30 +146,40 @@ class Attachment:
         for handle in self._detecting.pop(index):
             handle.remove()
 
-    def expected_queries(self, target: int, source: int, inputs: AttentionInputs) -> torch.Tensor | None:
+    def expected_hidden_states(
+        self, target: int, source: int, inputs: AttentionInputs, device: torch.device
+    ) -> torch.Tensor:
         """
-        Queries that a layer is expected to ask with, told at the attention of an earlier one.
+        What a layer's attention is expected to be given, told at the attention of an earlier one.
 
         Args:
-            target (`int`): the layer whose queries are wanted.
+            target (`int`): the layer that is asked about.
             source (`int`): the layer whose attention is about to run.
             inputs (`AttentionInputs`): what that is called with.
+            device (`torch.device`): where the target's layer is.
 
         Returns:
-            `torch.Tensor` of shape `[B, num_heads, tokens, head_dim]`, or `None` if the target's position embeddings
-            are not at hand.
+            `torch.Tensor` of shape `[B, tokens, hidden size]`, on that device.
         """
-        embeddings = inputs.position_embeddings
-        if not self.same_type(target, source):
-            assert self.layer_types is not None
-            embeddings = self._rotary.get(self.layer_types[target])
-            if embeddings is None and inputs.position_embeddings is not None:
-                return None
-        hidden_states, stream, norm = inputs.hidden_states, self._streams.get(source), self._norms.get(target)
-        if stream is not None and norm is not None:
-            hidden_states = norm(stream)
-            self._streams.pop(target, None)
-        return self.projections[target](hidden_states, embeddings)
+        stream, norm = self._streams.get(source), self._norms.get(target)
+        if stream is None or norm is None:
+            return inputs.hidden_states.to(device)
+        expected: torch.Tensor = norm(stream.to(device))
+        # Norming it was seen by the hook of the target's norm
+        self._streams.pop(target, None)
+        return expected
+
+    def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
+        """
+        Cosine and sine of a layer's queries, told at the attention of another one; `None` if it gets none.
+
+        Raises:
+            LookupError: if the layer gets embeddings of its own and they have not been seen.
+        """
+        if self.same_type(target, source) or inputs.position_embeddings is None:
+            return inputs.position_embeddings
+        assert self.layer_types is not None
+        return self._rotary[self.layer_types[target]]
 
     def same_type(self, one: int, other: int) -> bool:
         """Whether two layers get the same mask and position embeddings."""

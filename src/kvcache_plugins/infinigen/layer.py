@@ -11,6 +11,7 @@ tokens at once attend to everything, page by page.
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -97,6 +98,15 @@ class InfiniGenLayer(PromptLayer):
         if self.config.partial_ratio is not None:
             self._prompt_queries = query
         super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
+
+    def on_dense_read(self, side: str) -> None:
+        if self.pool is not None:
+            warnings.warn(
+                "the whole cache is fetched for every token, as attention is not by `sdpa`: exact, and slow. "
+                "`model.set_attn_implementation('sdpa')` fetches what matters",
+                stacklevel=2,
+            )
+        super().on_dense_read(side)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         count = max(keys.shape[2] - self.config.recent, 0)
@@ -311,11 +321,11 @@ class InfiniGenLayer(PromptLayer):
         positions = positions.to(self.device).long()
         held = (positions >= 0)[:, :, None]
         if attn_mask is not None:
-            heads = [
-                mask_columns(attn_mask, positions[:, head].clamp(min=0), self.batch_size, self._length)[:, :1]
-                for head in range(positions.shape[1])
-            ]
-            mask = torch.cat(heads, dim=1)
+            by_head = (
+                mask_columns(attn_mask, head.clamp(min=0), self.batch_size, self._length)
+                for head in positions.unbind(dim=1)
+            )
+            mask = torch.cat([each[:, :1] for each in by_head if each is not None], dim=1)
             held = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
         return held.repeat_interleave(groups, dim=1)
 

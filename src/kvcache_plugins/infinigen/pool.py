@@ -104,7 +104,7 @@ class TokenPool:
             new = [torch.zeros(shape, dtype=self.dtype, pin_memory=self.pin_memory) for _ in range(missing)]
         except (RuntimeError, MemoryError) as error:
             raise MemoryError(
-                f"the host has no memory for {num_slots} tokens of a layer; {self.num_slots} are held and stay usable. "
+                f"the host has no memory for {num_slots} tokens of a layer; {self.num_slots} are held and usable. "
                 f"With `pool_tokens` set to {max(self.num_slots, 1)} or less, new tokens replace old ones instead"
             ) from error
         self.pages.extend(new)
@@ -124,7 +124,7 @@ class TokenPool:
             yield self.pages[number], max(first, offset), min(stop, offset + PAGE_TOKENS)
 
     def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Everything held, page by page: keys and values `[B, H, slots, D]`, first slot and the slot behind the last."""
+        """Everything held, page by page: keys, values `[B, H, slots, D or E]`, first slot, slot behind the last."""
         for page, start, stop in self._stretches(0, self.num_slots):
             rows = page[:, :, : stop - start]
             yield rows[..., : self.key_dim], rows[..., self.key_dim :], start, stop

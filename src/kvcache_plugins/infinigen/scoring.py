@@ -156,7 +156,8 @@ class ScoringCodes(ScoringStates):
         products = None
         for number in range(per_byte):
             part = (codes >> (self.nbits * number) & (2**self.nbits - 1)).to(query.dtype)
-            product = query[..., number * width : (number + 1) * width] @ part[..., : query.shape[3] - number * width].transpose(2, 3)
+            channels = query[..., number * width : (number + 1) * width]
+            product = channels @ part[..., : channels.shape[3]].transpose(2, 3)
             products = product if products is None else products + product
         return (products - offset) * scale[:, :, None].to(query.dtype)
 
@@ -166,7 +167,9 @@ class ScoringCodes(ScoringStates):
 
 
 def _pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Codes `[..., D]`, one a byte, to `[..., ceil(D * nbits / 8)]`: channel `i * bytes + j` in place `i` of byte `j`."""
+    """
+    Codes `[..., D]`, one a byte, to `[..., ceil(D * nbits / 8)]`: channel `i * bytes + j` in place `i` of byte `j`.
+    """
     per_byte = 8 // nbits
     if per_byte == 1:
         return codes
@@ -207,8 +210,7 @@ class ScoringColumns(ScoringStates):
         batch_size, num_heads, count, head_dim = keys.shape
         identity = torch.eye(head_dim, device=keys.device).expand(batch_size, num_heads, head_dim, head_dim)
         keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
-        sums = 0.0
-        turn = identity
+        turn, query_sums = identity, torch.zeros_like(keys_used[:, :, 0])
         if queries is not None:
             grouped = queries.float().unflatten(1, (num_heads, -1))
             if valid is not None:
@@ -218,8 +220,8 @@ class ScoringColumns(ScoringStates):
             if skewing == "query-svd":
                 # Eigenvectors of what queries have with themselves are their right singular vectors
                 turn = torch.linalg.eigh(grouped.transpose(2, 3) @ grouped).eigenvectors
-            sums = (grouped @ turn).abs().sum(dim=2) / groups
-        sums = sums + (keys_used @ turn).abs().sum(dim=2)
+            query_sums = (grouped @ turn).abs().sum(dim=2) / groups
+        sums = query_sums + (keys_used @ turn).abs().sum(dim=2)
         columns = sums.topk(max(1, round(partial_ratio * head_dim)), dim=2).indices
         # `[B, H, D, columns]`: what turns keys and picks columns at once
         self.turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1)).to(keys.dtype)

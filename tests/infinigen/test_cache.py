@@ -1,0 +1,319 @@
+"""`InfiniGenCache` on tiny random models: exact where everything is fetched, right about what it does elsewhere."""
+
+import copy
+import gc
+import resource
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvcache_plugins import InfiniGenCache, create_cache
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+
+
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **GROUPED,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "phi3": Phi3Config(**GROUPED),
+    "opt": OPTConfig(**{**SHAPE, "init_std": 0.1}, ffn_dim=96, word_embed_proj_dim=64),
+    "gpt_neox": GPTNeoXConfig(**SHAPE),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=512, initializer_range=0.1),
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return make_model("llama")
+
+
+def tokens(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode_logits(model, cache, prompt, steps, mask=None):
+    """Logits of the prompt's last token and of every step, one forward each."""
+    logits = []
+    for part in (prompt, *steps.split(1, dim=1)):
+        options = {}
+        if mask is not None:
+            mask = mask if part is prompt else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
+            options = {"attention_mask": mask, "position_ids": positions}
+        logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_fetched_is_exact(name: str) -> None:
+    model, prompt, steps = make_model(name), tokens(150), tokens(6, seed=1)
+    with InfiniGenCache(model, **EVERYTHING) as cache:
+        logits = decode_logits(model, cache, prompt, steps)
+    expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    stats = cache.stats()
+    offloaded = 2 if name == "gemma3" else 3
+    assert stats["layers_offloaded"] == offloaded
+    assert stats["selected_calls"] == 6 * offloaded
+    # The first layer has no layer before it
+    assert stats["speculated_calls"] == 6 * 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_speculation_is_like_the_truth(name: str) -> None:
+    """A stack whose layers change little: expected queries are near the true ones, so the same tokens are chosen."""
+    model, prompt, steps = make_model(name), tokens(300), tokens(8, seed=1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc2")):
+                parameter.mul_(0.02)
+            # Gemma 3 norms what a block adds, whatever its size
+            if name == "gemma3" and "post_" in parameter_name:
+                parameter.fill_(-0.98)
+    with InfiniGenCache(model, share=0.1, full_layers=(0,), track_hits=True) as cache:
+        decode_logits(model, cache, prompt, steps)
+    stats = cache.stats()
+    assert stats["speculated_calls"] == stats["selected_calls"] > 0
+    assert stats["hits"] > 0.8 * stats["hits_possible"]
+    # Chosen at random, a tenth of the tokens would be right
+    assert stats["hits_possible"] == stats["tokens_fetched"]
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 400])
+def test_left_padded_batch_is_exact(llama: PreTrainedModel, pool_tokens: int | None) -> None:
+    prompt, steps = tokens(150, rows=3), tokens(5, rows=3, seed=1)
+    mask = torch.ones_like(prompt)
+    mask[0, :70], mask[2, :140] = 0, 0
+    with InfiniGenCache(llama, **EVERYTHING, pool_tokens=pool_tokens) as cache:
+        logits = decode_logits(llama, cache, prompt, steps, mask)
+    expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_pages_are_crossed() -> None:
+    model = make_model("llama")
+    model.config.max_position_embeddings = 4096
+    prompt, steps = tokens(PAGE_TOKENS + 20), tokens(40, seed=1)
+    with InfiniGenCache(model, **EVERYTHING) as cache:
+        logits = decode_logits(model, cache, prompt, steps)
+    assert len(cache.layers[0].pool.pages) == 2
+    expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.7}], ids=lambda rule: next(iter(rule))
+)
+def test_rules_fetch_few_tokens_and_stay_near(llama: PreTrainedModel, rule: dict[str, float]) -> None:
+    prompt, steps = tokens(400), tokens(10, seed=1)
+    expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps)
+    errors = {}
+    for speculate in (True, False):
+        with InfiniGenCache(llama, **rule, full_layers=(0,), speculate=speculate) as cache:
+            logits = decode_logits(llama, cache, prompt, steps)
+        stats = cache.stats()
+        assert 0.01 < stats["tokens_fetched"] / stats["tokens_fetchable"] <= 0.2
+        assert (stats["speculated_calls"] > 0) is speculate
+        errors[speculate] = ((logits - expected).norm() / expected.norm()).item()
+    assert errors[False] < 0.4
+
+
+def test_attends_to_the_same_tokens_alone_and_beside_others(llama: PreTrainedModel) -> None:
+    prompt, steps = tokens(300, rows=2), tokens(6, rows=2, seed=1)
+    with InfiniGenCache(llama, full_layers=()) as together, InfiniGenCache(llama, full_layers=()) as alone:
+        both = decode_logits(llama, together, prompt, steps)
+        one = decode_logits(llama, alone, prompt[:1], steps[:1])
+    torch.testing.assert_close(both[:1], one, atol=1e-4, rtol=1e-4)
+    assert together.stats()["tokens_fetched"] > alone.stats()["tokens_fetched"]
+
+
+def test_several_new_tokens_attend_to_everything(llama: PreTrainedModel) -> None:
+    """A second turn is exact attention over the pool, whatever the rule."""
+    prompt, turn = tokens(200), tokens(30, seed=1)
+    with InfiniGenCache(llama, share=0.01, full_layers=()) as cache, torch.no_grad():
+        llama(prompt, past_key_values=cache)
+        logits = llama(turn, past_key_values=cache).logits
+    expected = llama(torch.cat([prompt, turn], dim=1)).logits[:, 200:]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert cache.stats()["exact_calls"] == 3
+
+
+def test_memory_is_what_is_stored(llama: PreTrainedModel) -> None:
+    with InfiniGenCache(llama) as cache:
+        decode_logits(llama, cache, tokens(300), tokens(2, seed=1))
+    parts = cache.memory().parts
+    # One of three layers is offloaded: 268 tokens of 300 went into the pool, keys and values of 2 heads of 16
+    assert parts["pool"] == 268 * 2 * 2 * 16 * 4
+    # Half a byte a number and a float16 a token; mean and spread of every channel
+    assert parts["scoring"] == 268 * 2 * (16 // 2 + 2) + 2 * 2 * 16 * 4
+    assert parts["dense"] == 2 * 302 * 2 * 2 * 16 * 4
+
+
+def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
+    prompt, steps = tokens(300), tokens(4, seed=1)
+    cache = InfiniGenCache(llama, full_layers=())
+    decode_logits(llama, cache, prompt, steps)
+    speculated = cache.stats()["speculated_calls"]
+    assert speculated > 0
+    cache.detach()
+    with torch.no_grad():
+        assert llama(steps[:, :1], past_key_values=cache).logits.isfinite().all()
+    stats = cache.stats()
+    assert (stats["speculated_calls"], stats["selected_calls"]) == (speculated, 5 * 3)
+
+
+def test_hooks_are_shared_and_leave_nothing_behind() -> None:
+    model = make_model("llama")
+
+    def num_hooks() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+    first, second = InfiniGenCache(model), InfiniGenCache(model)
+    attached = num_hooks()
+    InfiniGenCache(model)
+    assert num_hooks() == attached > 0
+    gc.collect()
+    first.detach()
+    assert num_hooks() == attached
+    second.detach()
+    assert num_hooks() == 0
+
+
+def test_hooks_leave_other_caches_alone(llama: PreTrainedModel) -> None:
+    prompt, steps = tokens(100), tokens(3, seed=1)
+    expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps)
+    with InfiniGenCache(llama) as cache:
+        assert torch.equal(decode_logits(llama, DynamicCache(config=llama.config), prompt, steps), expected)
+    assert cache.get_seq_length() == 0
+
+
+def test_another_model_is_refused(llama: PreTrainedModel) -> None:
+    cache, other = InfiniGenCache(llama), make_model("llama")
+    with torch.no_grad():
+        llama(tokens(50), past_key_values=cache)
+        with pytest.raises(ValueError, match="made for another model"):
+            other(tokens(1), past_key_values=cache)
+        # Nothing of it was stored
+        assert cache.get_seq_length() == 50
+        llama(tokens(1), past_key_values=cache)
+    assert cache.get_seq_length() == 51
+    cache.detach()
+
+
+def test_copies_go_their_own_ways(llama: PreTrainedModel) -> None:
+    prompt, steps = tokens(300), tokens(8, seed=1)
+    with InfiniGenCache(llama, full_layers=()) as cache:
+        decode_logits(llama, cache, prompt, steps[:, :4])
+        copied = copy.deepcopy(cache)
+        expected = decode_logits(llama, cache, steps[:, 4:5], steps[:, 5:])
+        assert torch.equal(decode_logits(llama, copied, steps[:, 4:5], steps[:, 5:]), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"alpha": 0.0}, "`alpha`"),
+        ({"alpha": -1.0}, "`alpha`"),
+        ({"min_weight": 0}, "`min_weight`"),
+        ({"share": 1.5}, "`share`"),
+        ({"mass": 0.0}, "`mass`"),
+        ({"alpha": 4.0, "share": 0.1}, "only one of"),
+        ({"max_fetch_ratio": 0.0}, "`max_fetch_ratio`"),
+        ({"max_fetch_ratio": 1.01}, "`max_fetch_ratio`"),
+        ({"partial_ratio": 2.0}, "`partial_ratio`"),
+        ({"partial_ratio": 0.3, "scoring_nbits": 4}, "exclude each other"),
+        ({"scoring_nbits": 3}, "`scoring_nbits`"),
+        ({"skewing": "query-svd"}, "`skewing`"),
+        ({"partial_ratio": 0.3, "skewing": "key-svd"}, "`skewing`"),
+        ({"recent": 0}, "`recent`"),
+        ({"sink": -1}, "`sink`"),
+        ({"pool_tokens": 4}, "`pool_tokens`"),
+        ({"pool_tokens": 2.5}, "`pool_tokens`"),
+        ({"eviction": "random"}, "`eviction`"),
+        ({"full_layers": (7,)}, "`full_layers`"),
+        ({"calibration": "/no/such/file"}, "`calibration`"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(llama: PreTrainedModel, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        InfiniGenCache(llama, **options)
+
+
+def test_needs_a_model(llama: PreTrainedModel) -> None:
+    for given in (None, llama.config):
+        with pytest.raises(ValueError, match="`model`"):
+            create_cache("infinigen", given)
+
+
+def test_eager_attention_is_exact(llama: PreTrainedModel) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    prompt, steps = tokens(200), tokens(4, seed=1)
+    with InfiniGenCache(model, share=0.05, full_layers=()) as cache, pytest.warns(UserWarning, match="sdpa"):
+        logits = decode_logits(model, cache, prompt, steps)
+    expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert cache.stats()["dense_reads"] > 0
+
+
+def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
+    small = torch.randn(64, 16, 8, 128)
+    pool = TokenPool(small, small)
+    pool.append(small, small, 0, None)
+    held = [page.clone() for page in pool.pages]
+    many = small[:, :, :1].expand(-1, -1, 3 * PAGE_TOKENS, -1)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
+    try:
+        with pytest.raises(MemoryError, match=r"8 are held and usable. With `pool_tokens`"):
+            pool.append(many, many, 8, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert pool.num_slots == 8
+    assert all(torch.equal(page, before) for page, before in zip(pool.pages, held, strict=True))

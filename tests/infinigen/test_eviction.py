@@ -1,0 +1,126 @@
+"""Whose place a new token takes: distinct victims, by policy, attention sinks aside."""
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen.eviction import UsageRecord
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+
+
+def filled(policy: str, num_protected: int = 0, num_slots: int = 8) -> UsageRecord:
+    record = UsageRecord(policy, num_protected, 1, 2, num_slots)
+    record.add(0, num_slots, 0)
+    return record
+
+
+def fetch(record: UsageRecord, *slots: int) -> None:
+    chosen = torch.tensor(slots).expand(1, 2, -1)
+    record.touch(chosen, torch.ones_like(chosen, dtype=torch.bool))
+
+
+def test_fifo_evicts_the_oldest_but_no_sinks() -> None:
+    record = filled("fifo", num_protected=2)
+    fetch(record, 2, 3)
+    assert record.replace(3, 8, None).tolist() == [[[2, 3, 4]] * 2]
+    # The new tokens are the newest now
+    assert record.replace(2, 11, None)[0, 0].tolist() == [5, 6]
+    assert record.positions[0, 1].tolist() == [0, 1, 8, 9, 10, 11, 12, 7]
+
+
+def test_lru_evicts_what_was_fetched_longest_ago() -> None:
+    record = filled("lru")
+    fetch(record, 0, 1, 2, 3, 4, 5, 6, 7)
+    fetch(record, 0, 2, 4, 6, 7)
+    fetch(record, 1)
+    assert record.replace(2, 8, None)[0, 0].tolist() == [3, 5]
+    assert record.replace(2, 10, None)[0, 0].tolist() == [0, 2]
+
+
+def test_counter_evicts_what_was_fetched_least_often() -> None:
+    record = filled("counter")
+    for _ in range(3):
+        fetch(record, 0, 1, 2, 3, 4, 5)
+    fetch(record, 6)
+    assert record.replace(2, 8, None)[0, 0].tolist() == [7, 6]
+    # A new token starts with the average, so that it is not the next victim
+    assert record.usage is not None
+    assert record.usage[0, 0, 7] > 0
+
+
+def test_filling_of_a_selection_is_not_counted() -> None:
+    record = filled("counter")
+    chosen = torch.tensor([[[0, 1, 2]] * 2])
+    record.touch(chosen, torch.tensor([[[True, False, False], [True, True, False]]]))
+    assert record.usage is not None
+    assert record.usage[0, :, :3].tolist() == [[1, 0, 0], [1, 1, 0]]
+
+
+def test_counters_are_halved_when_one_saturates() -> None:
+    record = filled("counter")
+    for step in range(300):
+        fetch(record, *([0, 1] if step % 2 else [0]))
+    assert record.usage is not None
+    first, second, third = record.usage[0, 0, :3].tolist()
+    # 255 and then halved, and 45 more; the other one had half as many all along
+    assert (first, second, third) == (172, 86, 0)
+
+
+def test_padding_goes_first() -> None:
+    record = UsageRecord("counter", 1, 2, 1, 6)
+    record.add(0, 6, 0)
+    victims = record.replace(3, 6, torch.tensor([0, 4]))
+    assert victims[0, 0].tolist() == [1, 2, 3]
+    # Four paddings, of which three are taken
+    assert victims[1, 0].tolist() == [0, 1, 2]
+    assert record.num_evicted == 3
+
+
+def test_rolled_back_slots_are_taken_again_first() -> None:
+    record = filled("lru")
+    record.truncate(6)
+    assert record.replace(2, 6, None)[0, 0].sort().values.tolist() == [6, 7]
+    assert record.num_evicted == 0
+
+
+@pytest.mark.parametrize("policy", ["counter", "lru", "fifo"])
+def test_as_many_distinct_victims_as_evictions(policy: str) -> None:
+    """In the released code of the paper 102 evictions had one victim."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.arange(400.0)[None, None, :, None].expand(1, 2, -1, 4)
+    pool = TokenPool(states, states, max_tokens=100, eviction=policy, num_protected=4)
+    gone: list[set[int]] = [set(), set()]
+    num_gone = 0
+    for position in range(400):
+        assert pool.usage is not None
+        before = [set(row.tolist()) - {-1} for row in pool.usage.positions[0]]
+        pool.append(states[:, :, position : position + 1], states[:, :, position : position + 1], position, None)
+        for head, row in enumerate(pool.usage.positions[0]):
+            victims = before[head] - set(row.tolist())
+            assert not victims & gone[head]
+            gone[head] |= victims
+            num_gone += len(victims)
+            assert policy == "fifo" or position not in victims
+        chosen = torch.randint(0, pool.num_slots, (1, 2, 9), generator=generator).sort(dim=2).values
+        pool.usage.touch(chosen, torch.ones_like(chosen, dtype=torch.bool))
+    assert pool.usage is not None
+    assert num_gone == pool.usage.num_evicted == 2 * 300
+    assert all(set(range(4)) <= set(row.tolist()) for row in pool.usage.positions[0])
+    # Every slot holds the token that the record says
+    slots = torch.arange(100).expand(1, 2, -1)
+    assert torch.equal(pool.gather(slots)[..., 0].long(), pool.usage.positions.long())
+
+
+def test_rows_are_gathered_from_all_pages() -> None:
+    count = 2 * PAGE_TOKENS + 70
+    keys, values = torch.randn(2, 3, count, 5), torch.randn(2, 3, count, 7)
+    pool = TokenPool(keys, values)
+    for start in range(0, count, 600):
+        stop = min(start + 600, count)
+        assert pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None) == []
+    slots = torch.randint(0, count, (2, 3, 200), generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([keys, values], dim=3).gather(2, slots[..., None].expand(-1, -1, -1, 12))
+    assert torch.equal(pool.gather(slots), expected)
+    assert torch.equal(pool.gather(slots[1:], slice(1, 2)), expected[1:])
+    pool.truncate(PAGE_TOKENS)
+    assert (len(pool.pages), pool.num_slots) == (1, PAGE_TOKENS)
+    assert torch.equal(torch.cat([part for part, *_ in pool.stretches()], dim=2), keys[:, :, :PAGE_TOKENS])

@@ -1,0 +1,157 @@
+"""The rules by which tokens are chosen, and the copies of the keys that they are chosen by."""
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns, _pack
+from kvcache_plugins.infinigen.selection import select_tokens
+
+
+NOTHING = torch.empty(1, 1, 1, 0)
+
+
+def chosen(weights: list[float], *, forced=(), allowed=None, resident=(), num_tokens=None, **options) -> list[int]:
+    """Slots that one head with these weights fetches."""
+    count = len(weights)
+    selection = select_tokens(
+        torch.tensor(weights).log()[None, None, None],
+        torch.tensor(resident).log().reshape(1, 1, 1, -1),
+        None if allowed is None else torch.tensor(allowed)[None, None],
+        torch.tensor([slot in forced for slot in range(count)])[None, None],
+        count if num_tokens is None else num_tokens,
+        len(forced),
+        InfiniGenConfig(**{"max_fetch_ratio": 1.0, **options}),
+    )
+    return selection.slots[0, 0, : selection.count[0, 0]].tolist()
+
+
+WEIGHTS = [0.02, 0.4, 0.08, 0.3, 0.15, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"share": 0.5}, [1, 3, 4]),
+        ({"mass": 0.8}, [1, 3, 4]),
+        ({"mass": 0.39}, [1]),
+        # One of six tokens weighs a sixth if all weigh the same
+        ({"min_weight": 1.0}, [1, 3]),
+        ({"min_weight": 0.5}, [1, 3, 4]),
+        # 0.15 is 0.98 below the largest score, 0.08 is 1.6
+        ({"alpha": 1.0}, [1, 3, 4]),
+        ({"alpha": float("inf")}, [1, 3, 4, 2, 5, 0]),
+        ({"alpha": float("inf"), "max_fetch_ratio": 0.34}, [1, 3]),
+        ({"share": 0.5, "forced": (0,)}, [0, 1, 3]),
+        ({"min_weight": 1.0, "forced": (0, 5)}, [5, 0, 1, 3]),
+        ({"share": 0.5, "allowed": [True, False, True, True, True, True]}, [3, 4, 2]),
+        ({"share": 1.0, "allowed": [False, False, True, True, False, False]}, [3, 2]),
+        ({"share": 0.5, "forced": (1,), "allowed": [True, False, True, True, True, True]}, [3, 4, 2]),
+        # Resident tokens have half of the mass already
+        ({"mass": 0.6, "resident": [1.0]}, [1]),
+        ({"share": 0.5, "num_tokens": 2}, [1]),
+    ],
+    ids=str,
+)
+def test_rules(options: dict[str, object], expected: list[int]) -> None:
+    assert chosen(WEIGHTS, **options) == expected
+
+
+def test_group_of_heads_shares_by_average_weight() -> None:
+    """Two query heads of very different scale: scores could not be averaged, weights can."""
+    scores = torch.tensor([[[[9.0, 0.0, 0.0, 8.0], [0.0, 0.1, 0.3, 0.0]]]])
+    forced = torch.zeros(1, 1, 4, dtype=torch.bool)
+    selection = select_tokens(
+        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 0, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
+    )
+    weights = scores.softmax(dim=3).mean(dim=2)
+    assert selection.slots.tolist() == weights.argsort(dim=2, descending=True).tolist()
+
+
+def test_items_of_a_batch_have_their_own_budget() -> None:
+    scores = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0))
+    allowed = torch.arange(40) >= torch.tensor([0, 30])[:, None, None]
+    forced = torch.zeros(1, 1, 40, dtype=torch.bool)
+    config = InfiniGenConfig(share=0.2, max_fetch_ratio=0.5)
+    both = select_tokens(scores, torch.empty(2, 3, 2, 0), allowed, forced, torch.tensor([40, 10]), 0, config)
+    assert both.count.tolist() == [[8] * 3, [2] * 3]
+    assert (both.slots[1, :, :2] >= 30).all()
+
+
+@pytest.mark.parametrize(("nbits", "limit"), [(2, 0.5), (4, 0.12), (8, 0.008)])
+@pytest.mark.parametrize("head_dim", [64, 18])
+def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
+    """Up to what is the same for all keys of a query, which no softmax sees."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
+    keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
+    query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
+    scoring = ScoringCodes(nbits)
+    scoring.fit(keys[:, :, :100], None)
+    for start in range(0, 150, 50):
+        scoring.append(keys[:, :, start : start + 50])
+    scores, expected = scoring.scores(query), query @ keys.transpose(2, 3)
+    assert scores.shape == (2, 3, 4, 150)
+    scores, expected = (each - each.mean(dim=3, keepdim=True) for each in (scores, expected))
+    assert (scores - expected).norm() / expected.norm() < limit
+
+
+def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
+    keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
+    replaced, direct = ScoringCodes(4), ScoringCodes(4)
+    for scoring in (replaced, direct):
+        scoring.fit(keys, None)
+    replaced.append(keys[:, :, :50])
+    slots = torch.tensor([[[3, 17], [40, 0]]])
+    replaced.write(slots, keys[:, :, 50:52])
+    order = torch.arange(50).repeat(1, 2, 1).scatter(2, slots, torch.tensor([50, 51]).expand(1, 2, 2))
+    direct.append(keys.gather(2, order[..., None].expand(-1, -1, -1, 16)))
+    assert torch.equal(replaced.scores(query), direct.scores(query))
+
+
+def test_padding_does_not_enter_the_statistics() -> None:
+    keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
+    alone, beside = ScoringCodes(4), ScoringCodes(4)
+    alone.fit(keys, None)
+    beside.fit(padded, (torch.arange(100) >= 20)[None])
+    torch.testing.assert_close(beside.mean, alone.mean)
+    torch.testing.assert_close(beside.spread, alone.spread)
+
+
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+@pytest.mark.parametrize("count", [1, 7, 8, 80])
+def test_packing_keeps_every_code(nbits: int, count: int) -> None:
+    codes = torch.randint(0, 2**nbits, (3, count), dtype=torch.uint8)
+    packed = _pack(codes, nbits)
+    width = -(-count * nbits // 8)
+    assert packed.shape == (3, width)
+    fields = [packed >> (nbits * number) & (2**nbits - 1) for number in range(8 // nbits)]
+    assert torch.equal(torch.cat(fields, dim=1)[:, :count], codes)
+
+
+@pytest.mark.parametrize("skewing", ["none", "query-svd"])
+def test_all_columns_tell_scores_exactly(skewing: str) -> None:
+    """Turning is orthogonal: queries and keys turned alike have the same products."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = torch.randn(2, 3, 90, 16, generator=generator), torch.randn(2, 6, 90, 16, generator=generator)
+    query = torch.randn(2, 3, 2, 16, generator=generator)
+    scoring = ScoringColumns(keys, queries, None, 1.0, skewing)
+    scoring.append(keys)
+    torch.testing.assert_close(scoring.scores(query), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
+
+
+def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 200, 32, generator=generator)
+    basis = torch.randn(1, 2, 1, 4, 32, generator=generator)
+    queries = (torch.randn(1, 2, 2, 200, 4, generator=generator) @ basis).flatten(1, 2)
+    query = queries[:, :, -1:].unflatten(1, (2, 2)).squeeze(3)
+    expected = query @ keys.transpose(2, 3)
+    errors = {}
+    for skewing in ("none", "query-svd"):
+        scoring = ScoringColumns(keys, queries, None, 0.25, skewing)
+        scoring.append(keys)
+        errors[skewing] = float((scoring.scores(query) - expected).norm() / expected.norm())
+    assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
