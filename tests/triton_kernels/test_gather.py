@@ -1,0 +1,216 @@
+"""Rows of pages are moved, and codes scored, as plain PyTorch does it: in Triton's interpreter, or on a GPU.
+
+What is written to is full of NaN before, so that a row which is not to be touched shows, and one left out too.
+"""
+
+import os
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen.scoring import _pack
+from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
+from kvcache_plugins.triton_kernels.scores import score_codes
+
+
+# Triton reads the variable when it is imported, which is before this file is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+# Of scores, relative to the largest: two parts of 11 bits each
+SCORE_TOLERANCE = 1e-5
+PAGE_TOKENS = 16
+
+
+def make_pages(
+    num_pages: int, batch_size: int, num_heads: int, row_dim: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_pages, batch_size, num_heads, PAGE_TOKENS, row_dim)
+    pages = torch.randn(shape, generator=generator).to(dtype).unbind(0)
+    return [page.clone().pin_memory() if DEVICE.type == "cuda" else page.clone() for page in pages]
+
+
+def make_slots(num_pages: int, batch_size: int, num_heads: int, num_slots: int) -> torch.Tensor:
+    """Distinct slots of each head, in any order."""
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand(batch_size, num_heads, num_pages * PAGE_TOKENS, generator=generator)
+    return order.argsort(dim=2)[:, :, :num_slots].to(DEVICE)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.float32).to(dtype).to(DEVICE)
+
+
+def rows_of(pages: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """The rows `[B, H, K, R]` of all slots, by plain indexing."""
+    stored = torch.cat(pages, dim=2)
+    batch, head = (
+        torch.arange(size).reshape(shape) for size, shape in zip(slots.shape, [(-1, 1, 1), (-1, 1)], strict=False)
+    )
+    return stored[batch, head, slots.cpu()]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, byte by byte: NaN equals itself."""
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_pages", "batch_size", "num_heads", "row_dim", "num_slots"),
+    [(1, 1, 1, 1, 1), (3, 2, 3, 129, 37), (4, 1, 2, 40, 63), (2, 2, 2, 256, 5), (2, 1, 1, 1026, 9)],
+)
+def test_rows_up_to_count_are_gathered(num_pages, batch_size, num_heads, row_dim, num_slots, dtype):
+    pages = make_pages(num_pages, batch_size, num_heads, row_dim, dtype)
+    slots = make_slots(num_pages, batch_size, num_heads, num_slots)
+    generator = torch.Generator().manual_seed(2)
+    count = torch.randint(0, num_slots + 1, (batch_size, num_heads), generator=generator)
+    count[-1, -1] = num_slots
+    out = poisoned(batch_size, num_heads, num_slots, row_dim, dtype=dtype)
+    expected = torch.where(
+        (torch.arange(num_slots) < count[..., None])[..., None], rows_of(pages, slots).float(), out.cpu().float()
+    )
+    gather_rows(page_addresses(pages, DEVICE), slots, count.to(DEVICE), out, PAGE_TOKENS)
+    assert torch.equal(bits(out), bits(expected.to(dtype)))
+
+
+def test_without_a_count_all_rows_are_gathered():
+    pages, slots = make_pages(2, 1, 2, 8, torch.float16), make_slots(2, 1, 2, 11)
+    out = poisoned(1, 2, 11, 8, dtype=torch.float16)
+    gather_rows(page_addresses(pages, DEVICE), slots, None, out, PAGE_TOKENS)
+    assert torch.equal(out.cpu(), rows_of(pages, slots))
+
+
+def test_a_count_beyond_the_slots_is_all_of_them_and_no_slots_are_none():
+    pages, slots = make_pages(2, 1, 1, 8, torch.float32), make_slots(2, 1, 1, 5)
+    whole = poisoned(1, 1, 7, 8, dtype=torch.float32)
+    count = torch.full((1, 1), 9, device=DEVICE)
+    gather_rows(page_addresses(pages, DEVICE), slots, count, whole[:, :, :5], PAGE_TOKENS)
+    assert torch.equal(whole[:, :, :5].cpu(), rows_of(pages, slots))
+    assert whole[:, :, 5:].isnan().all()
+    gather_rows(page_addresses(pages, DEVICE), slots[:, :, :0], count, whole[:, :, :0], PAGE_TOKENS)
+
+
+def test_what_is_beyond_count_is_not_read():
+    """Slots of pages that are not there, which would be read at address zero."""
+    pages, slots = make_pages(1, 1, 1, 8, torch.float32), make_slots(1, 1, 1, 6)
+    expected = rows_of(pages, slots)[:, :, :4]
+    slots[:, :, 4:] = 10**9
+    out = poisoned(1, 1, 6, 8, dtype=torch.float32)
+    gather_rows(page_addresses(pages, DEVICE), slots, torch.full((1, 1), 4, device=DEVICE), out, PAGE_TOKENS)
+    assert torch.equal(out[:, :, :4].cpu(), expected)
+    assert out[:, :, 4:].isnan().all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4], ids="offset{}".format)
+def test_strides_and_alignment_may_be_anything(offset):
+    """Slots and counts of every other head, into rows that begin at an odd number and lie apart."""
+    pages = make_pages(2, 2, 3, 6, torch.bfloat16)
+    slots = make_slots(2, 2, 3, 8).repeat_interleave(2, dim=1)[:, ::2]
+    count = torch.tensor([[8, 0, 3], [5, 8, 1]], device=DEVICE).T.contiguous().T
+    whole = poisoned(2, 3, 8, 6 + 9, dtype=torch.bfloat16)
+    expected = whole.cpu().clone()
+    gather_rows(page_addresses(pages, DEVICE), slots, count, whole[..., offset : offset + 6], PAGE_TOKENS)
+    is_row = (torch.arange(8) < count.cpu()[..., None])[..., None]
+    expected[..., offset : offset + 6] = torch.where(is_row, rows_of(pages, slots), expected[..., :6])
+    assert torch.equal(bits(whole), bits(expected))
+
+
+def test_more_rows_than_the_programs_hold_at_once():
+    pages, slots = make_pages(40, 1, 1, 512, torch.float32), make_slots(40, 1, 1, 640)
+    count = torch.full((1, 1), 601, device=DEVICE)
+    out = poisoned(1, 1, 640, 512, dtype=torch.float32)
+    gather_rows(page_addresses(pages, DEVICE), slots, count, out, PAGE_TOKENS)
+    assert torch.equal(out[:, :, :601].cpu(), rows_of(pages, slots)[:, :, :601])
+    assert out[:, :, 601:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_written_where_they_belong(dtype):
+    pages, slots = make_pages(3, 2, 2, 33, dtype), make_slots(3, 2, 2, 21)
+    before = [page.clone() for page in pages]
+    rows = torch.randn(2, 2, 21, 40, generator=torch.Generator().manual_seed(3)).to(dtype).to(DEVICE)[..., :33]
+    count = torch.tensor([[21, 4], [0, 13]], device=DEVICE)
+    write_rows(page_addresses(pages, DEVICE), slots, count, rows, PAGE_TOKENS)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    expected = torch.cat(before, dim=2)
+    for item in range(2):
+        for head in range(2):
+            number = int(count[item, head])
+            expected[item, head, slots[item, head, :number].cpu()] = rows[item, head, :number].cpu()
+    assert torch.equal(bits(torch.cat(pages, dim=2)), bits(expected))
+
+
+def test_written_rows_are_gathered_again():
+    pages = make_pages(2, 1, 2, 10, torch.float16)
+    addresses, slots = page_addresses(pages, DEVICE), make_slots(2, 1, 2, 20)
+    rows = torch.randn(1, 2, 20, 10).half().to(DEVICE)
+    write_rows(addresses, slots, None, rows, PAGE_TOKENS)
+    out = poisoned(1, 2, 20, 10, dtype=torch.float16)
+    gather_rows(addresses, slots, None, out, PAGE_TOKENS)
+    assert torch.equal(out, rows)
+
+
+def test_pages_that_do_not_lie_side_by_side_are_refused():
+    pages = make_pages(1, 1, 2, 8, torch.float32)
+    with pytest.raises(AssertionError):
+        page_addresses([pages[0].transpose(1, 2)], DEVICE)
+
+
+def reference_scores(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, nbits: int) -> torch.Tensor:
+    """In float64, from codes `[B, H, T, D]` that are not packed."""
+    keys = (codes.double() - (2 ** (nbits - 1) - 0.5)) * scale.double()[..., None]
+    return query.double() @ keys.transpose(2, 3)
+
+
+def make_codes(batch_size, num_heads, length, head_dim, nbits):
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 2**nbits, (batch_size, num_heads, length, head_dim), generator=generator)
+    scale = 0.01 + torch.rand(batch_size, num_heads, length, generator=generator)
+    return codes.to(torch.uint8), scale.half()
+
+
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("batch_size", "num_heads", "groups", "length", "head_dim"),
+    [
+        (1, 1, 1, 1, 8),
+        (2, 3, 4, 63, 20),
+        (1, 2, 7, 129, 64),
+        (1, 1, 33, 200, 128),
+        (2, 1, 2, 40, 33),
+        (1, 1, 1, 70, 256),
+    ],
+)
+def test_scores_are_those_of_the_keys_that_codes_stand_for(batch_size, num_heads, groups, length, head_dim, nbits):
+    codes, scale = make_codes(batch_size, num_heads, length, head_dim, nbits)
+    query = torch.randn(batch_size, num_heads, groups, head_dim, generator=torch.Generator().manual_seed(5))
+    # Queries differ in size by orders of magnitude
+    query *= torch.logspace(-3, 3, groups)[:, None]
+    actual = score_codes(_pack(codes, nbits).to(DEVICE), scale.to(DEVICE), query.to(DEVICE), nbits).cpu()
+    expected = reference_scores(codes, scale, query, nbits)
+    assert actual.shape == (batch_size, num_heads, groups, length)
+    assert actual.dtype == torch.float32
+    error = (actual - expected).abs().amax(dim=3) / expected.abs().amax(dim=3)
+    assert error.max() < SCORE_TOLERANCE
+
+
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+def test_scores_of_rows_in_use_of_larger_storage(nbits):
+    """As a layer holds them: of a capacity that is not in use, queries that are no one tensor's own."""
+    codes, scale = make_codes(2, 3, 50, 24, nbits)
+    query = torch.randn(2, 4, 3, 24, generator=torch.Generator().manual_seed(6)).transpose(1, 2)
+    packed = _pack(codes, nbits)
+    stored = torch.full((2, 3, 90, packed.shape[3]), 255, dtype=torch.uint8)
+    stored_scale = torch.full((2, 3, 90), float("nan"), dtype=torch.float16)
+    stored[:, :, :50], stored_scale[:, :, :50] = packed, scale
+    inputs = stored.to(DEVICE)[:, :, :50], stored_scale.to(DEVICE)[:, :, :50], query.to(DEVICE)
+    actual = score_codes(*inputs, nbits).cpu()
+    torch.testing.assert_close(actual.double(), reference_scores(codes, scale, query, nbits), rtol=1e-4, atol=1e-4)
+    assert score_codes(inputs[0][:, :, :0], inputs[1][:, :, :0], inputs[2], nbits).shape == (2, 3, 4, 0)
