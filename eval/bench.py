@@ -6,7 +6,16 @@ from typing import Any
 
 import typer
 
-from . import benchmark_compile, benchmark_decode, benchmark_kernels, benchmark_memory, benchmark_step, gpu, prediction
+from . import (
+    benchmark_compile,
+    benchmark_decode,
+    benchmark_infinigen,
+    benchmark_kernels,
+    benchmark_memory,
+    benchmark_step,
+    gpu,
+    prediction,
+)
 from .command_line import user_errors
 
 
@@ -16,6 +25,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "decode": benchmark_decode.main,
     "memory": benchmark_memory.main,
     "compile": benchmark_compile.main,
+    "infinigen": benchmark_infinigen.main,
     "predict": prediction.main,
     "gpu": gpu.main,
 }

@@ -65,3 +65,18 @@ def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
     assert "| read | `dynamic` | 40 | 1000 | 1.00 | 500.0 | 32.00 |" in text
     assert "| read | `gear-2bit` | at least 40 |" in text
     assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
+
+
+def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
+    common = {"ppl_ratio": 1.0, "kl": 0.01, "top1_agreement": 0.9}
+    stats = {"infinigen": {"tokens_fetched": 97, "tokens_fetchable": 1000}, "h2o": {"tokens_kept": 5}}
+    rows = [
+        {"cache": name, **common, "memory_after_prefix": {"total_bytes": 1e6, "kv_percent": 10.0}, "stats": each}
+        for name, each in stats.items()
+    ]
+    content = {"commit": "a", "date": "2026-11-21", "device": "CPU", "versions": {}, "settings": {}, "rows": rows}
+    (tmp_path / "result.json").write_text(json.dumps(content), encoding="utf-8")
+    text = render("<!-- table: result -->\n<!-- end -->", tmp_path)
+    assert "| same top token | % of tokens fetched |" in text
+    assert "| `infinigen` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | 9.7 |" in text
+    assert "| `h2o` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | - |" in text
