@@ -41,6 +41,7 @@ def render_result(results: Path, name: str) -> str:
         "step": _step,
         "batch": _batch,
         "prediction": _prediction,
+        "retrieval": _retrieval,
     }
     table = tables[kind](content["rows"])
     failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
@@ -77,6 +78,12 @@ def _fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
             fetchable = each.get("tokens_fetchable")
             line.append(f"{100 * each['tokens_fetched'] / fetchable:.1f}" if fetchable else "-")
     return _table(head, cells)
+
+
+def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("cache", "answers right", "standard error", "answers' tokens right")
+    keys = ("accuracy", "standard_error", "token_accuracy")
+    return _table(head, [(f"`{row['cache']}`", *(f"{100 * row[key]:.1f} %" for key in keys)) for row in rows])
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -153,8 +153,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         layers = replace_full_attention(config, self._layer)
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(
-                f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left to "
-                f"offload of the model's {len(layers)} layers"
+                f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left "
+                f"to offload of the model's {len(layers)} layers"
             )
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}

@@ -1,0 +1,169 @@
+"""Retrieval from long contexts: is one line, or one value, of thousands of tokens still found through a cache?
+
+Two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_number`) and lost-in-the-middle's key-value
+pairs (`ordered_kv_records`, `key`, `value`). The context with its question fills the cache; the answer is then fed
+token by token, and a row is right if every token of it is the most likely one: just what greedy decoding would say.
+
+Run it with `python -m kvcache_plugins.eval.retrieval --help`.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
+from .fidelity import CacheFactory, cache_factories, cache_stats, continuation_logits, fill_cache
+from .report import provenance, write_json
+
+
+REFERENCE = "dynamic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A context that ends where the answer begins, and the answer."""
+
+    context: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retrieval:
+    """
+    A cache on all questions.
+
+    Args:
+        correct (`tuple[bool, ...]`): Whether the whole answer was right, by question.
+        token_accuracy (`float`): Share of the answers' tokens that were most likely.
+        stats (`dict[str, int]`): The last cache's counters.
+    """
+
+    correct: tuple[bool, ...]
+    token_accuracy: float
+    stats: dict[str, int]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of questions answered right."""
+        return sum(self.correct) / len(self.correct)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the accuracy."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / len(self.correct))
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSON-lines file. A row of neither set is a `ValueError`."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [_question(row, path) for row in rows]
+
+
+def _question(row: Mapping[str, Any], path: Path) -> Question:
+    if "expected_number" in row:
+        name = "-".join(str(part) for part in row["random_idx"][:-1])
+        context = f"{row['prompt'].rstrip()}\n\nThe <REGISTER_CONTENT> in line {name} is <"
+        return Question(context=context, answer=f"{row['expected_number']}>")
+    if "ordered_kv_records" in row:
+        records = json.dumps(dict(row["ordered_kv_records"]), indent=1)
+        context = (
+            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+            f'{records}\n\nKey: "{row["key"]}"\nCorresponding value: "'
+        )
+        return Question(context=context, answer=f'{row["value"]}"')
+    raise ValueError(f"`data_file`: rows of {path} have fields {sorted(row)}, which are of neither set")
+
+
+def answer_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    factories: Mapping[str, CacheFactory],
+    on_progress: Callable[[str], None],
+) -> dict[str, Retrieval]:
+    """Every cache on every question, by the names of `factories`."""
+    correct: dict[str, list[bool]] = {name: [] for name in factories}
+    tokens: dict[str, list[bool]] = {name: [] for name in factories}
+    stats: dict[str, dict[str, int]] = {}
+    for number, question in enumerate(questions, start=1):
+        context, answer = (
+            torch.tensor(tokenizer(text, add_special_tokens=special).input_ids)
+            for text, special in ((question.context, True), (question.answer, False))
+        )
+        for name, factory in factories.items():
+            on_progress(f"question {number} of {len(questions)}")
+            cache = factory()
+            # The last token asks for the first of the answer: it is the first that decodes through the cache
+            fill_cache(model, context[:-1], cache)
+            fed = torch.cat([context[-1:], answer[:-1]])
+            found = continuation_logits(model, fed, cache, chunk=1).argmax(dim=-1).cpu() == answer
+            correct[name].append(bool(found.all()))
+            tokens[name].extend(found.tolist())
+            stats[name] = cache_stats(cache)
+    return {
+        name: Retrieval(
+            correct=tuple(correct[name]), token_accuracy=sum(tokens[name]) / len(tokens[name]), stats=stats[name]
+        )
+        for name in factories
+    }
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: Annotated[str, typer.Option(help="A short name, a folder or a hub name.")] = "smollm2",
+    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Ask for one line, or one value, of a long context, through each cache.
+
+    \b
+    Examples:
+        python -m kvcache_plugins.eval.retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
+    """
+    settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
+    with user_errors():
+        asked = read_questions(data_file)[:questions]
+        if not asked:
+            raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
+        loaded, tokenizer = load_for_evaluation(model, dtype, device)
+        factories = cache_factories(list(dict.fromkeys([REFERENCE, *cache])), loaded)
+        with track_progress(len(asked) * len(factories)) as announce:
+            results = answer_questions(loaded, tokenizer, asked, factories, announce)
+    columns = {"cache": "name", "right": "number", "+-": "number", "tokens right": "number"}
+    cells = [
+        (name, f"{each.accuracy:.3f}", f"{each.standard_error:.3f}", f"{each.token_accuracy:.3f}")
+        for name, each in results.items()
+    ]
+    open_console().print(make_table(f"{model} on {data_file.name}, {len(asked)} questions", columns, cells))
+    if out is not None:
+        rows = [
+            {
+                "cache": name,
+                "accuracy": each.accuracy,
+                "standard_error": each.standard_error,
+                "token_accuracy": each.token_accuracy,
+                "correct": list(each.correct),
+                "stats": each.stats,
+            }
+            for name, each in results.items()
+        ]
+        settings |= {"data_file": data_file.name, "num_questions": len(asked)}
+        write_json(out, {"benchmark": "retrieval", **provenance(loaded.device), "settings": settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    app()
