@@ -4,7 +4,7 @@ kvcache-plugins bench infinigen --context 8000 --text-file FILE
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,7 +35,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
 
 
 @contextmanager
-def _timed(owner: Any, name: str, part: str, seconds: Counter[str]) -> Iterator[None]:
+def _timed(owner: Any, name: str, part: str, seconds: dict[str, float]) -> Iterator[None]:
     original: Callable[..., Any] = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float
         step (`Callable[[int], object]`): takes the step of a number.
         num_steps (`int`): how many.
     """
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     with ExitStack() as stack:
         for part, (owner, name) in _PARTS.items():
             stack.enter_context(_timed(owner, name, part, seconds))
