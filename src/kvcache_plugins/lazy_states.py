@@ -14,7 +14,7 @@ but only refers to its layer.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ def _scaled_dot_product_attention(
             output = F.scaled_dot_product_attention(query, *dense, attn_mask=attn_mask, **options)
             layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
             return output
-        if layer is not None and key.shape[-2] == layer.get_seq_length():
+        if layer is not None and key.shape[-2] == layer.lazy_length():
             return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
@@ -288,12 +288,16 @@ class LazyLayer(CacheLayerMixin):
         """How many key and value numbers a dense cache of the same tokens would hold."""
 
     @abstractmethod
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> Mapping[str, float]:
         """Counters that prove the layer was exercised."""
 
     @abstractmethod
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
+
+    def lazy_length(self) -> int:
+        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
+        return self.get_seq_length()
 
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None

@@ -30,6 +30,8 @@ class PromptLayer(LazyLayer):
     """
 
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
+    # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
+    needs_prompt_attention = False
 
     def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
         super().__init__()
@@ -41,14 +43,29 @@ class PromptLayer(LazyLayer):
         # An update that is stored as soon as attention has seen it
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
-        # Left padding of every item, once a mask has shown it, `[batch_size]`
-        self.padding: torch.Tensor | None = None
+        self.padding = None
         self._mask_seen = False
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Left padding of every item, once a mask has shown it, `[batch_size]`."""
+        return self._padding
+
+    @padding.setter
+    def padding(self, padding: torch.Tensor | None) -> None:
+        self._padding: torch.Tensor | None = padding
+        self._known_longest: int | None = None
+
+    def _longest_padding(self) -> int:
+        """Padding of the item that has most. The host waits for a device only the first time it asks."""
+        if self._known_longest is None:
+            self._known_longest = 0 if self.padding is None else int(self.padding.max())
+        return self._known_longest
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -93,6 +110,21 @@ class PromptLayer(LazyLayer):
             for side, states in zip(("keys", "values"), exact, strict=True)
         )
         return keys, values
+
+    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
+        """
+        Stores a first prompt that was attended to elsewhere.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): its states.
+            padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding at the start of every item.
+        """
+        assert self._length == 0 and not self.needs_prompt_attention
+        self.update(keys, values)
+        self._mask_seen = True
+        if padding is not None and bool(padding.any()):
+            self.padding = padding
+        self.settle_prompt()
 
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
@@ -164,7 +196,7 @@ class PromptLayer(LazyLayer):
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
-        if self.padding is None or bool((self.padding <= start).all()):
+        if self.padding is None or self._longest_padding() <= start:
             return None
         return torch.arange(start, start + count, device=self.device) >= self.padding.to(self.device)[:, None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
+from .prefetch import staging_bytes
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
@@ -67,7 +69,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         sink (`int`, *optional*, defaults to 4):
             First tokens that are always fetched and never evicted.
         pool_tokens (`int`, *optional*):
-            Tokens that the pool holds at most, for every item and head. A new token then takes a victim's place.
+            Tokens that the pool holds at most, for every item and head. A new token then takes a victim's place. Which
+            tokens are used is noted on the host, which has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
             Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
         full_layers (`tuple[int, ...]`, *optional*):
@@ -77,6 +80,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             where pool and model share a memory.
         track_hits (`bool`, *optional*, defaults to `False`):
             Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
+        track_times (`bool`, *optional*, defaults to `False`):
+            Whether `stats()` tells, for a GPU, how long transfers took and how long attention had to wait for them.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             What `calibrate` found out about the model, or the file that holds it.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -121,6 +126,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         full_layers: tuple[int, ...] | None = None,
         speculate: bool = True,
         track_hits: bool = False,
+        track_times: bool = False,
         calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
     ):
@@ -145,6 +151,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             full_layers=None if full_layers is None else tuple(full_layers),
             speculate=speculate,
             track_hits=track_hits,
+            track_times=track_times,
         )
         self.calibration = self._read(calibration, model)
         self._given_mask = attention_mask
@@ -253,31 +260,45 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         self.detach()
 
     def memory(self) -> MemoryReport:
-        """What the cache holds; the calibration's corrections are counted as `correction`."""
+        """
+        What the cache holds. The calibration's corrections are counted as `correction`; as `staging`, the buffers for
+        what is fetched to a GPU, which all caches there share.
+        """
         report = super().memory()
         tensors = list(chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()))
         parts, devices = Counter(report.parts), Counter(report.devices)
         for tensor in tensors:
             parts["correction"] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
+        used = {layer.device for layer in self.layers if isinstance(layer, InfiniGenLayer) and layer.is_initialized}
+        for device in used:
+            if staging_bytes(device):
+                parts["staging"] += staging_bytes(device)
+                devices[str(device)] += staging_bytes(device)
         return replace(report, parts=dict(parts), devices=dict(devices))
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> Mapping[str, float]:
         """
-        Counters over all offloaded layers.
+        Counters over all offloaded layers. A GPU is waited for.
 
         Returns:
-            `dict[str, int]`: `num_layers` and, of those, `layers_offloaded`; `tokens_cached` (tokens of the sequence);
-            and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of those,
-            `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything);
+            `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`; `tokens_cached` (tokens of the
+            sequence); and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of
+            those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything);
             `speculated_calls` (choices made ahead), `tokens_fetched` of `tokens_fetchable` (over items and key/value
             heads), `bytes_fetched`, `tokens_evicted`, `hits` of `hits_possible` (with `track_hits`), `dense_reads`
             (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
-            (prompts stored without having seen a mask).
+            (prompts stored without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s` (of
+            transfers), `stalled_s` (that attention waited for them), and `hidden_share`, the share of the first that
+            was not waited for, 0 if there was no transfer.
         """
         layers = [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]
-        total: Counter[str] = Counter()
+        total: dict[str, float] = {}
         for layer in layers:
-            total.update(layer.stats())
+            for name, value in layer.stats().items():
+                total[name] = total.get(name, 0) + value
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
+        if self.infinigen_config.track_times:
+            transfer = total["transfer_s"]
+            total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
         return {"num_layers": len(self.layers), "layers_offloaded": len(layers), **total}
