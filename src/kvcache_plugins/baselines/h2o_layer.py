@@ -34,6 +34,8 @@ class H2OLayer(PromptLayer):
 
     counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
 
+    needs_prompt_attention = True
+
     def __init__(self, config: H2OConfig, layer_idx: int):
         self.config = config
         super().__init__(layer_idx)

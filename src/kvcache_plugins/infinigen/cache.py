@@ -212,8 +212,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         target = self._targets.get(layer_idx)
         if target is None or not self.infinigen_config.speculate or inputs.hidden_states.shape[1] != 1:
             return
-        following: InfiniGenLayer = self.layers[target]  # type: ignore[assignment]
-        if not following.wants_speculation:
+        following = self.layers[target]
+        # During a prefill by several ranks another layer stands there
+        if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
         try:
             embeddings = attachment.embeddings_for(target, layer_idx, inputs)
