@@ -1,0 +1,1 @@
+"""KV-Runahead: several processes fill one cache, and the first token comes sooner."""

@@ -1,0 +1,155 @@
+"""The paper's look-up table: partitions that were found for some lengths, and what they were found with."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvcache_plugins.fingerprint import fingerprint
+
+from .cost import CostModel, Link, Timing
+
+
+FORMAT = "kvcache_plugins.kv_runahead"
+VERSION = 1
+# What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
+RATIO_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableEntry:
+    """
+    The partition of one length.
+
+    Attributes:
+        length (`int`): tokens of the context.
+        ratios (`tuple[float, ...]`): share of each rank, summing to 1; fewer than ranks where fewer are faster.
+        seconds (`float`): time to first token.
+        measured (`bool`): whether `seconds` was measured; else it was predicted.
+    """
+
+    length: int
+    ratios: tuple[float, ...]
+    seconds: float
+    measured: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 1:
+            raise ValueError(f"`length` has to be an integer of at least 1 but got {self.length!r}")
+        object.__setattr__(self, "ratios", check_ratios("ratios", tuple(self.ratios)))
+        if len(self.ratios) > self.length:
+            raise ValueError(f"`ratios` are {len(self.ratios)}, more than the {self.length} tokens of `length`")
+        if not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
+            raise ValueError(f"`seconds` has to be a number above 0 but got {self.seconds!r}")
+        if not isinstance(self.measured, bool):
+            raise ValueError(f"`measured` has to be true or false but got {self.measured!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionTable:
+    """
+    Partitions for some lengths, of one model on one number of ranks.
+
+    Attributes:
+        model (`str`): fingerprint of the model, see `fingerprint`.
+        world_size (`int`): ranks that the partitions are for.
+        entries (`tuple[TableEntry, ...]`): one at least, sorted by length.
+        timings (`tuple[Timing, ...]`): what `cost` was fitted to.
+        cost (`CostModel`, *optional*): what predicted entries were planned with.
+        link (`Link`, *optional*): the link between ranks, as measured.
+        machine (`str`): the machine in words.
+        date (`str`): when it was made.
+        versions (`dict[str, str]`): of the packages behind it.
+    """
+
+    model: str
+    world_size: int
+    entries: tuple[TableEntry, ...]
+    timings: tuple[Timing, ...] = ()
+    cost: CostModel | None = None
+    link: Link | None = None
+    machine: str = ""
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or isinstance(self.world_size, bool) or self.world_size < 1:
+            raise ValueError(f"`world_size` has to be an integer of at least 1 but got {self.world_size!r}")
+        lengths = [entry.length for entry in self.entries]
+        if not lengths or len(set(lengths)) < len(lengths):
+            raise ValueError(f"`entries` has to hold one length at least and none twice, but got lengths {lengths}")
+        longest = max(len(entry.ratios) for entry in self.entries)
+        if longest > self.world_size:
+            raise ValueError(f"`entries` cut a context into {longest} slices, but `world_size` is {self.world_size}")
+        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=lambda entry: entry.length)))
+        object.__setattr__(self, "timings", tuple(self.timings))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table to a JSON file."""
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
+        """
+        Reads a table that `save` wrote.
+
+        Args:
+            path (`str` or `Path`): the JSON file.
+            model (`PreTrainedModel`): the model that is to be prefilled.
+            world_size (`int`): the ranks that are to do it.
+
+        Raises:
+            ValueError: if there is no such file, or it is damaged, of another version, model or number of ranks.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"`partition`: there is no file {path}")
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        # Not UTF-8 is a `ValueError` too
+        except ValueError as error:
+            raise ValueError(f"`partition`: {path} is no JSON file or is damaged: {error}") from error
+        if not isinstance(document, dict):
+            raise ValueError(f"`partition`: {path} holds a JSON {type(document).__name__}, but a table is an object")
+        found = document.pop("format", None), document.pop("version", None)
+        if found != (FORMAT, VERSION):
+            raise ValueError(
+                f"`partition`: {path} holds format {found[0]!r} version {found[1]}, but only {FORMAT!r} version "
+                f"{VERSION} can be read"
+            )
+        try:
+            table = cls._from_document(document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"`partition`: {path} is damaged: {error}") from error
+        if table.model != fingerprint(model):
+            raise ValueError(f"`partition`: {path} was made for another model, or for the same one in another dtype")
+        if table.world_size != world_size:
+            raise ValueError(f"`partition`: {path} was made for {table.world_size} ranks, but there are {world_size}")
+        return table
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> PartitionTable:
+        cost, link = document.pop("cost"), document.pop("link")
+        return cls(
+            entries=tuple(TableEntry(**entry) for entry in document.pop("entries")),
+            timings=tuple(Timing(**timing) for timing in document.pop("timings")),
+            cost=None if cost is None else CostModel(**cost),
+            link=None if link is None else Link(**link),
+            **document,
+        )
+
+
+def check_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
+    """The ratios with a sum of 1 up to rounding. Any not above 0, or another sum, is a `ValueError` naming `name`."""
+    for ratio in ratios:
+        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+            raise ValueError(f"`{name}` has to hold ratios in (0, 1] but got {ratio!r}")
+    total = math.fsum(ratios)
+    if abs(total - 1) > RATIO_TOLERANCE:
+        raise ValueError(f"`{name}` has to hold ratios that sum to 1 but got {list(ratios)}, which sum to {total:g}")
+    return tuple(ratio / total for ratio in ratios)
