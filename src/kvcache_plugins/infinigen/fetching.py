@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
+
 from .pool import TokenPool
 from .selection import Selection
 
@@ -60,22 +62,17 @@ def attend_fetched(
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype.
     """
-    batch_size, num_heads, groups, _ = query.shape
-    output = query.new_empty(batch_size, num_heads, groups, pool.row_dim - pool.key_dim)
-    counts = fetch.selection.count.amax(dim=1).tolist()
-    for item, count in enumerate(counts):
-        one = slice(item, item + 1)
-        slots = fetch.selection.slots[one, :, :count]
-        rows = pool.gather(slots.to("cpu"), one).to(query.device)
-        keys = torch.cat([rows[..., : pool.key_dim], window[0][one]], dim=2)
-        values = torch.cat([rows[..., pool.key_dim :], window[1][one]], dim=2)
-        scores = (query[one].float() * scale) @ keys.float().transpose(2, 3)
-        filling = torch.arange(count, device=query.device) >= fetch.selection.count[one, :, None]
-        scores[..., :count].masked_fill_(filling[:, :, None], -torch.inf)
-        if mask is not None:
-            columns = mask[one, None].expand(-1, num_heads, -1)
-            fetched = columns.gather(2, pool.positions_of(slots, one).clamp(min=0))
-            seen = torch.cat([fetched, columns[..., window_start:]], dim=2)[:, :, None]
-            scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
-        output[one] = (scores.softmax(dim=3) @ values.float()).to(query.dtype)
-    return output
+    selection = fetch.selection
+    kernel, _ = choose_rows_kernel(query, pool.row_dim - pool.key_dim, pool.dtype)
+    return attend_rows(
+        query,
+        pool.pages,
+        selection.slots,
+        selection.count,
+        *window,
+        scale,
+        mask=mask,
+        positions=None if mask is None else pool.positions_of(selection.slots, slice(None)),
+        window_start=window_start,
+        kernel=kernel,
+    )

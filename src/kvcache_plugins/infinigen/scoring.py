@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.ops.gather import code_scores
+
 
 # Tokens from which a channel's mean and spread are told
 NUM_FITTED = 512
@@ -147,19 +149,7 @@ class ScoringCodes(ScoringStates):
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         assert self.spread is not None
-        codes, scale = (self._rows[name][:, :, : self.length] for name in ("codes", "scale"))
-        query = query * self.spread
-        # A code stands for itself and a half, less half of all codes: what is taken off is the same for all channels
-        offset = query.sum(dim=3, keepdim=True) * (2 ** (self.nbits - 1) - 0.5)
-        per_byte = 8 // self.nbits
-        width = codes.shape[3]
-        products = None
-        for number in range(per_byte):
-            part = (codes >> (self.nbits * number) & (2**self.nbits - 1)).to(query.dtype)
-            channels = query[..., number * width : (number + 1) * width]
-            product = channels @ part[..., : channels.shape[3]].transpose(2, 3)
-            products = product if products is None else products + product
-        return (products - offset) * scale[:, :, None].to(query.dtype)
+        return code_scores(query * self.spread, self._rows["codes"], self._rows["scale"], self.length, self.nbits)
 
     def fitted_tensors(self) -> dict[str, torch.Tensor]:
         fitted = {"mean": self.mean, "spread": self.spread}

@@ -39,8 +39,15 @@ def choose_kernel(query: torch.Tensor) -> tuple[str, bool]:
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
     """
+    if query.shape[2] > MAX_NUM_QUERIES:
+        return "torch", False
+    return choose_token_kernel(query)
+
+
+def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
+    """The same for what is always a single new token; `query` may have any shape."""
     requested = requested_kernel()
-    if requested == "torch" or query.shape[2] > MAX_NUM_QUERIES or torch.is_grad_enabled() and query.requires_grad:
+    if requested == "torch" or torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
     return _kernel_on(query.device.type, requested)
 

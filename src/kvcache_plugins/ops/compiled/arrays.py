@@ -58,6 +58,24 @@ def floats_at(address: int, shape: Any) -> Any:
 
 
 @njit(**OPTIONS)
+def bytes_at(address: int, shape: Any) -> Any:
+    """The same of uint8."""
+    return carray(_pointer(address), shape, np.uint8)
+
+
+@njit(**OPTIONS)
+def halves_at(address: int, shape: Any) -> Any:
+    """The same of 16 bits, as uint16."""
+    return carray(_pointer(address), shape, np.uint16)
+
+
+@njit(**OPTIONS)
+def longs_at(address: int, shape: Any) -> Any:
+    """The same of int64."""
+    return carray(_pointer(address), shape, np.int64)
+
+
+@njit(**OPTIONS)
 def _halves(table: Any, row: int) -> Any:
     dims = table[row]
     return carray(_pointer(dims[0]), (dims[1], dims[2], dims[3], dims[4], dims[5]), np.uint16)

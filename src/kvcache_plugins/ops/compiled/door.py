@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,9 @@ from .attention import attend_block, attend_block_in_parallel
 from .exact import attend_exact, merge
 from .layout import code_layout
 from .primitives import ROWS
+from .threads import num_threads, use_threads
 
 
-# What Numba was started with, which cannot be exceeded
-_MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
@@ -109,23 +107,20 @@ def attend(
     """
     batch_size, num_query_heads, num_queries, head_dim = query.shape
     num_heads, value_dim = _heads(dense, compressed)
-    groups, num_threads = num_query_heads // num_heads, min(torch.get_num_threads(), _MAX_THREADS)
+    groups = num_query_heads // num_heads
     num_rows = groups * num_queries
     num_row_blocks = batch_size * num_heads * -(-num_rows // ROWS)
-    splits = [_split(part, num_row_blocks, num_threads) for part in compressed]
+    splits = [_split(part, num_row_blocks) for part in compressed]
     num_results = len(dense) + sum(num_tasks for num_tasks, _ in splits)
     scratch = _empty(num_results * batch_size * num_heads * num_rows * (value_dim + 2))
     result = _empty(batch_size, num_query_heads, num_queries, value_dim)
     shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
     arguments = _Arguments()
     queries, results, first = arguments.address(query), scratch.data_ptr(), 0
-    attend_to = attend_block
-    if num_threads > 1 and compressed:
-        numba.set_num_threads(num_threads)
-        attend_to = attend_block_in_parallel
     for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
         tables = arguments.table(part.keys), arguments.table(part.values)
         mask, span = arguments.mask(part.mask, part.length), (part.length, tiles_per_task, num_tasks)
+        attend_to = attend_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_block
         attend_to(shape, scale, queries, *tables, mask, span, first, results)
         first += num_tasks
     for exact in dense:
@@ -144,10 +139,11 @@ def _heads(dense: Sequence[DensePart], compressed: Sequence[CompressedPart]) -> 
     return dense[0].values.shape[1], dense[0].values.shape[3]
 
 
-def _split(part: CompressedPart, num_row_blocks: int, num_threads: int) -> tuple[int, int]:
+def _split(part: CompressedPart, num_row_blocks: int) -> tuple[int, int]:
     """How many tasks the tiles of a part are split into, and tiles a task, given all heads and rows of all items."""
     chunk_length = part.keys.chunk_length
     num_tiles = -(-part.length // chunk_length) * -(-chunk_length // OUTLIER_TILE)
-    wanted = -(-num_threads * _TASKS_PER_THREAD // num_row_blocks) if num_threads > 1 else 1
+    threads = num_threads()
+    wanted = -(-threads * _TASKS_PER_THREAD // num_row_blocks) if threads > 1 else 1
     tiles_per_task = max(-(-num_tiles // wanted), _MIN_TILES_PER_TASK)
     return -(-num_tiles // tiles_per_task), tiles_per_task

@@ -1,4 +1,4 @@
-"""Vectors of eight floats, and of four, for functions that Numba compiles.
+"""Vectors of eight floats, of four, and of sixteen words, for functions that Numba compiles.
 
 LLVM vectorizes loops by itself, but not well across the short rows that packed codes come in, nor does it keep a block
 of sums in registers. These intrinsics say it outright in LLVM's own vector types, which it makes whatever the machine
@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, int32, types, uint16
+from numba import float32, int16, int32, int64, types, uint16
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 
 LANES = 8
+WORDS = 16
 _BYTE, _HALF, _INT, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 # Sums may be reordered and fused; infinities stay what they are
 _FLAGS = ("reassoc", "contract", "arcp", "nsz", "afn")
@@ -31,12 +32,14 @@ class _Vector(types.Type):  # type: ignore[misc]
 
 
 _FLOATS, _INTS, _FOUR = _Vector(float32, LANES), _Vector(int32, LANES), _Vector(float32, 4)
+_WORDS = _Vector(int16, WORDS)
+_LANE = {float32: _FLOAT, int32: _INT, int16: _HALF}
 
 
 @register_model(_Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, vector: _Vector):
-        super().__init__(manager, vector, _of(_FLOAT if vector.element == float32 else _INT, vector.lanes))
+        super().__init__(manager, vector, _of(_LANE[vector.element], vector.lanes))
 
 
 def untyped_intrinsic(function: Callable[..., Any]) -> Any:
@@ -73,7 +76,9 @@ def _pointer(context: Any, builder: Any, kinds: Any, args: Any, lane: Any, lanes
 
 def _make_load(vector: _Vector) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(context, builder, signature.args, args, _FLOAT, vector.lanes), align=4)
+        lane = _LANE[vector.element]
+        pointer = _pointer(context, builder, signature.args, args, lane, vector.lanes)
+        return builder.load(pointer, align=vector.element.bitwidth // 8)
 
     def load(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
         return vector(array, row, column), generate
@@ -94,20 +99,20 @@ def _make_store(vector: _Vector) -> Any:
 
 def _make_broadcast(vector: _Vector) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, _FLOAT, args[0], vector.lanes)
+        return _splat(builder, _LANE[vector.element], args[0], vector.lanes)
 
     def broadcast(typing_context: Any, value: Any) -> Any:
-        return vector(float32), generate
+        return vector(vector.element), generate
 
     return untyped_intrinsic(broadcast)
 
 
-# Float32 values from `array[row, column]` on
-load_floats, load_four = _make_load(_FLOATS), _make_load(_FOUR)
+# Float32, or int16, values from `array[row, column]` on
+load_floats, load_four, load_words = _make_load(_FLOATS), _make_load(_FOUR), _make_load(_WORDS)
 # Writes them
 store_floats, store_four = _make_store(_FLOATS), _make_store(_FOUR)
-# One float in every lane
-broadcast, broadcast_four = _make_broadcast(_FLOATS), _make_broadcast(_FOUR)
+# One float, or int32, in every lane
+broadcast, broadcast_four, broadcast_int = _make_broadcast(_FLOATS), _make_broadcast(_FOUR), _make_broadcast(_INTS)
 
 
 @untyped_intrinsic
@@ -119,6 +124,46 @@ def load_bytes(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
         return builder.zext(packed, _of(_INT))
 
     return _INTS(array, row, column), generate
+
+
+@untyped_intrinsic
+def load_byte_words(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
+    """Sixteen uint8 values as words."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        packed = builder.load(_pointer(context, builder, signature.args, args, _BYTE, WORDS), align=1)
+        return builder.zext(packed, _of(_HALF, WORDS))
+
+    return _WORDS(array, row, column), generate
+
+
+@untyped_intrinsic
+def load_bfloats(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
+    """Bfloat16 values, given as uint16, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        packed = builder.load(_pointer(context, builder, signature.args, args, _HALF), align=2)
+        # They are the upper halves of floats
+        bits = builder.shl(builder.zext(packed, _of(_INT)), _constant(_INT, 16))
+        return builder.bitcast(bits, _of(_FLOAT))
+
+    return _FLOATS(array, row, column), generate
+
+
+@untyped_intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Has the machine bring the line of memory at an address near; any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _BYTE.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+        # To read, to stay near, of data
+        numbers = [ir.Constant(_INT, number) for number in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], pointer), *numbers])
+        return context.get_dummy_value()
+
+    return types.void(int64), generate
 
 
 def _floats_of_halves(builder: Any, halves: Any) -> Any:
@@ -161,6 +206,40 @@ def masked_to_floats(typing_context: Any, packed: Any, mask: Any) -> Any:
         return builder.sitofp(builder.and_(args[0], _splat(builder, _INT, args[1])), _of(_FLOAT))
 
     return _FLOATS(_INTS, int32), generate
+
+
+@untyped_intrinsic
+def field_of_words(typing_context: Any, packed: Any, shift: Any, mask: Any) -> Any:
+    """`packed >> shift & mask`, of words that are not negative."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        shift, mask = (_splat(builder, _HALF, arg, WORDS) for arg in args[1:])
+        return builder.and_(builder.lshr(args[0], shift), mask)
+
+    return _WORDS(_WORDS, int16, int16), generate
+
+
+@untyped_intrinsic
+def multiply_add_words(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a b + c` in int32, where neighbouring products are added: one instruction and an addition on most machines."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = _of(_INT, WORDS)
+        products = builder.mul(builder.sext(args[0], wide), builder.sext(args[1], wide), flags=("nsw",))
+        even, odd = (_shuffle(builder, products, products, list(range(i, WORDS, 2))) for i in (0, 1))
+        return builder.add(builder.add(even, odd), args[2])
+
+    return _INTS(_WORDS, _WORDS, _INTS), generate
+
+
+@untyped_intrinsic
+def floats_of_ints(typing_context: Any, a: Any) -> Any:
+    """Int32 values as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(args[0], _of(_FLOAT))
+
+    return _FLOATS(_INTS), generate
 
 
 @untyped_intrinsic
@@ -240,12 +319,12 @@ def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
 
 @untyped_intrinsic
 def sums_of_eight(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
-    """The sum of every one of eight vectors, as one vector."""
+    """The sum of every one of eight vectors, of floats or of ints, as one vector."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def add_pairs(first: Any, second: Any, left: list[int], right: list[int]) -> Any:
-            halves = (_shuffle(builder, first, second, places) for places in (left, right))
-            return builder.fadd(*halves, flags=_FLAGS)
+            halves = [_shuffle(builder, first, second, places) for places in (left, right)]
+            return builder.add(*halves) if a == _INTS else builder.fadd(*halves, flags=_FLAGS)
 
         # Neighbours first, within halves of a vector: what machines with such vectors do in one step
         even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
@@ -253,4 +332,20 @@ def sums_of_eight(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f
         fours = [add_pairs(pairs[i], pairs[i + 1], even, odd) for i in (0, 2)]
         return add_pairs(fours[0], fours[1], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
 
-    return _FLOATS(*[_FLOATS] * LANES), generate
+    return a(*[a] * LANES), generate
+
+
+def _make_column(number: int) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [number, number + 4, number + LANES, number + LANES + 4]
+        pairs = (_shuffle(builder, args[i], args[i + 1], places) for i in (0, 2))
+        return _shuffle(builder, *pairs, list(range(LANES)))
+
+    def column(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return _FLOATS(*[_FLOATS] * 4), generate
+
+    return untyped_intrinsic(column)
+
+
+# A column of the matrix of eight rows and four columns that four vectors hold
+columns_of_four = [_make_column(number) for number in range(4)]

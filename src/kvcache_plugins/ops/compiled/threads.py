@@ -1,0 +1,22 @@
+"""How many threads compiled code runs on: as many as PyTorch is set to."""
+
+import numba
+import torch
+
+
+# What Numba was started with, which cannot be exceeded
+_MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
+
+def num_threads() -> int:
+    """Threads that there are for tasks."""
+    return min(torch.get_num_threads(), _MAX_THREADS)
+
+
+def use_threads(num_tasks: int) -> bool:
+    """Whether there are several tasks and several threads for them; if so, Numba is set to those threads."""
+    count = num_threads()
+    if count == 1 or num_tasks == 1:
+        return False
+    numba.set_num_threads(count)
+    return True

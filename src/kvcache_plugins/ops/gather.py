@@ -1,0 +1,195 @@
+"""What an offloaded cache computes in a decode step: scores of all its tokens from codes, attention over chosen rows.
+
+On a CPU Numba compiles both: codes never become floats in memory, and rows are read where they stand. Scores have a
+kernel on GPUs too; rows are in host memory and have to be brought there first, which is the cache's own business.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, N tokens with
+codes, P bytes of a token's codes, K slots, W tokens of the window.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .dispatch import choose_token_kernel
+
+
+def code_scores(
+    query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
+) -> torch.Tensor:
+    """
+    Products of queries and of the keys that codes stand for: `scale * (code - (2**(nbits - 1) - 0.5))` in a channel.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`):
+            Queries, float32.
+        codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8):
+            Channel `i * P + j` stands in bit field `i`, lowest first, of byte `j`; `P = ceil(D * nbits / 8)`.
+        scale (`torch.Tensor` of shape `[B, H, capacity]`, float16):
+            The scale of every token.
+        length (`int`):
+            N, the first tokens, which count.
+        nbits (`int`):
+            2, 4 or 8.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, G, N]`, float32.
+    """
+    kernel, _ = choose_token_kernel(query)
+    # Imported late, as each needs a package that may not be there
+    if kernel == "compiled":
+        from .compiled.code_scores import code_scores as compiled_scores
+
+        return compiled_scores(query, codes, scale, length, nbits)
+    codes, scale = codes[:, :, :length], scale[:, :, :length]
+    if kernel == "triton":
+        from kvcache_plugins.triton_kernels.scores import score_codes
+
+        return score_codes(codes, scale, query, nbits)
+    return _code_scores(query, codes, scale, nbits)
+
+
+def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
+    # What is taken off a code is the same in all channels
+    offset = query.sum(dim=3, keepdim=True) * (2 ** (nbits - 1) - 0.5)
+    width = codes.shape[3]
+    products = query.new_zeros(*query.shape[:3], codes.shape[2])
+    for field in range(8 // nbits):
+        part = (codes >> (nbits * field) & (2**nbits - 1)).to(query.dtype)
+        channels = query[..., field * width : (field + 1) * width]
+        products += channels @ part[..., : channels.shape[3]].transpose(2, 3)
+    return (products - offset) * scale[:, :, None].to(query.dtype)
+
+
+def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
+    """
+    The kernel for `attend_rows`, `"compiled"` or `"torch"`, and whether that is less than was wanted.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): the queries.
+        value_dim (`int`): E.
+        dtype (`torch.dtype`): of rows and window.
+    """
+    kernel, is_fallback = choose_token_kernel(query)
+    if kernel != "compiled":
+        return "torch", is_fallback
+    from .compiled.rows import can_attend_rows
+
+    return ("compiled", False) if can_attend_rows(query.shape[3], value_dim, dtype) else ("torch", True)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    count: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    scale: float,
+    *,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    window_start: int = 0,
+    kernel: str = "torch",
+) -> torch.Tensor:
+    """
+    Attention of one new token over chosen rows and the window.
+
+    Every item is computed on its own: how many tokens its neighbours chose does not change a bit of its result.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`):
+            The token's queries.
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`):
+            Rows on the host: a key and its value side by side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64):
+            Which rows: slot `i` is row `i` of all pages one behind the other.
+        count (`torch.Tensor` of shape `[B, H]`, int64):
+            How many of the slots every head attends to, the first ones.
+        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`):
+            The newest tokens, in the rows' dtype.
+        scale (`float`):
+            Factor of the scores.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*):
+            The token's row of the mask, boolean or added to the scores.
+        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*):
+            Columns of the mask that the slots' tokens have, negative where there is no token; by default the slots.
+        window_start (`int`, *optional*, defaults to 0):
+            Column of the window's first token.
+        kernel (`str`, *optional*, defaults to `"torch"`):
+            What computes: what `choose_rows_kernel` returned.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
+    """
+    if kernel == "compiled":
+        from .compiled.rows import attend_rows as attend_compiled
+
+        return attend_compiled(
+            query, pages, slots, count, window_keys, window_values, scale, mask, positions, window_start
+        )
+    positions = slots if positions is None else positions
+    output = query.new_empty(*query.shape[:3], window_values.shape[3])
+    for item, most in enumerate(count.amax(dim=1).tolist()):
+        one = slice(item, item + 1)
+        output[one] = _attend_item(
+            query[one],
+            gather_rows([page[one] for page in pages], slots[one, :, :most].to("cpu")).to(query.device),
+            count[one],
+            (window_keys[one], window_values[one]),
+            scale,
+            None if mask is None else mask[one],
+            positions[one, :, :most],
+            window_start,
+        )
+    return output
+
+
+def _attend_item(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    count: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    window_start: int,
+) -> torch.Tensor:
+    """`attend_rows` of one item over rows `[1, H, K, D + E]`."""
+    num_heads, most, key_dim = rows.shape[1], rows.shape[2], query.shape[3]
+    keys = torch.cat([rows[..., :key_dim], window[0]], dim=2)
+    values = torch.cat([rows[..., key_dim:], window[1]], dim=2)
+    scores = (query.float() * scale) @ keys.float().transpose(2, 3)
+    filling = torch.arange(most, device=query.device) >= count[..., None]
+    scores[..., :most].masked_fill_(filling[:, :, None], -torch.inf)
+    if mask is not None:
+        columns = mask[:, None].expand(-1, num_heads, -1)
+        own = columns[..., window_start : window_start + window[0].shape[2]]
+        seen = torch.cat([columns.gather(2, positions.clamp(min=0)), own], dim=2)[:, :, None]
+        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
+    # Of nothing but -inf softmax would make NaN
+    is_empty = (scores == -torch.inf).all(dim=3, keepdim=True)
+    return (scores.softmax(dim=3).masked_fill(is_empty, 0.0) @ values.float()).to(query.dtype)
+
+
+def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """
+    Copies of rows.
+
+    Args:
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, row]`): the rows.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which, on the pages' device.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, K, row]`.
+    """
+    page_tokens, row_dim = pages[0].shape[2:]
+    if len(pages) == 1:
+        return pages[0].gather(2, slots[..., None].expand(-1, -1, -1, row_dim))
+    rows = pages[0].new_empty(*slots.shape, row_dim)
+    numbers = slots // page_tokens
+    for number, page in enumerate(pages):
+        places = (numbers == number).nonzero(as_tuple=True)
+        if places[0].numel():
+            rows[places] = page[places[0], places[1], slots[places] - number * page_tokens]
+    return rows

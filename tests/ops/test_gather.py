@@ -1,0 +1,299 @@
+"""Scores from codes, and attention over rows where they stand: every kernel against float64."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen.scoring import _pack
+from kvcache_plugins.ops import dispatch
+from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows
+
+
+KERNELS = ["torch", "compiled"]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# The compiled kernel rounds queries to 16 bits
+SCORE_TOLERANCE = 1e-4
+
+
+def relative_error(output, expected):
+    return ((output.double() - expected).square().mean() / expected.square().mean().clamp(min=1e-30)).sqrt().item()
+
+
+@pytest.fixture
+def kernel_of(monkeypatch):
+    return lambda kernel: monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# Items, key/value heads, queries a head, head dim, tokens, bits
+CODE_CASES = {
+    "one token": (1, 1, 1, 64, 1, 4),
+    "seven tokens in 2 bits": (1, 2, 3, 64, 7, 2),
+    "batch, fields of 20 bytes": (3, 2, 3, 40, 63, 4),
+    "more than a task": (1, 3, 3, 64, 2049, 4),
+    "8 bits, a head dim that words do not divide": (2, 1, 1, 80, 63, 8),
+    "nine queries a head, fewer bytes than are read at once": (1, 1, 9, 20, 130, 2),
+    "bytes that hold fewer channels than they could": (2, 1, 3, 50, 65, 4),
+    "8 bits of many channels": (1, 1, 1, 300, 65, 8),
+}
+
+
+def random_codes(case):
+    """Query, packed codes and scales with some room beyond, and the keys in float64."""
+    batch_size, num_heads, groups, head_dim, length, nbits = case
+    codes = torch.randint(0, 2**nbits, (batch_size, num_heads, length, head_dim), dtype=torch.uint8)
+    scale = (torch.rand(batch_size, num_heads, length) + 0.1).half()
+    keys = scale.double()[..., None] * (codes.double() - (2 ** (nbits - 1) - 0.5))
+    packed = _pack(codes, nbits)
+    room = torch.full((batch_size, num_heads, 5, packed.shape[3]), 255, dtype=torch.uint8)
+    nothing = torch.full((batch_size, num_heads, 5), torch.nan, dtype=torch.half)
+    query = torch.randn(batch_size, num_heads, groups, head_dim)
+    return query, torch.cat([packed, room], dim=2), torch.cat([scale, nothing], dim=2), keys
+
+
+class TestCodeScores:
+    @pytest.mark.parametrize("kernel", KERNELS)
+    @pytest.mark.parametrize("name", CODE_CASES)
+    def test_match_float64(self, kernel_of, name, kernel):
+        kernel_of(kernel)
+        query, codes, scale, keys = random_codes(CODE_CASES[name])
+        scores = code_scores(query, codes, scale, keys.shape[2], CODE_CASES[name][-1])
+        assert scores.dtype == torch.float32
+        assert scores.shape == (*query.shape[:3], keys.shape[2])
+        assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
+
+    def test_kernel_for_gpus_takes_the_same(self, kernel_of):
+        if dispatch._kernel_on("cpu", "triton")[1]:
+            pytest.skip("Triton runs on GPUs only")
+        kernel_of("triton")
+        query, codes, scale, keys = random_codes(CODE_CASES["seven tokens in 2 bits"])
+        scores = code_scores(query, codes, scale, keys.shape[2], 2)
+        assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
+
+    def test_threads_and_neighbours_do_not_change_a_bit(self, kernel_of, num_threads):
+        kernel_of("compiled")
+        query, codes, scale, keys = random_codes(CODE_CASES["batch, fields of 20 bytes"])
+        together = code_scores(query, codes, scale, keys.shape[2], 4)
+        for item in range(3):
+            one = slice(item, item + 1)
+            assert torch.equal(together[one], code_scores(query[one], codes[one], scale[one], keys.shape[2], 4))
+
+    @pytest.mark.parametrize("size", [0.0, 1e-40, 1e30])
+    def test_queries_of_any_size(self, kernel_of, size):
+        kernel_of("compiled")
+        query, codes, scale, keys = random_codes(CODE_CASES["seven tokens in 2 bits"])
+        query = torch.full_like(query, size)
+        scores = code_scores(query, codes, scale, keys.shape[2], 2)
+        assert torch.allclose(scores.double(), query.double() @ keys.transpose(2, 3), atol=1e-4 * size + 1e-30)
+
+    def test_expanded_and_transposed_tensors(self, kernel_of):
+        kernel_of("compiled")
+        query, codes, scale, keys = random_codes((1, 2, 3, 64, 63, 4))
+        query = query.expand(2, -1, -1, -1).transpose(0, 1).contiguous().transpose(0, 1)
+        expanded = [each.expand(2, *each.shape[1:]) for each in (codes, scale, keys)]
+        scores = code_scores(query, *expanded[:2], 63, 4)
+        assert relative_error(scores, query.double() @ expanded[2].transpose(2, 3)) < SCORE_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sizes of what is attended to."""
+
+    batch_size: int = 2
+    num_heads: int = 2
+    groups: int = 3
+    key_dim: int = 64
+    value_dim: int = 64
+    num_slots: int = 90
+    most: int = 40
+    window: int = 7
+    # Several of them
+    page_tokens: int = 32
+
+
+ROW_CASES = {
+    "groups of three": Rows(),
+    "one of each": Rows(batch_size=1, num_heads=1, groups=1, num_slots=1, most=1, window=1),
+    "as many heads as queries, small": Rows(groups=1, key_dim=20, value_dim=20, most=63),
+    "one head for nine queries": Rows(num_heads=1, groups=9, key_dim=40, value_dim=40, window=65),
+    "different keys and values": Rows(groups=4, key_dim=80, value_dim=24, num_slots=200, most=130),
+    "a head as small as a vector": Rows(key_dim=8, value_dim=9, page_tokens=1),
+    "long": Rows(batch_size=1, num_slots=2500, most=2049, page_tokens=1024),
+}
+
+
+def random_rows(case, dtype=torch.float32, counts=None):
+    """Arguments of `attend_rows`; nobody looks at rows that were not chosen, nor at room beyond the window."""
+    num_pages = -(-case.num_slots // case.page_tokens)
+    slots = torch.rand(case.batch_size, case.num_heads, case.num_slots).topk(case.most, dim=2).indices
+    count = torch.randint(0, case.most + 1, slots.shape[:2])
+    count[0, 0] = case.most
+    count[-1, -1] = min(count[-1, -1], 0 if case.batch_size > 1 else case.most)
+    count = count if counts is None else torch.tensor(counts)
+    is_filling = torch.arange(case.most) >= count[..., None]
+    slots = slots.masked_fill(is_filling, 0)
+    row_dim = case.key_dim + case.value_dim
+    rows = torch.randn(case.batch_size, case.num_heads, num_pages * case.page_tokens, row_dim)
+    is_chosen = torch.zeros(rows.shape[:3], dtype=torch.bool).scatter_(2, slots, True)
+    # In plain PyTorch filling is read, if only to count nothing
+    is_chosen[:, :, 0] = True
+    rows = rows.masked_fill(~is_chosen[..., None], torch.nan).to(dtype)
+    window = torch.randn(case.batch_size, case.num_heads, case.window + 3, row_dim)
+    window[:, :, case.window :] = torch.nan
+    keys, values = (part.to(dtype).contiguous() for part in window.split([case.key_dim, case.value_dim], dim=3))
+    query = torch.randn(case.batch_size, case.num_heads, case.groups, case.key_dim).to(dtype)
+    pages = [page.contiguous() for page in rows.split(case.page_tokens, dim=2)]
+    return [query, pages, slots, count, keys[:, :, : case.window], values[:, :, : case.window], 0.3]
+
+
+def reference(query, pages, slots, count, keys, values, scale, mask=None, positions=None, window_start=0):
+    """Head by head in float64."""
+    rows = torch.cat([page.double() for page in pages], dim=2)
+    output = query.new_zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            own = slots[b, h, : count[b, h]]
+            all_keys = torch.cat([rows[b, h, own, : query.shape[3]], keys[b, h].double()])
+            all_values = torch.cat([rows[b, h, own, query.shape[3] :], values[b, h].double()])
+            scores = query[b, h].double() @ all_keys.T * scale
+            if mask is not None:
+                columns = own if positions is None else positions[b, h, : count[b, h]]
+                line = torch.cat([mask[b, columns], mask[b, window_start : window_start + keys.shape[2]]])
+                line = torch.zeros_like(scores[0]).masked_fill(~line, -torch.inf) if line.dtype == torch.bool else line
+                scores = scores + line
+            output[b, h] = scores.softmax(dim=1).nan_to_num() @ all_values
+    return output
+
+
+def check(arguments, kernel, **masking):
+    query = arguments[0]
+    output = attend_rows(*arguments, **masking, kernel=kernel)
+    assert output.dtype == query.dtype
+    assert relative_error(output, reference(*arguments, **masking)) < TOLERANCE[query.dtype]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+class TestAttendRows:
+    @pytest.mark.parametrize("name", ROW_CASES)
+    def test_matches_float64(self, name, kernel):
+        check(random_rows(ROW_CASES[name]), kernel)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("sizes", [{}, {"key_dim": 20, "value_dim": 28}], ids=str)
+    def test_matches_float64_in_half_precision(self, dtype, sizes, kernel):
+        check(random_rows(replace(ROW_CASES["groups of three"], **sizes), dtype), kernel)
+
+    def test_heads_that_fetch_nothing(self, kernel):
+        check(random_rows(ROW_CASES["groups of three"], counts=[[0, 40], [1, 0]]), kernel)
+        check(random_rows(ROW_CASES["groups of three"], counts=[[0, 0], [0, 0]]), kernel)
+
+    def test_left_padding(self, kernel):
+        case = ROW_CASES["groups of three"]
+        mask = torch.arange(case.num_slots + case.window) >= torch.tensor([0, 60])[:, None]
+        check(random_rows(case), kernel, mask=mask, window_start=case.num_slots)
+
+    def test_sliding_window_of_one_item_expanded(self, kernel):
+        case = ROW_CASES["groups of three"]
+        mask = (torch.arange(case.num_slots + case.window) >= 70)[None].expand(2, -1)
+        check(random_rows(case), kernel, mask=mask, window_start=case.num_slots)
+
+    @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+    def test_additive_mask(self, lowest, kernel):
+        case = ROW_CASES["different keys and values"]
+        mask = torch.randn(2, case.num_slots + case.window)
+        mask[1, :150] = lowest
+        check(random_rows(case), kernel, mask=mask, window_start=case.num_slots)
+
+    @pytest.mark.parametrize("is_boolean", [True, False])
+    def test_slots_in_another_order_than_positions(self, is_boolean, kernel):
+        case = ROW_CASES["different keys and values"]
+        arguments = random_rows(case)
+        mask = torch.randn(2, 300) if not is_boolean else torch.rand(2, 300) > 0.5
+        positions = torch.randint(0, 250, arguments[2].shape)
+        # What is behind the counts has no token
+        positions[torch.arange(case.most).expand_as(positions) >= arguments[3][..., None]] = -1
+        check(arguments, kernel, mask=mask, positions=positions, window_start=250)
+
+    def test_nothing_to_attend_to_is_zero(self, kernel):
+        arguments = random_rows(ROW_CASES["groups of three"])
+        mask = torch.ones(2, 97, dtype=torch.bool)
+        mask[1] = False
+        output = attend_rows(*arguments, mask=mask, window_start=90, kernel=kernel)
+        assert output[0].isfinite().all() and (output[0] != 0).any()
+        assert (output[1] == 0).all()
+
+    def test_scores_of_any_size(self, kernel):
+        arguments = random_rows(ROW_CASES["groups of three"])
+        arguments[-1] = 60.0
+        check(arguments, kernel)
+
+    def test_threads_and_neighbours_do_not_change_a_bit(self, num_threads, kernel):
+        query, pages, slots, count, keys, values, scale = random_rows(ROW_CASES["different keys and values"])
+        count = torch.tensor([[130, 7], [64, 0]])
+        together = attend_rows(query, pages, slots, count, keys, values, scale, kernel=kernel)
+        for item in range(2):
+            one = slice(item, item + 1)
+            most = int(count[one].max())
+            alone = [query[one], [page[one] for page in pages], slots[one, :, :most], count[one], keys[one]]
+            assert torch.equal(together[one], attend_rows(*alone, values[one], scale, kernel=kernel))
+
+    def test_window_and_rows_of_any_strides(self, kernel):
+        arguments = random_rows(ROW_CASES["groups of three"])
+        expected = attend_rows(*arguments, kernel=kernel)
+        arguments[1] = [page.transpose(1, 2).contiguous().transpose(1, 2) for page in arguments[1]]
+        arguments[4:6] = [states.transpose(2, 3).contiguous().transpose(2, 3) for states in arguments[4:6]]
+        assert torch.equal(attend_rows(*arguments, kernel=kernel), expected)
+
+
+def test_compiled_threads_agree():
+    arguments, outputs = random_rows(ROW_CASES["one head for nine queries"]), []
+    before = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        outputs.append(attend_rows(*arguments, kernel="compiled"))
+    torch.set_num_threads(before)
+    assert torch.equal(*outputs)
+
+
+def test_gathered_rows_are_those_of_all_pages():
+    query, pages, slots, *_ = random_rows(ROW_CASES["groups of three"], counts=[[40, 40], [40, 40]])
+    expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, 128))
+    assert torch.equal(gather_rows(pages, slots), expected)
+    assert torch.equal(gather_rows([torch.cat(pages, dim=2)], slots), expected)
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def forget(self, monkeypatch):
+        monkeypatch.delenv("KVCACHE_PLUGINS_KERNELS", raising=False)
+        dispatch._kernel_on.cache_clear()
+        yield
+        dispatch._kernel_on.cache_clear()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_by_default_cpus_run_compiled_whatever_the_group(self, dtype):
+        assert choose_rows_kernel(torch.randn(1, 1, 71, 64), 64, dtype) == ("compiled", False)
+
+    @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), torch.float64), ((4, 64), torch.float32)], ids=str)
+    def test_what_the_kernel_cannot_read_is_left_to_pytorch(self, dims, dtype):
+        assert choose_rows_kernel(torch.randn(1, 1, 3, dims[0]), dims[1], dtype) == ("torch", True)
+
+    def test_variable_overrides(self, kernel_of):
+        kernel_of("torch")
+        assert choose_rows_kernel(torch.randn(1, 1, 3, 64), 64, torch.float32) == ("torch", False)
+
+    def test_without_numba_pytorch_does_the_same(self, monkeypatch):
+        query, codes, scale, keys = random_codes(CODE_CASES["one token"])
+        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+        with pytest.warns(UserWarning, match="plain PyTorch.*Numba is not installed"):
+            scores = code_scores(query, codes, scale, 1, 4)
+        assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
+        assert choose_rows_kernel(query, 64, torch.float32) == ("torch", True)
