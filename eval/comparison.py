@@ -79,14 +79,14 @@ class Generation:
         prefill_seconds (`float`): From the prompt to the first token.
         seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
         memory (`MemoryReport`): What the cache held at the end.
-        stats (`dict[str, int]`): Its counters at the end.
+        stats (`dict[str, float]`): Its counters at the end.
     """
 
     token_ids: tuple[int, ...]
     prefill_seconds: float
     seconds_per_token: float | None
     memory: MemoryReport
-    stats: dict[str, int]
+    stats: dict[str, float]
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -81,13 +81,13 @@ class Fidelity:
         windows (`tuple[WindowScore, ...]`): The windows' sums, in text order.
         memory_after_prefix (`MemoryReport`): What the last window's cache held once the prefix was in.
         memory_at_end (`MemoryReport`): What it held after the last scored token.
-        stats (`dict[str, int]`): Its counters at the end.
+        stats (`dict[str, float]`): Its counters at the end.
     """
 
     windows: tuple[WindowScore, ...]
     memory_after_prefix: MemoryReport
     memory_at_end: MemoryReport
-    stats: dict[str, int]
+    stats: dict[str, float]
 
     @property
     def num_scored(self) -> int:
@@ -192,9 +192,9 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
     return WindowScore(num_scored=targets.numel(), nll=nll, dense_nll=dense_nll, kl=kl, num_agreeing=num_agreeing)
 
 
-def cache_stats(cache: Cache) -> dict[str, int]:
+def cache_stats(cache: Cache) -> dict[str, float]:
     """The cache's own counters; empty for a third party's cache that keeps none."""
-    return cache.stats() if isinstance(cache, ReportingMixin) else {}
+    return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 
 
 def measure_fidelity(
@@ -221,7 +221,7 @@ def measure_fidelity(
         `dict[str, Fidelity]`: By row, in the order of `factories`.
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
-    reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, int]]] = {}
+    reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, float]]] = {}
     for number, window in enumerate(windows, start=1):
         fed, targets = window[prefix_length:-1], window[prefix_length + 1 :]
         if not 0 < prefix_length < window.numel() - 1:

@@ -42,12 +42,12 @@ class Retrieval:
     Args:
         correct (`tuple[bool, ...]`): Whether the whole answer was right, by question.
         token_accuracy (`float`): Share of the answers' tokens that were most likely.
-        stats (`dict[str, int]`): The last cache's counters.
+        stats (`dict[str, float]`): The last cache's counters.
     """
 
     correct: tuple[bool, ...]
     token_accuracy: float
-    stats: dict[str, int]
+    stats: dict[str, float]
 
     @property
     def accuracy(self) -> float:
@@ -91,7 +91,7 @@ def answer_questions(
     """Every cache on every question, by the names of `factories`."""
     correct: dict[str, list[bool]] = {name: [] for name in factories}
     tokens: dict[str, list[bool]] = {name: [] for name in factories}
-    stats: dict[str, dict[str, int]] = {}
+    stats: dict[str, dict[str, float]] = {}
     for number, question in enumerate(questions, start=1):
         context, answer = (
             torch.tensor(tokenizer(text, add_special_tokens=special).input_ids)

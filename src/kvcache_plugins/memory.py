@@ -1,7 +1,7 @@
 """The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class ReportingMixin:
         """What the cache holds."""
         return measure_memory(self)  # type: ignore[arg-type]
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> Mapping[str, float]:
         """Counters that show the cache was used."""
         layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
         lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]

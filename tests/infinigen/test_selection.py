@@ -20,6 +20,7 @@ def chosen(weights: list[float], *, forced=(), allowed=None, resident=(), num_to
         None if allowed is None else torch.tensor(allowed)[None, None],
         torch.tensor([slot in forced for slot in range(count)])[None, None],
         count if num_tokens is None else num_tokens,
+        count,
         len(forced),
         InfiniGenConfig(**{"max_fetch_ratio": 1.0, **options}),
     )
@@ -62,7 +63,7 @@ def test_group_of_heads_shares_by_average_weight() -> None:
     scores = torch.tensor([[[[9.0, 0.0, 0.0, 8.0], [0.0, 0.1, 0.3, 0.0]]]])
     forced = torch.zeros(1, 1, 4, dtype=torch.bool)
     selection = select_tokens(
-        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 0, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
+        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 4, 0, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
     )
     weights = scores.softmax(dim=3).mean(dim=2)
     assert selection.slots.tolist() == weights.argsort(dim=2, descending=True).tolist()
@@ -73,7 +74,7 @@ def test_items_of_a_batch_have_their_own_budget() -> None:
     allowed = torch.arange(40) >= torch.tensor([0, 30])[:, None, None]
     forced = torch.zeros(1, 1, 40, dtype=torch.bool)
     config = InfiniGenConfig(share=0.2, max_fetch_ratio=0.5)
-    both = select_tokens(scores, torch.empty(2, 3, 2, 0), allowed, forced, torch.tensor([40, 10]), 0, config)
+    both = select_tokens(scores, torch.empty(2, 3, 2, 0), allowed, forced, torch.tensor([40, 10]), 40, 0, config)
     assert both.count.tolist() == [[8] * 3, [2] * 3]
     assert (both.slots[1, :, :2] >= 30).all()
 

@@ -34,6 +34,7 @@ class InfiniGenConfig:
     full_layers: tuple[int, ...] | None = None
     speculate: bool = True
     track_hits: bool = False
+    track_times: bool = False
 
     def __post_init__(self) -> None:
         rules = {name: getattr(self, name) for name in ("min_weight", "alpha", "share", "mass")}

@@ -13,6 +13,7 @@ import torch
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
 
 from .pool import TokenPool
+from .prefetch import StagedRows
 from .selection import Selection
 
 
@@ -24,10 +25,12 @@ class Fetch:
     Attributes:
         selection (`Selection`): which.
         length (`int`): tokens of the sequence at that step, the new one included.
+        staged (`StagedRows`, *optional*): their rows on the way to a GPU.
     """
 
     selection: Selection
     length: int
+    staged: StagedRows | None = None
 
 
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:

@@ -4,12 +4,20 @@ A row holds the key and the value of a token side by side, so that one transfer 
 is stored never moves when the pool grows. With `max_tokens` the pool stops growing there, each head on its own: a new
 token then takes the slot of a victim, and slots no longer stand in the order of positions.
 
+For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
+have done yet is known by events (`PendingWork`), and the host waits for those before it touches a page itself or gives
+one back. In memory that is not page-locked, or for a part of a page that does not lie in one piece, PyTorch's copies
+make the host wait; so whole pages are copied, and parts written by a kernel or head by head.
+
 Legend: B batch, H key/value heads, D and E head dimensions of keys and values.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
+
+from kvcache_plugins.ops.dispatch import choose_compression_kernel
 
 from .eviction import UsageRecord
 
@@ -17,6 +25,34 @@ from .eviction import UsageRecord
 PAGE_TOKENS = 1024
 # Of a full pool, the share that may be replaced at once
 _REPLACED_AT_ONCE = 8
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device works on its own, so that the host must neither wait for it nor run ahead of it."""
+    return device.type == "cuda"
+
+
+class PendingWork:
+    """What GPUs were told to do with pages. A copy has none: whoever copies pages waits before."""
+
+    def __init__(self) -> None:
+        self._events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    def note(self, stream: torch.cuda.Stream) -> None:
+        """What a stream has been told so far uses the pages."""
+        event = self._events.get(stream)
+        if event is None:
+            event = self._events[stream] = torch.cuda.Event()
+        event.record(stream)
+
+    def wait(self) -> None:
+        """Has the host wait for all of it."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PendingWork, ()
 
 
 class TokenPool:
@@ -34,8 +70,10 @@ class TokenPool:
             First tokens of every item that are never evicted.
 
     Attributes:
-        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked if the states are on a GPU, which
-            then can read them while it computes.
+        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked with `pin_memory`.
+        device (`torch.device`): where the states come from and are attended to.
+        pin_memory (`bool`): whether that is a GPU.
+        pending (`PendingWork`): what GPUs may still do with the pages.
         num_slots (`int`): slots in use.
         usage (`UsageRecord`, *optional*): which token each slot holds, where there is a limit. Without one slot and
             position are the same.
@@ -50,11 +88,15 @@ class TokenPool:
         eviction: str = "counter",
         num_protected: int = 0,
     ):
+        self.pending = PendingWork()
         self.batch_size, self.num_heads, _, self.key_dim = key_states.shape
         self.row_dim = self.key_dim + value_states.shape[3]
-        self.dtype, self.pin_memory = key_states.dtype, key_states.device.type == "cuda"
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.pin_memory = is_gpu(self.device)
         self.max_tokens = max_tokens
         self.pages: list[torch.Tensor] = []
+        # Where the pages lie, as the host knows it and for kernels
+        self._addresses: tuple[tuple[int, ...], torch.Tensor] | None = None
         self.num_slots = 0
         self.usage = None
         if max_tokens is not None:
@@ -89,6 +131,7 @@ class TokenPool:
         at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
         for start in range(room, count, at_once):
             assert self.usage is not None
+            self.pending.wait()
             stop = min(start + at_once, count)
             slots = self.usage.replace(stop - start, position + start, padding)
             rows = torch.cat([keys[:, :, start:stop], values[:, :, start:stop]], dim=3).to("cpu")
@@ -114,8 +157,49 @@ class TokenPool:
         for page, start, stop in self._stretches(first, first + keys.shape[2]):
             tokens = slice(start - first, stop - first)
             slots = slice(start % PAGE_TOKENS, start % PAGE_TOKENS + stop - start)
-            page[:, :, slots, : self.key_dim].copy_(keys[:, :, tokens], non_blocking=self.pin_memory)
-            page[:, :, slots, self.key_dim :].copy_(values[:, :, tokens], non_blocking=self.pin_memory)
+            if self.pin_memory:
+                self._write_from_gpu(page, slots, start, torch.cat([keys[:, :, tokens], values[:, :, tokens]], dim=3))
+            else:
+                page[:, :, slots, : self.key_dim] = keys[:, :, tokens]
+                page[:, :, slots, self.key_dim :] = values[:, :, tokens]
+        if self.pin_memory:
+            self.pending.note(torch.cuda.current_stream(keys.device))
+
+    def _write_from_gpu(self, page: torch.Tensor, slots: slice, first: int, rows: torch.Tensor) -> None:
+        """Rows `[B, H, tokens, D + E]` into slots of one page, the first of which is slot `first` of the pool."""
+        if rows.shape[2] == PAGE_TOKENS:
+            page.copy_(rows, non_blocking=True)
+            return
+        addresses = self.addresses_for(rows)
+        if addresses is not None:
+            _write_by_kernel(addresses, first, rows)
+            return
+        for item, head in product(range(self.batch_size), range(self.num_heads)):
+            page[item, head, slots].copy_(rows[item, head], non_blocking=True)
+
+    def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
+        """
+        Where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`; `None` if they cannot be used.
+
+        Args:
+            states (`torch.Tensor`): what comes from the pages or goes there, on the device that does it.
+        """
+        if choose_compression_kernel(states) != "triton":
+            return None
+        pointers = tuple(page.data_ptr() for page in self.pages)
+        if self._addresses is not None and self._addresses[0] == pointers:
+            return self._addresses[1]
+        if not all(map(_is_readable, self.pages)):
+            # A copy of a pool has copies of pages, in ordinary memory
+            self.map(lambda tensor: tensor)
+            pointers = tuple(page.data_ptr() for page in self.pages)
+            if not all(map(_is_readable, self.pages)):
+                return None
+        # Triton is not everywhere
+        from kvcache_plugins.triton_kernels.gather import page_addresses
+
+        self._addresses = pointers, page_addresses(self.pages, states.device)
+        return self._addresses[1]
 
     def _stretches(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Pages that slots from `first` to `stop` lie in, each with its own first and last slot of them."""
@@ -124,9 +208,16 @@ class TokenPool:
             yield self.pages[number], max(first, offset), min(stop, offset + PAGE_TOKENS)
 
     def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Everything held, page by page: keys, values `[B, H, slots, D or E]`, first slot, slot behind the last."""
+        """
+        Everything held, page by page: keys, values `[B, H, slots, D or E]`, first slot, slot behind the last. Each is
+        brought to `device` when it is its turn; the host waits for none.
+        """
         for page, start, stop in self._stretches(0, self.num_slots):
-            rows = page[:, :, : stop - start]
+            whole = page
+            if self.pin_memory:
+                whole = page.to(self.device, non_blocking=True)
+                self.pending.note(torch.cuda.current_stream(self.device))
+            rows = whole[:, :, : stop - start]
             yield rows[..., : self.key_dim], rows[..., self.key_dim :], start, stop
 
     def gather(self, slots: torch.Tensor, items: slice = slice(None)) -> torch.Tensor:
@@ -140,6 +231,7 @@ class TokenPool:
         Returns:
             `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
         """
+        self.pending.wait()
         if len(self.pages) == 1:
             return self.pages[0][items].gather(2, slots[..., None].expand(-1, -1, -1, self.row_dim))
         rows = torch.empty(*slots.shape, self.row_dim, dtype=self.dtype, pin_memory=self.pin_memory)
@@ -174,10 +266,15 @@ class TokenPool:
             if not self.usage.in_order:
                 return
         self.num_slots = min(self.num_slots, length)
-        del self.pages[-(-self.num_slots // PAGE_TOKENS) :]
+        num_pages = -(-self.num_slots // PAGE_TOKENS)
+        if num_pages < len(self.pages):
+            self.pending.wait()
+            del self.pages[num_pages:]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it; the result stays in host memory."""
+        self.pending.wait()
+        self._addresses = None
         self.pages = [self._in_host_memory(function(page)) for page in self.pages]
         if self.usage is not None:
             self.usage.map(function)
@@ -185,7 +282,12 @@ class TokenPool:
             self.batch_size = self.pages[0].shape[0]
 
     def _in_host_memory(self, page: torch.Tensor) -> torch.Tensor:
-        return page.pin_memory() if self.pin_memory and not page.is_pinned() else page
+        return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
+
+    def serve(self, device: torch.device) -> None:
+        """From now on states come from another device."""
+        self.device, self.pin_memory = device, is_gpu(device)
+        self.map(lambda tensor: tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of everything stored."""
@@ -196,3 +298,30 @@ class TokenPool:
         if self.usage is not None:
             for tensor in self.usage.tensors():
                 yield "index", tensor
+        if self._addresses is not None:
+            yield "index", self._addresses[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        # Who copies the pages reads them
+        self.pending.wait()
+        return {**self.__dict__, "_addresses": None}
+
+    def __del__(self) -> None:
+        # PyTorch does not know that kernels use the pages, and would hand their memory to somebody else. A copy that
+        # failed half-way has none.
+        if "pending" in self.__dict__:
+            self.pending.wait()
+
+
+def _is_readable(page: torch.Tensor) -> bool:
+    """Whether a GPU can read a page where it stands."""
+    return page.device.type == "cuda" or page.is_pinned()
+
+
+def _write_by_kernel(addresses: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    # Triton is not everywhere
+    from kvcache_plugins.triton_kernels.gather import write_rows
+
+    slots = torch.arange(first, first + rows.shape[2], device=rows.device).expand(rows.shape[:3])
+    with torch.cuda.device_of(rows):
+        write_rows(addresses, slots, None, rows, PAGE_TOKENS)

@@ -3,6 +3,8 @@
 Query heads that share a key/value head share what is fetched for it. Their scores are no common scale, their
 probabilities are: a token's weight is its probability, averaged over the group.
 
+All of it is computed where the scores are, and the host asks for none of it: on a GPU it would have to wait.
+
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
@@ -43,6 +45,7 @@ def select_tokens(
     allowed: torch.Tensor | None,
     forced: torch.Tensor,
     num_tokens: torch.Tensor | int,
+    most_tokens: int,
     max_forced: int,
     config: InfiniGenConfig,
 ) -> Selection:
@@ -60,6 +63,8 @@ def select_tokens(
             Which of those are chosen whatever their score.
         num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all items have the same):
             Real tokens cached, which shares are shares of.
+        most_tokens (`int`):
+            No item has more of them, as far as the host knows.
         max_forced (`int`):
             The most tokens that are forced for a head.
         config (`InfiniGenConfig`):
@@ -72,9 +77,11 @@ def select_tokens(
     probabilities = torch.cat([scores, resident_scores], dim=3).softmax(dim=3).mean(dim=2)
     keys = probabilities[..., :num_slots] + forced * _FORCED
     if allowed is not None:
-        keys = torch.where(allowed, keys, _NEVER)
-    most = num_tokens if isinstance(num_tokens, int) else int(num_tokens.max())
-    limit = min(max(int(config.max_fetch_ratio * most), max_forced, 1), num_slots)
+        keys = keys.masked_fill(~allowed, _NEVER)
+    if isinstance(num_tokens, int):
+        num_tokens = torch.full((1,), num_tokens, device=scores.device)
+    # What is beyond an item's own cap, below, is filling
+    limit = min(max(int(config.max_fetch_ratio * most_tokens), max_forced, 1), num_slots)
     top = keys.topk(limit, dim=2)
     is_forced = top.values >= _FORCED
     num_forced = is_forced.sum(dim=2)
@@ -85,9 +92,9 @@ def select_tokens(
     return Selection(top.indices, torch.minimum(count, (top.values >= 0).sum(dim=2)))
 
 
-def _share_of(num_tokens: torch.Tensor | int, share: float) -> torch.Tensor:
-    """Whole tokens of a share, `[B, 1]` or a scalar: rounded down in float64, as Python does."""
-    return (torch.as_tensor(num_tokens).double() * share).long()[..., None]
+def _share_of(num_tokens: torch.Tensor, share: float) -> torch.Tensor:
+    """Whole tokens of a share, `[B or 1, 1]`: rounded down in float64, as Python does."""
+    return (num_tokens.double() * share).long()[:, None]
 
 
 def _num_wanted(
@@ -96,7 +103,7 @@ def _num_wanted(
     keys: torch.Tensor,
     weights: torch.Tensor,
     resident_weights: torch.Tensor,
-    num_tokens: torch.Tensor | int,
+    num_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """
     How many tokens the rule wants, `[B, H]` or broadcast to it.
@@ -106,7 +113,7 @@ def _num_wanted(
         keys (`torch.Tensor` of shape `[B, H, tokens]`): what the candidates are sorted by, the forced ones first.
         weights (`torch.Tensor` of shape `[B, H, tokens]`): their weights.
         resident_weights (`torch.Tensor` of shape `[B, H, R]`): weights of what is attended to anyway.
-        num_tokens (`torch.Tensor` of shape `[B]` or `int`): real tokens cached.
+        num_tokens (`torch.Tensor` of shape `[B]` or `[1]`): real tokens cached.
     """
     if config.share is not None:
         return _share_of(num_tokens, config.share)
@@ -119,5 +126,5 @@ def _num_wanted(
         before = resident_weights.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
         return (before < config.mass).sum(dim=2)
     assert config.min_weight is not None
-    uniform = torch.as_tensor(num_tokens, device=weights.device).to(weights.dtype).reciprocal()[..., None, None]
+    uniform = num_tokens.to(weights.dtype).reciprocal()[:, None, None]
     return (keys >= (config.min_weight * uniform).clamp(max=_FORCED)).sum(dim=2)

@@ -38,14 +38,17 @@ def attend(
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
     """
-    parts = list(parts)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    compressed = [part for part in parts if isinstance(part, CompressedPart)]
-    # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
-    if kernel == "compiled" or kernel != "torch" and compressed:
-        if torch.compiler.is_compiling():
-            return decode_attention(query, *flatten_parts(parts), scale, kernel)
-        return run_kernel(query, [part for part in parts if isinstance(part, DensePart)], compressed, scale, kernel)
+    if kernel != "torch":
+        parts = list(parts)
+        compressed = [part for part in parts if isinstance(part, CompressedPart)]
+        # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
+        if kernel == "compiled" or compressed:
+            if torch.compiler.is_compiling():
+                return decode_attention(query, *flatten_parts(parts), scale, kernel)
+            dense = [part for part in parts if isinstance(part, DensePart)]
+            return run_kernel(query, dense, compressed, scale, kernel)
+    # One after another: a part may come from elsewhere, and not all of them may fit into memory at once
     attention = OnlineAttention(query, num_key_value_heads, scale)
     for part in parts:
         tiles = part.tiles() if isinstance(part, CompressedPart) else (part,)

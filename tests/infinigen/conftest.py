@@ -1,0 +1,109 @@
+"""Stand-ins for streams, events and page-locked memory: there is no GPU where these tests run.
+
+Streams work at once and keep account of what is known to come before what: an operation's past is all that its stream
+has done, and all that came before events that the stream waited for. On a GPU nothing else is certain to have been.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen import prefetch
+from kvcache_plugins.infinigen.prefetch import Prefetcher
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        self.past = set()
+
+    def do(self, name):
+        """An operation; what is certain to have happened before it."""
+        before = frozenset(self.past)
+        self.past.add(name)
+        return before
+
+    def wait_event(self, event):
+        self.past |= event.past
+
+
+class FakeEvent:
+    def __init__(self, enable_timing=False):
+        self.past, self.time, self.enable_timing = frozenset(), None, enable_timing
+
+    def record(self, stream):
+        self.past, self.time = frozenset(stream.past), len(stream.past)
+
+    def synchronize(self):
+        FakeCuda.synchronized.append(self.past)
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        assert self.enable_timing and end.enable_timing
+        return 1e3 * (end.time - self.time)
+
+
+class FakeCuda:
+    """
+    The streams of one device.
+
+    Attributes:
+        compute, current (`FakeStream`): where models compute, and the current stream.
+        synchronized (`list[frozenset[str]]`): the past of every event that the host waited for.
+        recorded (`list[tuple[int, FakeStream]]`): addresses that the allocator was told a stream uses.
+    """
+
+    Stream, Event = FakeStream, FakeEvent
+    synchronized = []
+
+    def __init__(self, monkeypatch):
+        self.current = self.compute = FakeStream()
+        FakeCuda.synchronized = []
+        self.recorded = []
+        empty, zeros = torch.empty, torch.zeros
+        for name, value in {
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "current_stream": lambda device: self.current,
+            "stream": self.inside,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        # Ordinary memory passes for page-locked
+        monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+        monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs))
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: self.recorded.append((tensor.data_ptr(), stream))
+        )
+
+    @contextmanager
+    def inside(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def transfers(cuda, monkeypatch, request):
+    """The past of every transfer, by the first element of what was written to; by kernel and by the host."""
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
+    pasts = []
+    name = "_gather" if request.param == "triton" else "_copy_by_host"
+    owner = prefetch if request.param == "triton" else Prefetcher
+    run = getattr(owner, name)
+
+    def noted(*args):
+        pasts.append(cuda.current.do(f"transfer {len(pasts)}"))
+        run(*args)
+
+    monkeypatch.setattr(owner, name, noted)
+    return pasts

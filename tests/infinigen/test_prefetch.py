@@ -1,0 +1,316 @@
+"""Rows on their way to a GPU: attention over them is right, and nothing is read before it is there.
+
+There is no GPU here: see `conftest.py` for what stands in for one.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from kvcache_plugins.infinigen import prefetch
+from kvcache_plugins.infinigen.counters import TransferTimes
+from kvcache_plugins.infinigen.fetching import Fetch, attend_fetched
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+from kvcache_plugins.infinigen.prefetch import Prefetcher, attend_staged
+from kvcache_plugins.infinigen.selection import Selection
+
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def prefetcher(cuda):
+    return Prefetcher(CPU)
+
+
+def make_pool(
+    num_tokens=PAGE_TOKENS + 100, batch_size=2, num_heads=3, key_dim=8, value_dim=5, dtype=torch.float32, **options
+):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn(batch_size, num_heads, num_tokens, dim, generator=generator).to(dtype)
+        for dim in (key_dim, value_dim)
+    )
+    pool = TokenPool(keys, values, **options)
+    pool.append(keys, values, 0, None)
+    return pool
+
+
+def make_selection(pool, num_chosen, count=None, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(pool.batch_size, pool.num_heads, pool.num_slots, generator=generator).argsort(dim=2)
+    if count is None:
+        count = torch.randint(0, num_chosen + 1, (pool.batch_size, pool.num_heads), generator=generator)
+        # One head with none, one with all
+        count[0, 0], count[-1, -1] = 0, num_chosen
+    return Selection(order[:, :, :num_chosen].contiguous(), count)
+
+
+def chosen_rows(pool, selection):
+    """The rows that were chosen, and NaN for the filling."""
+    rows = pool.gather(selection.slots)
+    return rows.masked_fill(~selection.valid[..., None], float("nan"))
+
+
+def assert_staged(rows, pool, selection):
+    valid = selection.valid
+    assert rows.shape == (*selection.slots.shape, pool.row_dim)
+    assert torch.equal(rows[valid], pool.gather(selection.slots)[valid])
+
+
+def make_step(pool, groups=2, window_length=7, seed=2):
+    """Query and window of a step, and the sequence's length."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, value_dim = (pool.batch_size, pool.num_heads), pool.row_dim - pool.key_dim
+    query = torch.randn(*shape, groups, pool.key_dim, generator=generator).to(pool.dtype)
+    window = tuple(
+        torch.randn(*shape, window_length, dim, generator=generator).to(pool.dtype)
+        for dim in (pool.key_dim, value_dim)
+    )
+    return query, window
+
+
+def make_mask(kind, batch_size, length):
+    if kind == "none":
+        return None
+    allowed = torch.rand(batch_size, length, generator=torch.Generator().manual_seed(3)) > 0.4
+    allowed[:, -1] = True
+    return allowed if kind == "boolean" else torch.where(allowed, 0.5, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
+@pytest.mark.parametrize("max_tokens", [None, 50])
+def test_attention_is_that_of_every_item_on_its_own(max_tokens, mask_kind, dtype):
+    pool = make_pool(num_tokens=63, dtype=dtype, max_tokens=max_tokens)
+    selection, (query, window) = make_selection(pool, 20), make_step(pool)
+    mask = make_mask(mask_kind, 2, 70)
+    expected = attend_fetched(query, Fetch(selection, 70), pool, window, mask, 63, 0.3)
+    positions = pool.positions_of(selection.slots, slice(None))
+    rows = chosen_rows(pool, selection)
+    actual = attend_staged(query, selection, rows, window, mask, positions, 63, 0.3)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
+def test_what_stands_in_the_filling_does_not_matter(mask_kind, bad):
+    pool = make_pool(num_tokens=40)
+    selection, (query, window) = make_selection(pool, 9), make_step(pool)
+    mask, outputs = make_mask(mask_kind, 2, 47), []
+    for filling in (0.0, bad):
+        rows = pool.gather(selection.slots).masked_fill(~selection.valid[..., None], filling)
+        outputs.append(attend_staged(query, selection, rows, window, mask, selection.slots, 40, 0.3))
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
+
+
+def test_an_item_does_not_depend_on_how_many_tokens_its_neighbours_fetch():
+    pool, count = make_pool(num_tokens=200), torch.full((2, 3), 33)
+    query, window = make_step(pool)
+    outputs = []
+    for neighbours in (0, 90):
+        count[1] = neighbours
+        selection = make_selection(pool, 90, count.clone())
+        rows = chosen_rows(pool, selection)
+        outputs.append(attend_staged(query, selection, rows, window, None, None, 200, 0.3)[0])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("num_chosen", [1, 63, 129])
+def test_rows_are_staged(prefetcher, transfers, num_chosen):
+    pool = make_pool()
+    selection = make_selection(pool, num_chosen)
+    with prefetcher.start(pool, selection) as rows:
+        assert_staged(rows, pool, selection)
+
+
+def test_one_page_none_chosen_and_nothing_to_choose(prefetcher, transfers):
+    pool = make_pool(num_tokens=20, dtype=torch.float16)
+    none = torch.zeros(2, 3, dtype=torch.int64)
+    for selection in (make_selection(pool, 7), make_selection(pool, 7, none), make_selection(pool, 0, none)):
+        with prefetcher.start(pool, selection) as rows:
+            assert_staged(rows, pool, selection)
+
+
+def test_pages_that_are_added_or_replaced_are_found(prefetcher, transfers):
+    pool = make_pool(num_tokens=30)
+    more = torch.randn(2, 3, PAGE_TOKENS, 13, generator=torch.Generator().manual_seed(4)).split([8, 5], dim=3)
+    for change in (None, lambda: pool.append(*more, 30, None), lambda: pool.map(lambda page: -page)):
+        if change is not None:
+            change()
+        selection = make_selection(pool, 30)
+        with prefetcher.start(pool, selection) as rows:
+            assert_staged(rows, pool, selection)
+
+
+def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, prefetcher, transfers):
+    pool, selection = make_pool(), None
+    for number in range(6):
+        cuda.compute.do(f"write of the pool, choice {number}")
+        selection = make_selection(pool, 10, seed=number)
+        staged = prefetcher.start(pool, selection)
+        assert f"write of the pool, choice {number}" in transfers[number]
+        # The host has not told the computing stream to wait yet: the layer before computes
+        assert f"transfer {number}" not in cuda.compute.do("layer before")
+        with staged:
+            assert f"transfer {number}" in cuda.compute.do(f"attention {number}")
+    assert len(prefetcher._stagings) == 1
+
+
+def test_layers_in_turn_use_two_buffers_that_nobody_reads(cuda, prefetcher, transfers):
+    """As in a decode step: the next layer's rows are fetched before this layer's attention reads its own."""
+    pool = make_pool()
+    selections = [make_selection(pool, 10, seed=number) for number in range(5)]
+    waiting = prefetcher.start(pool, selections[0])
+    places = []
+    for number in range(1, 5):
+        following = prefetcher.start(pool, selections[number])
+        with waiting as rows:
+            places.append(rows.data_ptr())
+            assert_staged(rows, pool, selections[number - 1])
+            cuda.compute.do(f"attention {number - 1}")
+        if number > 1:
+            assert f"attention {number - 2}" in transfers[number]
+        waiting = following
+    assert len(prefetcher._stagings) == len(set(places)) == 2
+
+
+def test_a_buffer_is_not_overwritten_while_another_stream_reads_it(cuda, prefetcher, transfers):
+    pool, other = make_pool(), cuda.Stream()
+    staged = prefetcher.start(pool, make_selection(pool, 4))
+    with cuda.inside(other), staged:
+        other.do("attention elsewhere")
+    with prefetcher.start(pool, make_selection(pool, 4)):
+        assert len(prefetcher._stagings) == 1
+        assert "attention elsewhere" in transfers[1]
+
+
+def test_rows_that_are_held_are_not_overwritten(prefetcher, transfers):
+    pool = make_pool()
+    selections = [make_selection(pool, 12, seed=number) for number in range(3)]
+    staged = [prefetcher.start(pool, selection) for selection in selections]
+    for each, selection in zip(staged, selections, strict=True):
+        assert_staged(each.wait(), pool, selection)
+    assert len(prefetcher._stagings) == 3
+    with pytest.raises(AssertionError):
+        staged[0].release()
+        staged[0].wait()
+
+
+def test_rows_that_nobody_asks_for_give_their_buffer_back(prefetcher, transfers):
+    pool = make_pool()
+    for number in range(4):
+        prefetcher.start(pool, make_selection(pool, 12, seed=number))
+    assert len(prefetcher._stagings) == 1
+
+
+def test_what_the_stream_uses_is_not_freed_before(cuda, prefetcher, transfers):
+    """The allocator is told of everything that the second stream reads or writes."""
+    pool, selection = make_pool(), make_selection(make_pool(), 12)
+    with prefetcher.start(pool, selection) as rows:
+        side = {place for place, stream in cuda.recorded if stream is prefetcher._stream}
+        assert {selection.slots.data_ptr(), selection.count.data_ptr(), rows.data_ptr()} <= side
+
+
+def test_buffers_grow_by_shares_and_are_counted(prefetcher, transfers):
+    pool, sizes = make_pool(), set()
+    for num_chosen in range(100, 200):
+        with prefetcher.start(pool, make_selection(pool, num_chosen)) as rows:
+            assert rows.nbytes <= prefetcher.staging_bytes <= 1.25 * 2 * rows.nbytes
+            sizes.add(prefetcher.staging_bytes)
+    assert len(sizes) <= math.ceil(math.log(2, 1.25)) + 1
+
+
+def test_buffers_made_in_inference_mode_are_written_to_outside_of_it(prefetcher, transfers):
+    pool = make_pool()
+    for context in (torch.inference_mode, torch.no_grad):
+        with context():
+            selection = make_selection(pool, 8)
+            with prefetcher.start(pool, selection) as rows:
+                assert_staged(rows, pool, selection)
+
+
+def test_the_host_waits_only_where_it_gathers(cuda, prefetcher, transfers, request):
+    pool = make_pool()
+    cuda.compute.do("choice")
+    with prefetcher.start(pool, make_selection(pool, 8)):
+        pass
+    by_host = "torch" in request.node.callspec.id
+    assert len(cuda.synchronized) == by_host
+    assert all("choice" in past for past in cuda.synchronized)
+
+
+def test_staged_rows_are_not_copied(prefetcher, transfers):
+    pool = make_pool()
+    staged = prefetcher.start(pool, make_selection(pool, 8))
+    assert copy.deepcopy([staged]) == [None]
+    assert pickle.loads(pickle.dumps([staged])) == [None]
+
+
+def test_a_copy_of_a_pool_is_fetched_from_its_own_pages(prefetcher, transfers):
+    pool = make_pool()
+    selection = make_selection(pool, 8)
+    prefetcher.start(pool, selection)
+    copied = copy.deepcopy(pool)
+    copied.map(torch.neg)
+    with prefetcher.start(copied, selection) as rows:
+        assert_staged(rows, copied, selection)
+
+
+def test_pages_that_are_not_locked_are_locked_or_gathered_by_the_host(cuda, prefetcher, monkeypatch):
+    """As in a copy of a pool."""
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    locked = set()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in locked)
+
+    def pin_memory(tensor):
+        result = tensor.clone()
+        locked.add(result.data_ptr())
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pool = make_pool()
+    selection = make_selection(pool, 8)
+    with prefetcher.start(pool, selection) as rows:
+        assert_staged(rows, pool, selection)
+    assert len(cuda.synchronized) == 1
+    pool.pin_memory = True
+    with prefetcher.start(pool, selection) as rows:
+        assert len(cuda.synchronized) == 1
+        assert_staged(rows, pool, selection)
+    assert {page.data_ptr() for page in pool.pages} <= locked
+
+
+def test_times_are_noted_where_they_are_asked_for(cuda, prefetcher, transfers):
+    pool, times = make_pool(), TransferTimes()
+    with prefetcher.start(pool, make_selection(pool, 8), times):
+        pass
+    # A transfer is one operation, and one of which the computing stream had not heard
+    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
+    with prefetcher.start(pool, make_selection(pool, 8)):
+        pass
+    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
+    assert copy.deepcopy(times).seconds() == times.seconds()
+
+
+def test_a_device_has_one_prefetcher_whose_bytes_are_told(cuda, transfers, monkeypatch):
+    monkeypatch.setattr(prefetch, "_PREFETCHERS", {})
+    pool, device = make_pool(), torch.device("cpu", 0)
+    assert prefetch.staging_bytes(device) == 0
+    assert prefetch.prefetcher_of(device) is prefetch.prefetcher_of(device)
+    prefetch._PREFETCHERS[device] = Prefetcher(CPU)
+    prefetch.prefetcher_of(device).start(pool, make_selection(pool, 8))
+    assert prefetch.staging_bytes(device) > 0
+    prefetch.free_staging()
+    assert prefetch.staging_bytes(device) == 0
+
+
+def test_nothing_is_fetched_to_a_cpu():
+    pool = make_pool()
+    assert prefetch.start_fetch(pool, make_selection(pool, 8)) is None
