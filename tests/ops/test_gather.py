@@ -7,7 +7,7 @@ import torch
 
 from kvcache_plugins.infinigen.scoring import _pack
 from kvcache_plugins.ops import dispatch
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows
+from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
 
 
 KERNELS = ["torch", "compiled"]
@@ -101,6 +101,43 @@ class TestCodeScores:
         expanded = [each.expand(2, *each.shape[1:]) for each in (codes, scale, keys)]
         scores = code_scores(query, *expanded[:2], 63, 4)
         assert relative_error(scores, query.double() @ expanded[2].transpose(2, 3)) < SCORE_TOLERANCE
+
+
+class TestLargest:
+    @pytest.mark.parametrize("kernel", KERNELS)
+    @pytest.mark.parametrize("length", [1, 7, 2049])
+    def test_are_in_order(self, kernel_of, num_threads, length, kernel):
+        kernel_of(kernel)
+        numbers = torch.randn(2, 3, length) * 10.0 ** torch.randint(-20, 20, (2, 3, length))
+        numbers[..., length // 2] = -torch.inf
+        values, indices = largest(numbers, length)
+        assert torch.equal(values, numbers.sort(dim=2, descending=True).values)
+        assert torch.equal(numbers.gather(2, indices), values)
+
+    @pytest.mark.parametrize("kernel", KERNELS)
+    def test_what_is_not_below_the_least_is_there(self, kernel_of, kernel):
+        kernel_of(kernel)
+        numbers = torch.randn(2, 3, 200)
+        least = torch.tensor([-5.0, 1.0])[:, None, None]
+        values, indices = largest(numbers, 60, least)
+        expected = numbers.topk(60, dim=2)
+        counts = (expected.values >= least).sum(dim=2, keepdim=True)
+        assert int(counts.min()) < 60 == int(counts.max())
+        is_wanted = torch.arange(60) < counts
+        assert torch.equal((values >= least).sum(dim=2, keepdim=True), counts)
+        assert torch.equal(values[is_wanted], expected.values[is_wanted])
+        assert torch.equal(indices[is_wanted], expected.indices[is_wanted])
+
+    def test_equal_numbers_keep_their_order(self, kernel_of):
+        kernel_of("compiled")
+        numbers = torch.randint(-3, 3, (4, 500)).float()
+        expected = numbers.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(largest(numbers, 300)[1], expected.indices[:, :300])
+
+    def test_what_is_no_number_is_left_out(self, kernel_of):
+        kernel_of("compiled")
+        values, indices = largest(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
+        assert (values.tolist(), indices.tolist()) == ([[2.0, 1.0, -torch.inf]], [[2, 1, 0]])
 
 
 @dataclass(frozen=True)

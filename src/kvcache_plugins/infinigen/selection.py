@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.ops.gather import largest
+
 from .config import InfiniGenConfig
 
 
@@ -82,14 +84,14 @@ def select_tokens(
         num_tokens = torch.full((1,), num_tokens, device=scores.device)
     # What is beyond an item's own cap, below, is filling
     limit = min(max(int(config.max_fetch_ratio * most_tokens), max_forced, 1), num_slots)
-    top = keys.topk(limit, dim=2)
-    is_forced = top.values >= _FORCED
+    top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, num_tokens))
+    is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
     cap = torch.maximum(_share_of(num_tokens, config.max_fetch_ratio).clamp(min=1), num_forced)
-    weights = torch.where(is_forced, top.values - _FORCED, top.values)
-    wanted = _num_wanted(config, scores, top.values, weights, probabilities[..., num_slots:], num_tokens)
+    weights = torch.where(is_forced, top - _FORCED, top)
+    wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], num_tokens)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
-    return Selection(top.indices, torch.minimum(count, (top.values >= 0).sum(dim=2)))
+    return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
 
 
 def _share_of(num_tokens: torch.Tensor, share: float) -> torch.Tensor:
@@ -126,5 +128,9 @@ def _num_wanted(
         before = resident_weights.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
         return (before < config.mass).sum(dim=2)
     assert config.min_weight is not None
-    uniform = num_tokens.to(weights.dtype).reciprocal()[:, None, None]
-    return (keys >= (config.min_weight * uniform).clamp(max=_FORCED)).sum(dim=2)
+    return (keys >= _least_key(config.min_weight, num_tokens)).sum(dim=2)
+
+
+def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
+    """The least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
+    return (min_weight * num_tokens.float().reciprocal()[:, None, None]).clamp(max=_FORCED)

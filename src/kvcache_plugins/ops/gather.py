@@ -1,7 +1,9 @@
-"""What an offloaded cache computes in a decode step: scores of all its tokens from codes, attention over chosen rows.
+"""What an offloaded cache computes in a decode step: scores of all its tokens from codes, the best of them, attention
+over their rows.
 
-On a CPU Numba compiles both: codes never become floats in memory, and rows are read where they stand. Scores have a
-kernel on GPUs too; rows are in host memory and have to be brought there first, which is the cache's own business.
+On a CPU Numba compiles it: codes never become floats in memory, what is too small to be chosen is not sorted, and
+rows are read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there
+first, which is the cache's own business.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, N tokens with
 codes, P bytes of a token's codes, K slots, W tokens of the window.
@@ -45,7 +47,9 @@ def code_scores(
     if kernel == "triton":
         from kvcache_plugins.triton_kernels.scores import score_codes
 
-        return score_codes(codes, scale, query, nbits)
+        # Triton launches on the current device, which need not be that of a model's layer
+        with torch.cuda.device_of(query):
+            return score_codes(codes, scale, query, nbits)
     return _code_scores(query, codes, scale, nbits)
 
 
@@ -59,6 +63,33 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
         channels = query[..., field * width : (field + 1) * width]
         products += channels @ part[..., : channels.shape[3]].transpose(2, 3)
     return (products - offset) * scale[:, :, None].to(query.dtype)
+
+
+def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The largest numbers of every row, the largest first.
+
+    Args:
+        numbers (`torch.Tensor` of shape `[..., N]`):
+            Numbers, float32.
+        limit (`int`):
+            How many of a row, N at most.
+        least (`torch.Tensor` that broadcasts to `[..., 1]`, *optional*):
+            What is below that may be left out, which takes less time.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`, both of shape `[..., limit]`: the numbers and where they stand, int64. In
+        place of what was left out there is -inf, standing at 0.
+    """
+    kernel, _ = choose_token_kernel(numbers)
+    if kernel != "compiled":
+        values, indices = numbers.topk(limit, dim=-1)
+        return values, indices
+    from .compiled.largest import largest as compiled_largest
+
+    rows = numbers[..., 0]
+    least = torch.full_like(rows, -torch.inf) if least is None else least[..., 0].expand_as(rows)
+    return compiled_largest(numbers, limit, least)
 
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
