@@ -285,13 +285,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         Returns:
             `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`; `tokens_cached` (tokens of the
             sequence); and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of
-            those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything);
-            `speculated_calls` (choices made ahead), `tokens_fetched` of `tokens_fetchable` (over items and key/value
-            heads), `bytes_fetched`, `tokens_evicted`, `hits` of `hits_possible` (with `track_hits`), `dense_reads`
-            (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
-            (prompts stored without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s` (of
-            transfers), `stalled_s` (that attention waited for them), and `hidden_share`, the share of the first that
-            was not waited for, 0 if there was no transfer.
+            those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything); on
+            a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
+            kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
+            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
+            `hits_possible` (with `track_hits`), `dense_reads` (times a side of a layer was made dense for something
+            other than `sdpa`) and `prompts_without_mask` (prompts stored without having seen a mask). With
+            `track_times`, seconds on GPUs: `transfer_s` (of transfers), `stalled_s` (that attention waited for them),
+            and `hidden_share`, the share of the first that was not waited for, 0 if there was no transfer.
         """
         layers = [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]
         total: dict[str, float] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
+from kvcache_plugins.ops.gather import attend_rows
 
 from .pool import TokenPool
 from .prefetch import StagedRows
@@ -47,6 +47,7 @@ def attend_fetched(
     mask: torch.Tensor | None,
     window_start: int,
     scale: float,
+    kernel: str = "torch",
 ) -> torch.Tensor:
     """
     Attention of one new token over what was fetched for it and the window.
@@ -61,12 +62,12 @@ def attend_fetched(
         mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the mask's row, boolean or added to the scores.
         window_start (`int`): position of the window's first token.
         scale (`float`): factor of the scores.
+        kernel (`str`, *optional*, defaults to `"torch"`): what `ops.gather.choose_rows_kernel` returned.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype.
     """
     selection = fetch.selection
-    kernel, _ = choose_rows_kernel(query, pool.row_dim - pool.key_dim, pool.dtype)
     return attend_rows(
         query,
         pool.pages,

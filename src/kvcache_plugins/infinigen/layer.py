@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from kvcache_plugins.ops.attention import attend
+from kvcache_plugins.ops.gather import choose_rows_kernel
 
 from .config import InfiniGenConfig
 from .counters import DeviceCounters, TransferTimes
@@ -43,6 +44,8 @@ class InfiniGenLayer(OffloadedLayer):
         "selected_calls",
         "speculated_calls",
         "exact_calls",
+        "fused_calls",
+        "kernel_fallbacks",
         "tokens_fetched",
         "tokens_fetchable",
         "bytes_fetched",
@@ -178,7 +181,10 @@ class InfiniGenLayer(OffloadedLayer):
         # A copy of a fetch has its choice and no rows
         staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
         if staged is None:
-            output = attend_fetched(rows, fetch, pool, newest, attn_mask, start, scale)
+            kernel, is_fallback = choose_rows_kernel(rows, pool.row_dim - pool.key_dim, pool.dtype)
+            output = attend_fetched(rows, fetch, pool, newest, attn_mask, start, scale, kernel)
+            self._counters["fused_calls"] += kernel != "torch"
+            self._counters["kernel_fallbacks"] += is_fallback
         else:
             positions = None if attn_mask is None else pool.positions_of(fetch.selection.slots, slice(None))
             with staged as fetched:

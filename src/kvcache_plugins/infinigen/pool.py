@@ -18,6 +18,7 @@ from itertools import product
 import torch
 
 from kvcache_plugins.ops.dispatch import choose_compression_kernel
+from kvcache_plugins.ops.gather import gather_rows
 
 from .eviction import UsageRecord
 
@@ -232,12 +233,7 @@ class TokenPool:
             `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
         """
         self.pending.wait()
-        if len(self.pages) == 1:
-            return self.pages[0][items].gather(2, slots[..., None].expand(-1, -1, -1, self.row_dim))
-        rows = torch.empty(*slots.shape, self.row_dim, dtype=self.dtype, pin_memory=self.pin_memory)
-        for number, places in self._by_page(slots):
-            rows[places] = self.pages[number][items][places[0], places[1], slots[places] - number * PAGE_TOKENS]
-        return rows
+        return gather_rows([page[items] for page in self.pages], slots)
 
     def _by_page(self, slots: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         """For each page that slots `[B, H, tokens]` lie in: its number, and where in `slots` they stand."""

@@ -199,9 +199,7 @@ _PREFETCHERS: dict[torch.device, Prefetcher] = {}
 
 
 def prefetcher_of(device: torch.device) -> Prefetcher:
-    """The one prefetcher of a GPU, made when it is first asked for."""
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
+    """The one prefetcher of a GPU (with its index), made when it is first asked for."""
     if device not in _PREFETCHERS:
         _PREFETCHERS[device] = Prefetcher(device)
     return _PREFETCHERS[device]

@@ -1,0 +1,234 @@
+"""What a layer does on a GPU: it attends as on a CPU, in the right order, and its host asks for nothing.
+
+There is no GPU here: see `conftest.py` for what stands in for one. Tensors on the `meta` device stand for what a host
+cannot know: they have shapes and no numbers, and whatever would wait for a GPU to read one raises.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.infinigen import pool as pool_module
+from kvcache_plugins.infinigen import prefetch
+from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+
+
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    initializer_range=0.1,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+
+
+def pretend(monkeypatch, kernel):
+    """Every pool takes its tokens for a GPU's from now on."""
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+    monkeypatch.setattr(pool_module, "is_gpu", lambda device: True)
+    monkeypatch.setattr(prefetch, "_PREFETCHERS", {})
+
+
+@pytest.fixture(params=["triton", "torch"])
+def gpu(cuda, monkeypatch, request):
+    """Transfers are by kernel, in Triton's interpreter, or by the host."""
+    pretend(monkeypatch, request.param)
+    return cuda
+
+
+@pytest.fixture(scope="module")
+def meta_llama():
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG).eval()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIG).eval()
+
+
+def make_tokens(count, rows=1, seed=0):
+    return torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode_logits(model, cache, prompt, steps, mask=None):
+    logits, options = [], {}
+    for part in (prompt, *steps.split(1, dim=1)):
+        if mask is not None:
+            mask = mask if part is prompt else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
+            options = {"attention_mask": mask, "position_ids": positions}
+        logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+def stagings():
+    return [staging for each in prefetch._PREFETCHERS.values() for staging in each._stagings]
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 400])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
+    prompt, steps, mask = make_tokens(90, rows=2), make_tokens(4, rows=2, seed=1), None
+    if is_padded:
+        mask = torch.ones_like(prompt)
+        mask[0, :50] = 0
+    with InfiniGenCache(llama, **EVERYTHING, pool_tokens=pool_tokens) as cache:
+        logits = decode_logits(llama, cache, prompt, steps, mask)
+    assert_same(logits, decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask))
+    # The next layer's rows are on their way while a layer attends to its own
+    assert len(stagings()) == 2
+    assert all(staging.is_free for staging in stagings())
+
+
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+@pytest.mark.parametrize("rule", [{"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5}], ids=str)
+def test_chooses_and_counts_what_a_cpu_does(cuda, monkeypatch, llama, rule, kernel):
+    prompt, steps = make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1)
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+    with InfiniGenCache(llama, **rule) as cache:
+        expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
+    pretend(monkeypatch, kernel)
+    with InfiniGenCache(llama, **rule) as cache:
+        assert_same(decode_logits(llama, cache, prompt, steps), expected)
+        assert cache.stats() == stats
+        assert cache.memory().parts["staging"] == sum(staging.memory.nbytes for staging in stagings())
+
+
+def test_tokens_and_pages_are_written(gpu):
+    """Whole pages, what is left of a prompt, runs of decoded tokens, and one that crosses into another page."""
+    states = torch.randn(2, 2, 2 * PAGE_TOKENS + 60, 9, generator=torch.Generator().manual_seed(0))
+    keys, values = states.split([5, 4], dim=3)
+    pool, start = TokenPool(keys, values), 0
+    for count in (PAGE_TOKENS + 20, 32, 1, PAGE_TOKENS - 40, 47):
+        stop = start + count
+        pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None)
+        start = stop
+    for number, expected in enumerate((keys, values)):
+        parts = [stretch[number] for stretch in pool.stretches()]
+        assert torch.equal(torch.cat(parts, dim=2), expected)
+    assert gpu.synchronized == []
+
+
+def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
+    prompt, steps = make_tokens(90, rows=2), make_tokens(2, rows=2, seed=1)
+    with InfiniGenCache(llama, **EVERYTHING) as cache, torch.no_grad():
+        dense = DynamicCache(config=llama.config)
+        for each in (cache, dense):
+            decode_logits(llama, each, prompt, steps)
+            llama(make_tokens(5, rows=2, seed=2), past_key_values=each)
+            each.crop(-50)
+            each.reorder_cache(torch.tensor([1, 1]))
+        copied = copy.deepcopy(cache)
+        expected = decode_logits(llama, dense, steps, steps)
+        assert_same(decode_logits(llama, cache, steps, steps), expected)
+        assert_same(decode_logits(llama, copied, steps, steps), expected)
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder", "reset", "move"])
+def test_a_fetch_that_is_dropped_gives_its_buffer_back(gpu, llama, change):
+    with InfiniGenCache(llama, full_layers=()) as cache:
+        decode_logits(llama, cache, make_tokens(100), make_tokens(1, seed=1))
+        layer = cache.layers[1]
+        layer.speculate(torch.randn(1, 4, 1, 16), None, 0.25)
+        assert not all(staging.is_free for staging in stagings())
+        {
+            "crop": lambda: layer.crop(-1),
+            "reorder": lambda: layer.reorder_cache(torch.tensor([0])),
+            "reset": layer.reset,
+            "move": lambda: layer._move_to(torch.device("cpu")),
+        }[change]()
+    assert all(staging.is_free for staging in stagings())
+
+
+@pytest.mark.parametrize("use", ["gather", "map", "truncate", "copy", "drop"])
+def test_the_host_waits_before_it_touches_pages(gpu, use):
+    keys = torch.randn(1, 2, PAGE_TOKENS + 50, 8)
+    pool = TokenPool(keys, keys)
+    gpu.compute.do("states")
+    pool.append(keys, keys, 0, None)
+    list(pool.stretches())
+    assert gpu.synchronized == []
+    pool = {
+        "gather": lambda: pool.gather(torch.zeros(1, 2, 3, dtype=torch.int64)),
+        "map": lambda: pool.map(torch.neg),
+        "truncate": lambda: pool.truncate(60),
+        "copy": lambda: copy.deepcopy(pool),
+        "drop": lambda: None,
+    }[use]()
+    assert len(gpu.synchronized) == 1
+    assert "states" in gpu.synchronized[0]
+
+
+def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
+    with InfiniGenCache(llama, full_layers=()) as cache:
+        decode_logits(llama, cache, make_tokens(100), make_tokens(1, seed=1))
+    (prefetcher,) = prefetch._PREFETCHERS.values()
+    prefetcher._stream.do("rows")
+    by_kernel = cache.layers[0].pool.addresses_for(torch.empty(1)) is not None
+    cache.layers[0].speculate(torch.randn(1, 4, 1, 16), None, 0.25)
+    gpu.synchronized.clear()
+    cache.reset()
+    # What the host gathers it has read when it goes on
+    assert any("rows" in past for past in gpu.synchronized) is by_kernel
+
+
+def test_times_are_told_on_request(gpu, llama):
+    with InfiniGenCache(llama, full_layers=(0,), track_times=True) as cache:
+        decode_logits(llama, cache, make_tokens(100), make_tokens(3, seed=1))
+        stats = cache.stats()
+        assert copy.deepcopy(cache).stats() == stats
+        assert set(stats) >= {"transfer_s", "stalled_s", "hidden_share"}
+        cache.reset()
+        assert (cache.stats()["transfer_s"], cache.stats()["tokens_fetched"]) == (0.0, 0)
+    with InfiniGenCache(llama) as cache:
+        assert "transfer_s" not in cache.stats()
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}, {"partial_ratio": 0.3}],
+    ids=lambda options: next(iter(options)),
+)
+@torch.no_grad()
+def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypatch, options, is_padded):
+    """A whole model without numbers; only transfers, and the prompt's padding, are stood in for."""
+    pretend(monkeypatch, "torch")
+    monkeypatch.setattr(TokenPool, "addresses_for", lambda pool, states: torch.zeros(len(pool.pages)))
+    monkeypatch.setattr(TokenPool, "_write_from_gpu", lambda *args: None)
+    transfers = []
+    monkeypatch.setattr(prefetch, "_gather", lambda *args: transfers.append(args))
+    prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))
+    with InfiniGenCache(meta_llama, **options, full_layers=(0,)) as cache:
+        # Once for a model and at a prompt, queries are compared
+        attachment_of(meta_llama).checked.update(range(3))
+        meta_llama(prompt, past_key_values=cache)
+        if is_padded:
+            for layer in cache.layers[1:]:
+                layer.padding = torch.zeros(2, dtype=torch.int64, device="meta")
+                layer._known_longest = 7
+        for _ in range(34):
+            meta_llama(token, past_key_values=cache)
+    assert len(transfers) == 2 * 34
+    assert cache.layers[1].pool.num_slots == 100 - 32 + 32
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        cache.stats()
