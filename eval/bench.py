@@ -15,6 +15,7 @@ from . import (
     benchmark_step,
     gpu,
     prediction,
+    runahead_simulation,
 )
 from .command_line import user_errors
 
@@ -28,6 +29,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "infinigen": benchmark_infinigen.main,
     "predict": prediction.main,
     "gpu": gpu.main,
+    "runahead-simulation": runahead_simulation.main,
 }
 
 

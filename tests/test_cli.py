@@ -48,7 +48,7 @@ def test_no_arguments_show_help() -> None:
     assert all(command in result.stdout for command in ("list", "generate", "compare", "Examples:"))
 
 
-BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "predict", "gpu"]
+BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead-simulation"]
 
 
 @pytest.mark.parametrize("command", ["list", "generate", "compare", *(f"bench {name}" for name in BENCHMARKS)])

@@ -321,18 +321,20 @@ def _least_squares(columns: Array, target: Array) -> list[float]:
     """
     The least-squares weights of `columns` `[rows, columns]`, none negative.
 
-    There are four columns at most, so every choice of columns that may be above zero is tried.
+    There are four columns at most, so every choice of columns that may be above zero is tried, smaller ones first: a
+    column that only fits rounding stays zero.
     """
     # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
     scales = np.linalg.norm(columns, axis=0)
     scaled = columns / np.where(scales > 0, scales, 1)
     best, least = np.zeros(columns.shape[1]), float(target @ target)
+    worth = 1e-12 * least
     for count in range(1, columns.shape[1] + 1):
         for chosen in itertools.combinations(range(columns.shape[1]), count):
             part = scaled[:, list(chosen)]
             weights, _, rank, _ = np.linalg.lstsq(part, target, rcond=None)
             error = float(np.square(part @ weights - target).sum())
-            if rank == count and (weights >= 0).all() and error < least:
+            if rank == count and (weights >= 0).all() and error < least - worth:
                 best, least = np.zeros(columns.shape[1]), error
                 best[list(chosen)] = weights / scales[list(chosen)]
     return [float(weight) for weight in best]

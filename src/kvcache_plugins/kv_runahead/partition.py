@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,10 +24,11 @@ NAMES = ("even", "planned")
 # The paper's grid: values tried of every boundary, and what the step is divided by from level to level
 _OFFSETS = (-2, -1, 0, 1, 2)
 _STEP_DIVISOR = 4
-# With 3 boundaries a level is 125 runs; with more, one boundary after the other is moved
+# With 3 boundaries a level is 125 runs; with more, two are moved at a time, which is 25
 _MAX_GRID = 125
-# Of the closed forms for different numbers of ranks, how many are refined by simulation
+# Of the closed forms for different numbers of ranks, how many are refined by simulation, and how near to the best
 _NUM_REFINED = 3
+_NEAR = 1.1
 # The share of the time that ranks have to save, or they are left free
 _WORTH_A_RANK = 0.01
 _BISECTIONS = 60
@@ -85,10 +87,13 @@ def planned(
         return predict_ttft(lengths, cost, link, bytes_per_token, num_layers)
 
     starts = []
-    for count in range(1, num_ranks + 1) if allow_fewer else (num_ranks,):
-        forms = (_balanced(length, count, cost), _balanced(length, count, cost, limit))
-        starts.append(min(map(_rounded, forms), key=seconds))
-    refined = [_refined(start, predict) for start in sorted(starts, key=seconds)[:_NUM_REFINED]]
+    for count in range(1, num_ranks + 1):
+        for form in (_balanced(length, count, cost), _balanced(length, count, cost, limit)):
+            # Ranks that have to be used without need get a token each, first in the chain
+            starts.append(_rounded(form if allow_fewer else [0.0] * (num_ranks - count) + form))
+    first, *others = sorted(set(starts), key=seconds)[:_NUM_REFINED]
+    near = [start for start in others if seconds(start) <= _NEAR * seconds(first)]
+    refined = [_refined(start, predict) for start in (first, *near)]
     enough = (1 + _WORTH_A_RANK) * min(map(seconds, refined))
     return min((lengths for lengths in refined if seconds(lengths) <= enough), key=len)
 
@@ -106,8 +111,9 @@ def searched(
     The best partition of the paper's hierarchical grid: never worse, by what was measured, than its start.
 
     In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
-    best so far in its middle. A level is repeated while its best lies at its rim. A grid of more than 125 partitions
-    is not tried whole: the boundaries are moved one after the other. No partition is measured twice.
+    best so far in its middle. A level is repeated while it finds better. A grid of more than 125 partitions is not
+    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion. No partition is
+    measured twice.
 
     Args:
         length (`int`): tokens of the context.
@@ -142,12 +148,11 @@ def searched(
         again = True
         while again:
             again = False
-            for candidates in _grids(best, step):
-                before = best
+            for grid in _grids(num_ranks, step):
                 # The middle first: of equally fast ones it stays
-                best = min((before, *candidates(before)), key=measured)
-                moves = np.abs(np.cumsum(best) - np.cumsum(before))
-                again |= bool(moves.max() == step * max(_OFFSETS))
+                better = min((best, *grid(best)), key=measured)
+                again |= better != best
+                best = better
         if step <= last_step:
             return best
         step = max(step // _STEP_DIVISOR, last_step)
@@ -274,15 +279,13 @@ def _slices(length: int, ratios: Sequence[float]) -> Partition:
 
 def _refined(lengths: Partition, predict: Callable[[Array], Array]) -> Partition:
     """The partition after tokens were moved between slices while that makes it faster, ever fewer at once."""
-    moves = _moves(len(lengths))
-    if not len(moves):
-        return lengths
-    best = np.array(lengths, dtype=np.float64)
+    start = best = np.array(lengths, dtype=np.float64)
     seconds = float(predict(best[None])[0])
-    step = max(1, int(best.sum()) // (8 * len(lengths)))
+    step = int(best.sum()) // (8 * len(lengths)) if len(lengths) > 1 else 0
     while step >= 1:
         for _ in range(4 * len(lengths)):
-            candidates = best + step * moves
+            moves = step * _directions(best)
+            candidates = np.concatenate([best + moves, best - moves])
             candidates = candidates[(candidates >= 1).all(axis=1)]
             if not len(candidates):
                 break
@@ -293,35 +296,49 @@ def _refined(lengths: Partition, predict: Callable[[Array], Array]) -> Partition
                 break
             best, seconds = candidates[index], float(times[index])
         step //= _STEP_DIVISOR
-    return tuple(int(each) for each in best)
+    rounded = _rounded(best)
+    before, after = predict(np.array([start, rounded]))
+    return rounded if after < before else lengths
 
 
-def _moves(num_ranks: int) -> Array:
-    """One token from a slice to the next or to the last, and back: `[moves, num_ranks]`."""
-    pairs = {(rank, other) for rank in range(num_ranks - 1) for other in (rank + 1, num_ranks - 1)}
-    moves = np.zeros((2 * len(pairs), num_ranks))
-    for row, (rank, other) in enumerate(sorted(pairs)):
-        moves[2 * row, [rank, other]] = 1, -1
-        moves[2 * row + 1] = -moves[2 * row]
-    return moves
+def _directions(lengths: Array) -> Array:
+    """
+    Ways to move a token: from a slice to the next, from a slice to the last, and from all slices before a boundary to
+    all after it, in proportion. `[directions, num_ranks]`, summing to 0.
+
+    The last is for neighbours of equal time: what one of them is rid of the other must not get.
+    """
+    num_ranks = len(lengths)
+    rows = []
+    for rank in range(num_ranks - 1):
+        for other in {rank + 1, num_ranks - 1}:
+            row = np.zeros(num_ranks)
+            row[[rank, other]] = 1, -1
+            rows.append(row)
+        before, after = lengths[: rank + 1], lengths[rank + 1 :]
+        rows.append(np.concatenate([before / before.sum(), -after / after.sum()]))
+    return np.array(rows)
 
 
-def _grids(lengths: Partition, step: int) -> Iterator[Callable[[Partition], Iterator[Partition]]]:
-    """One after the other what is tried of a level: the whole grid, or where that is too large, each boundary."""
-    boundaries = range(len(lengths) - 1)
-    groups = [tuple(boundaries)] if len(_OFFSETS) ** len(boundaries) <= _MAX_GRID else [(each,) for each in boundaries]
+def _grids(num_ranks: int, step: int) -> list[Callable[[Partition], Iterator[Partition]]]:
+    """One after the other what is tried of a level: the grid of all boundaries, or of each pair of neighbours."""
+    boundaries = tuple(range(num_ranks - 1))
+    if len(_OFFSETS) ** len(boundaries) <= _MAX_GRID:
+        return [partial(_grid, step, boundaries)]
+    return [partial(_grid, step, pair) for pair in itertools.pairwise(boundaries)]
 
-    def around(group: tuple[int, ...], middle: Partition) -> Iterator[Partition]:
-        for offsets in itertools.product(_OFFSETS, repeat=len(group)):
-            ends = list(itertools.accumulate(middle))
-            for boundary, offset in zip(group, offsets, strict=True):
-                ends[boundary] += step * offset
-            candidate = tuple(end - begin for begin, end in itertools.pairwise([0, *ends]))
-            if min(candidate) >= 1:
-                yield candidate
 
-    for group in groups:
-        yield lambda middle, group=group: around(group, middle)  # type: ignore[misc]
+def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator[Partition]:
+    """Partitions with some boundaries moved by whole steps, and the slices between these stretched in proportion."""
+    ends = list(itertools.accumulate(middle))
+    for offsets in itertools.product(_OFFSETS, repeat=len(boundaries)):
+        fixed = [(0, 0), *((ends[each], offset * step) for each, offset in zip(boundaries, offsets, strict=True))]
+        parts = itertools.pairwise([*fixed, (ends[-1], 0)])
+        scales = [1 + (move_2 - move_1) / (end - begin) for (begin, move_1), (end, move_2) in parts]
+        if min(scales) <= 0:
+            continue
+        groups = [sum(each < rank for each in boundaries) for rank in range(len(middle))]
+        yield _rounded(length * scales[group] for length, group in zip(middle, groups, strict=True))
 
 
 def _checked_lengths(name: str, lengths: tuple[object, ...], length: int) -> Partition:
