@@ -228,8 +228,9 @@ def resolve_partition(
         )
     if len(partition) > num_ranks:
         raise ValueError(f"`partition` has {len(partition)} slices, but there are {num_ranks} ranks")
-    if partition and all(isinstance(each, float) for each in partition):
-        return _slices(length, check_ratios("partition", tuple(partition)))
+    ratios = tuple(each for each in partition if isinstance(each, float))
+    if partition and len(ratios) == len(partition):
+        return _slices(length, check_ratios("partition", ratios))
     return _checked_lengths("partition", tuple(partition), length)
 
 
