@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen.scoring import _pack
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
@@ -334,3 +335,20 @@ class TestChoice:
             scores = code_scores(query, codes, scale, 1, 4)
         assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
         assert choose_rows_kernel(query, 64, torch.float32) == ("torch", True)
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_model_says_the_same_through_every_kernel(tiny_llama, kernel_of, nbits):
+    input_ids = torch.randint(3, 128, (2, 150))
+    mask = torch.ones_like(input_ids)
+    mask[1, :40] = 0
+    outputs = []
+    for kernel in KERNELS:
+        kernel_of(kernel)
+        with InfiniGenCache(tiny_llama, scoring_nbits=nbits, full_layers=()) as cache:
+            options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+            outputs.append(tiny_llama.generate(input_ids, past_key_values=cache, **options))
+        stats = cache.stats()
+        assert stats["fused_calls"] == (0 if kernel == "torch" else stats["selected_calls"])
+        assert stats["selected_calls"] > 0 == stats["kernel_fallbacks"]
+    assert torch.equal(*outputs)
