@@ -5,14 +5,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins.registry import create_cache
 
@@ -20,13 +20,14 @@ from .benchmark_kernels import BACKENDS, Contest, describe
 from .benchmark_step import describe as describe_step
 from .benchmark_step import step_rows, time_turns
 from .checking import require_close_layers
+from .gpu_infinigen import check_exact, time_offloading
+from .gpu_models import DTYPE, build_llama
 from .gpu_plan import Plan
 from .largest_batch import WAYS, Budget, measure_largest_batch
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
 from .timing import time_call
 
 
-_DTYPE = torch.bfloat16
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
 
@@ -68,7 +69,7 @@ def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) ->
         report = PartialReport(out / f"gpu_attention_{name}.json", "kernels", device, {})
         with report.attempt(title):
             box.require(longest)
-            contest = Contest(shape, _DTYPE, device)
+            contest = Contest(shape, DTYPE, device)
             report.settings.update(contest.settings(plan.rounds))
             for backend in BACKENDS if device.type == "cuda" else ():
                 with report.attempt(backend):
@@ -83,13 +84,6 @@ def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) ->
                 typer.echo(describe(row))
 
 
-def build_llama(fields: Mapping[str, int], device: torch.device) -> PreTrainedModel:
-    """A Llama of any size with random weights, made on the device: nothing is downloaded or copied."""
-    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=_DTYPE, attn_implementation="sdpa").eval()
-
-
 def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
     if name == "static":
         return StaticCache(config=model.config, max_cache_len=max_length)
@@ -99,7 +93,7 @@ def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
 @torch.inference_mode()
 def time_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
     """Whole decode steps of a model at batch 1, caches taking turns."""
-    settings = {"weights": "random", **plan.model, "steps": plan.steps, "dtype": str(_DTYPE).removeprefix("torch.")}
+    settings = {"weights": "random", **plan.model, "steps": plan.steps, "dtype": str(DTYPE).removeprefix("torch.")}
     report = PartialReport(out / "gpu_step.json", "step", device, settings)
     model = build_llama(plan.model, device)
     # One decoded token goes before those that are timed
@@ -150,7 +144,7 @@ def search_largest_batches(plan: Plan, out: Path, device: torch.device, box: Tim
         "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "context": plan.batch_context,
         "steps": plan.steps,
-        "dtype": str(_DTYPE).removeprefix("torch."),
+        "dtype": str(DTYPE).removeprefix("torch."),
         "budget_bytes": plan.budget,
         "enforced_by": budget.enforced_by,
     }
@@ -189,9 +183,25 @@ def _require_close_batch(name: str, model: PreTrainedModel, cache: Cache, contex
     require_close_layers(name, cache, model.config.num_attention_heads)
 
 
+@torch.inference_mode()
+def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """InfiniGen beside what it stands in for: exact where everything is fetched, then timed."""
+    settings = {
+        "weights": "random",
+        **plan.offload_model,
+        "steps": plan.offload_steps,
+        "dtype": str(DTYPE).removeprefix("torch."),
+    }
+    report = PartialReport(out / "gpu_infinigen.json", "offloading", device, settings)
+    with report.attempt("exactness"):
+        report.settings["exactness"] = check_exact(device)
+    time_offloading(plan, report, build_llama(plan.offload_model, device), box)
+
+
 PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
     "checks": run_tests,
     "attention": time_attention,
     "step": time_steps,
+    "infinigen": measure_offloading,
     "batch": search_largest_batches,
 }

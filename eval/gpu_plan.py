@@ -22,6 +22,9 @@ class Plan:
         budget (`int`): bytes for the largest batch.
         batch_context (`int`): tokens of each sequence of the largest batch.
         batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
+        offload_model (`Mapping[str, int]`): fields of the `LlamaConfig` that offloaded caches are measured with.
+        offload_context, offload_steps (`int`): tokens in those caches, and decoded.
+        offload_caches (`tuple[str, ...]`): what decodes there, with options; the most wanted first.
     """
 
     tests: tuple[str, ...]
@@ -35,6 +38,10 @@ class Plan:
     budget: int
     batch_context: int
     batch_caches: tuple[str, ...]
+    offload_model: Mapping[str, int]
+    offload_context: int
+    offload_steps: int
+    offload_caches: tuple[str, ...]
 
 
 FULL = Plan(
@@ -42,6 +49,8 @@ FULL = Plan(
         "tests/triton_kernels/test_attention.py",
         "tests/triton_kernels/test_compression.py",
         "tests/ops/test_triton_compression.py",
+        "tests/triton_kernels/test_gather.py",
+        "tests/infinigen/test_on_gpu.py",
     ),
     # The acceptance's shape first: tuning does not look at sizes
     shapes={
@@ -78,6 +87,21 @@ FULL = Plan(
     budget=40 * 2**30,
     batch_context=4096,
     batch_caches=("dynamic", "gear-2bit"),
+    # Llama 2 7B
+    offload_model={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 65536,
+    },
+    offload_context=32768,
+    offload_steps=40,
+    # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
+    # A twentieth is about what it fetches of a trained model's long contexts.
+    offload_caches=("dynamic", "infinigen:share=0.05", "offloaded", "infinigen", "infinigen:share=0.1"),
 )
 TINY = Plan(
     tests=("tests/triton_kernels/test_attention.py", "-k", "no_tokens"),
@@ -100,4 +124,16 @@ TINY = Plan(
     budget=26_000,
     batch_context=64,
     batch_caches=("dynamic", "gear-2bit"),
+    offload_model={
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    },
+    offload_context=100,
+    offload_steps=4,
+    offload_caches=("dynamic", "infinigen:share=0.1", "offloaded"),
 )

@@ -58,24 +58,25 @@ class PartialReport:
         self.rows: list[dict[str, Any]] = []
         self.failures: list[dict[str, str]] = []
         self._origin = {"benchmark": benchmark, **provenance(device)}
-        self._write()
+        self.save()
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row."""
         self.rows.append(row)
-        self._write()
+        self.save()
 
     def fail(self, what: str, reason: str) -> None:
         """Notes what there is no row of, and why."""
         typer.echo(f"  {what}: {reason}")
         self.failures.append({"what": what, "reason": reason})
-        self._write()
+        self.save()
 
     def attempt(self, what: str) -> "Attempt":
         """A context in which an error becomes a failure of `what`, and what comes after goes on."""
         return Attempt(self, what)
 
-    def _write(self) -> None:
+    def save(self) -> None:
+        """Writes the file as things stand."""
         content = {**self._origin, "settings": self.settings, "rows": self.rows, "failures": self.failures}
         write_json(self.path, content)
 

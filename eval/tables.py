@@ -42,6 +42,7 @@ def render_result(results: Path, name: str) -> str:
         "batch": _batch,
         "prediction": _prediction,
         "retrieval": _retrieval,
+        "offloading": _offloading,
     }
     table = tables[kind](content["rows"])
     failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
@@ -137,6 +138,38 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in rows
     ]
+    return _table(head, cells)
+
+
+def _offloading(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = (
+        "context",
+        "cache",
+        "ms a token (quartiles)",
+        "tokens/s",
+        "times `offloaded`",
+        "of the time with all resident",
+        "transfers hidden",
+        "MB a token, counted",
+        "of full offloading's, counted",
+    )
+    cells = []
+    for row in rows:
+        counted = row.get("counted")
+        share = counted and counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"]
+        cells.append(
+            (
+                str(row["context"]),
+                f"`{row['cache']}`",
+                _milliseconds(row),
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['speed_against_offloaded']:.2f}" if "speed_against_offloaded" in row else "",
+                f"{row['time_against_resident']:.2f}" if "time_against_resident" in row else "",
+                f"{100 * row['hidden_share']:.0f} %" if "time_against_resident" in row else "",
+                f"{counted['bytes_per_token'] / 1e6:.1f}" if counted else "",
+                f"{100 * share:.1f} %" if counted else "",
+            )
+        )
     return _table(head, cells)
 
 

@@ -62,6 +62,21 @@ def test_steps_of_a_model(tmp_path, triton_kernels):
     assert all(row["tokens_per_s"] > 0 and row["prefill_s"] > 0 for row in content["rows"])
 
 
+def test_offloading(tmp_path):
+    run_tiny("infinigen", tmp_path)
+    content = read(tmp_path, "gpu_infinigen")
+    assert content["settings"]["exactness"]["tokens_equal"] is True
+    # There is nothing to offload to where there is no GPU
+    assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
+    rows = {row["cache"]: row for row in content["rows"]}
+    assert list(rows) == ["dynamic", "infinigen:share=0.1", "infinigen:share=0.1, all resident"]
+    counted = rows["infinigen:share=0.1"]["counted"]
+    # Of four layers two are whole, of the others about a tenth is fetched
+    assert 0.04 < counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"] < 0.07
+    assert rows["infinigen:share=0.1"]["time_against_resident"] > 0
+    assert rows["infinigen:share=0.1"]["hidden_share"] == 0.0
+
+
 @pytest.mark.slow
 def test_largest_batch(tmp_path, triton_kernels):
     run_tiny("batch", tmp_path)
@@ -109,7 +124,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
     content = read(tmp_path, "gpu_run")
     assert [row["part"] for row in content["rows"]] == list(gpu_parts.PARTS)
     # What a part leaves goes to the next one
-    assert [round(row["limit"]) for row in content["rows"]] == [135, 250, 350, 500]
+    assert [round(row["limit"]) for row in content["rows"]] == [110, 210, 290, 390, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")

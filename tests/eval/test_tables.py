@@ -57,6 +57,16 @@ def test_a_prediction_says_so_in_its_heading(tmp_path):
     assert "| 16 x 64 | `gear-2bit` | 4.3 | 0.0010 | 4.40 | 2 |" in text
 
 
+def test_what_was_not_compared_is_left_blank(tmp_path):
+    spread = {"median_s": 0.02, "lower_quartile_s": 0.01, "upper_quartile_s": 0.03}
+    row = {"context": 64, "cache": "infinigen", **spread, "tokens_per_s": 50.0}
+    counted = {"bytes_per_token": 4e6, "full_offloading_bytes_per_token": 8e7}
+    full = {**row, "time_against_resident": 1.25, "hidden_share": 0.9, "counted": counted}
+    text = render_rows(tmp_path, "offloading", [row, {**full, "speed_against_offloaded": 3.5}])
+    assert "| 50.0 |  |  |  |  |  |" in text
+    assert "| 50.0 | 3.50 | 1.25 | 90 % | 4.0 | 5.0 % |" in text
+
+
 def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
     row = {"way": "read", "cache": "dynamic", "largest_batch": 40, "tokens_per_s": 1000.4, "bytes_per_sequence": 5e8}
     row |= {"throughput_against_first": 1.0, "peak_bytes": 2**35, "search": "complete"}

@@ -4,12 +4,13 @@ Streams work at once and keep account of what is known to come before what: an o
 has done, and all that came before events that the stream waited for. On a GPU nothing else is certain to have been.
 """
 
+import os
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from kvcache_plugins.infinigen import prefetch
+from kvcache_plugins.infinigen import pool, prefetch
 from kvcache_plugins.infinigen.prefetch import Prefetcher
 
 
@@ -59,6 +60,7 @@ class FakeCuda:
     synchronized = []
 
     def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
         self.current = self.compute = FakeStream()
         FakeCuda.synchronized = []
         self.recorded = []
@@ -86,6 +88,19 @@ class FakeCuda:
         finally:
             self.current = before
 
+    def use_kernel(self, kernel):
+        """What transfers by: `"triton"`, in its interpreter, or the host, `"torch"`."""
+        if kernel == "triton":
+            pytest.importorskip("triton")
+            if os.environ.get("TRITON_INTERPRET") != "1":
+                pytest.skip("needs Triton's interpreter, as tensors are on the CPU")
+        self.monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+
+    def serve_every_pool(self):
+        """Every pool takes its tokens for a GPU's from now on."""
+        self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
+        self.monkeypatch.setattr(prefetch, "_PREFETCHERS", {})
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -95,7 +110,7 @@ def cuda(monkeypatch):
 @pytest.fixture(params=["triton", "torch"])
 def transfers(cuda, monkeypatch, request):
     """The past of every transfer, by the first element of what was written to; by kernel and by the host."""
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
+    cuda.use_kernel(request.param)
     pasts = []
     name = "_gather" if request.param == "triton" else "_copy_by_host"
     owner = prefetch if request.param == "triton" else Prefetcher

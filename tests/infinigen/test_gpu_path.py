@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.infinigen import pool as pool_module
 from kvcache_plugins.infinigen import prefetch
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
@@ -33,17 +32,11 @@ CONFIG = LlamaConfig(
 EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
 
 
-def pretend(monkeypatch, kernel):
-    """Every pool takes its tokens for a GPU's from now on."""
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-    monkeypatch.setattr(pool_module, "is_gpu", lambda device: True)
-    monkeypatch.setattr(prefetch, "_PREFETCHERS", {})
-
-
 @pytest.fixture(params=["triton", "torch"])
-def gpu(cuda, monkeypatch, request):
-    """Transfers are by kernel, in Triton's interpreter, or by the host."""
-    pretend(monkeypatch, request.param)
+def gpu(cuda, request):
+    """Transfers are by kernel or by the host."""
+    cuda.use_kernel(request.param)
+    cuda.serve_every_pool()
     return cuda
 
 
@@ -101,12 +94,13 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
 
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
 @pytest.mark.parametrize("rule", [{"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5}], ids=str)
-def test_chooses_and_counts_what_a_cpu_does(cuda, monkeypatch, llama, rule, kernel):
+def test_chooses_and_counts_what_a_cpu_does(cuda, llama, rule, kernel):
     prompt, steps = make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1)
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+    cuda.use_kernel("torch")
     with InfiniGenCache(llama, **rule) as cache:
         expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
-    pretend(monkeypatch, kernel)
+    cuda.use_kernel(kernel)
+    cuda.serve_every_pool()
     with InfiniGenCache(llama, **rule) as cache:
         assert_same(decode_logits(llama, cache, prompt, steps), expected)
         assert cache.stats() == stats
@@ -212,7 +206,8 @@ def test_times_are_told_on_request(gpu, llama):
 @torch.no_grad()
 def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypatch, options, is_padded):
     """A whole model without numbers; only transfers, and the prompt's padding, are stood in for."""
-    pretend(monkeypatch, "torch")
+    cuda.use_kernel("torch")
+    cuda.serve_every_pool()
     monkeypatch.setattr(TokenPool, "addresses_for", lambda pool, states: torch.zeros(len(pool.pages)))
     monkeypatch.setattr(TokenPool, "_write_from_gpu", lambda *args: None)
     transfers = []

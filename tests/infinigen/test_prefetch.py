@@ -265,7 +265,7 @@ def test_a_copy_of_a_pool_is_fetched_from_its_own_pages(prefetcher, transfers):
 
 def test_pages_that_are_not_locked_are_locked_or_gathered_by_the_host(cuda, prefetcher, monkeypatch):
     """As in a copy of a pool."""
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    cuda.use_kernel("triton")
     locked = set()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in locked)
 

@@ -133,6 +133,7 @@ class OffloadedLayer(PromptLayer):
         assert self.config.scoring_nbits is not None
         scoring = ScoringCodes(self.config.scoring_nbits)
         scoring.fit(keys, valid)
+        scoring.num_fitted = max(keys.shape[2] - self._longest_padding(), 0)
         return scoring
 
     def _refit(self) -> None:

@@ -1,0 +1,144 @@
+"""An InfiniGen cache on a real GPU: exact, and no step of it waits for the host."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+from kvcache_plugins.infinigen.prefetch import prefetcher_of
+from kvcache_plugins.infinigen.selection import Selection
+
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+# Clock cycles, a tenth of a second or so: the host is far ahead of what it then asks for
+_LONG = 200_000_000
+
+
+@pytest.fixture(params=["triton", "torch"])
+def kernel(monkeypatch, request):
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def must_not_wait():
+    """What makes the host wait raises; used as a function, so that what is compiled first may."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval().to("cuda")
+
+
+def make_tokens(count, rows=1, seed=0):
+    return torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed)).to("cuda")
+
+
+@torch.no_grad()
+def decode_logits(model, cache, prompt, steps, mask=None):
+    logits, options = [], {}
+    for part in (prompt, *steps.split(1, dim=1)):
+        if mask is not None:
+            mask = mask if part is prompt else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
+            options = {"attention_mask": mask, "position_ids": positions}
+        logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
+    """Twice: what is compiled makes the host wait the first time."""
+    states = torch.randn(2, 3, PAGE_TOKENS + 60, 48).to("cuda", dtype)
+    keys, values = states.split([32, 16], dim=3)
+    slots = torch.rand(2, 3, PAGE_TOKENS + 60, device="cuda").argsort(dim=2)[:, :, :129].contiguous()
+    selection = Selection(slots, torch.randint(0, 130, (2, 3), device="cuda"))
+    expected = states.gather(2, slots[..., None].expand(-1, -1, -1, 48))
+    for attempt in range(2):
+        pool = TokenPool(keys, values)
+        # Pages are locked now: the driver may wait for that
+        pool._grow(PAGE_TOKENS + 60)
+        if attempt == 1 and kernel == "triton":
+            must_not_wait()
+        torch.cuda._sleep(_LONG)
+        for start, stop in ((0, 1000), (1000, 1032), (1032, PAGE_TOKENS + 60)):
+            pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None)
+        with prefetcher_of(keys.device).start(pool, selection) as rows:
+            staged = rows.clone()
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(staged[selection.valid], expected[selection.valid])
+    assert torch.equal(torch.cat([part for part, *_ in pool.stretches()], dim=2), keys)
+    pool.pending.wait()
+    assert torch.equal(torch.cat(pool.pages, dim=2)[:, :, : PAGE_TOKENS + 60], states.cpu())
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 400])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_everything_fetched_is_exact(kernel, llama, is_padded, pool_tokens):
+    prompt, steps, mask = make_tokens(150, rows=2), make_tokens(40, rows=2, seed=1), None
+    if is_padded:
+        mask = torch.ones_like(prompt)
+        mask[0, :70] = 0
+    with InfiniGenCache(llama, **EVERYTHING, pool_tokens=pool_tokens) as cache:
+        logits = decode_logits(llama, cache, prompt, steps, mask)
+        copied = copy.deepcopy(cache)
+        again = decode_logits(llama, cache, steps[:, :1], steps[:, 1:3])
+        assert_same(decode_logits(llama, copied, steps[:, :1], steps[:, 1:3]), again)
+    assert_same(logits, decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask))
+
+
+@pytest.mark.parametrize("rule", [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}], ids=str)
+@torch.no_grad()
+def test_the_host_waits_in_no_step(llama, must_not_wait, rule):
+    prompt, steps = make_tokens(600), make_tokens(80, seed=1)
+    with InfiniGenCache(llama, **rule, full_layers=(0,), track_times=True) as cache:
+        decode_logits(llama, cache, prompt, steps[:, :40])
+        must_not_wait()
+        # A run of tokens moves into the pool among them
+        for token in steps[:, 40:].split(1, dim=1):
+            llama(token, past_key_values=cache)
+        torch.cuda.set_sync_debug_mode("default")
+    stats = cache.stats()
+    assert stats["speculated_calls"] == stats["selected_calls"] == 2 * 80
+    assert stats["transfer_s"] > 0
+
+
+@torch.no_grad()
+def test_a_cache_may_be_dropped_before_its_last_step_has_run(llama):
+    prompt, steps = make_tokens(600), make_tokens(6, seed=1)
+    expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps)
+    cache = InfiniGenCache(llama, **EVERYTHING)
+    decode_logits(llama, cache, prompt, steps[:, :-1])
+    torch.cuda._sleep(_LONG)
+    logits = llama(steps[:, -1:], past_key_values=cache).logits[:, -1]
+    pages = [(layer.pool.pages[0].shape, layer.pool.dtype) for layer in cache.layers]
+    del cache
+    # Whoever gets the memory of the pages next writes to it at once
+    others = [torch.zeros(shape, dtype=dtype, pin_memory=True) for shape, dtype in pages]
+    assert_same(logits, expected[:, -1])
+    assert others
