@@ -18,7 +18,7 @@ from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .benchmark_step import describe, step_rows
+from .benchmark_step import step_rows
 from .checking import MismatchError
 from .gpu_models import build_llama
 from .gpu_plan import Plan
@@ -134,11 +134,13 @@ def _time_steps(
             break
         seconds.append(time_call(partial(model, token, past_key_values=cache), model.device))
     (row,) = step_rows({name: seconds}, {name: cache}, plan.offload_context)
+    # Here the first is itself; `_compare` sets it against others
+    del row["speed_against_first"]
     row = {**row, **more, "steps": len(seconds), "tokens_per_s": 1 / row["median_s"]}
     if isinstance(cache, InfiniGenCache):
         row |= {"counted": count_transfers(cache), **_transfer_times(before, row["stats"], len(seconds))}
     report.add(row)
-    typer.echo(describe(row))
+    typer.echo(f"  {name}: {1e3 * row['median_s']:.2f} ms a token, {row['tokens_per_s']:.1f} tokens/s")
 
 
 def _transfer_times(before: Mapping[str, float], after: Mapping[str, float], num_steps: int) -> dict[str, float]:

@@ -209,7 +209,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     cuda.use_kernel("torch")
     cuda.serve_every_pool()
     monkeypatch.setattr(TokenPool, "addresses_for", lambda pool, states: torch.zeros(len(pool.pages)))
-    monkeypatch.setattr(TokenPool, "_write_from_gpu", lambda *args: None)
+    monkeypatch.setattr(TokenPool, "_write", lambda *args: None)
     transfers = []
     monkeypatch.setattr(prefetch, "_gather", lambda *args: transfers.append(args))
     prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))

@@ -155,28 +155,25 @@ class TokenPool:
 
     def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """States `[B, H, tokens, D]` into consecutive slots."""
+        # Before anything is written: pages may have to be locked first
+        addresses = self.addresses_for(keys) if self.pin_memory else None
         for page, start, stop in self._stretches(first, first + keys.shape[2]):
             tokens = slice(start - first, stop - first)
             slots = slice(start % PAGE_TOKENS, start % PAGE_TOKENS + stop - start)
-            if self.pin_memory:
-                self._write_from_gpu(page, slots, start, torch.cat([keys[:, :, tokens], values[:, :, tokens]], dim=3))
-            else:
+            if not self.pin_memory:
                 page[:, :, slots, : self.key_dim] = keys[:, :, tokens]
                 page[:, :, slots, self.key_dim :] = values[:, :, tokens]
+                continue
+            rows = torch.cat([keys[:, :, tokens], values[:, :, tokens]], dim=3)
+            if stop - start == PAGE_TOKENS:
+                page.copy_(rows, non_blocking=True)
+            elif addresses is not None:
+                _write_by_kernel(addresses, start, rows)
+            else:
+                for item, head in product(range(self.batch_size), range(self.num_heads)):
+                    page[item, head, slots].copy_(rows[item, head], non_blocking=True)
         if self.pin_memory:
             self.pending.note(torch.cuda.current_stream(keys.device))
-
-    def _write_from_gpu(self, page: torch.Tensor, slots: slice, first: int, rows: torch.Tensor) -> None:
-        """Rows `[B, H, tokens, D + E]` into slots of one page, the first of which is slot `first` of the pool."""
-        if rows.shape[2] == PAGE_TOKENS:
-            page.copy_(rows, non_blocking=True)
-            return
-        addresses = self.addresses_for(rows)
-        if addresses is not None:
-            _write_by_kernel(addresses, first, rows)
-            return
-        for item, head in product(range(self.batch_size), range(self.num_heads)):
-            page[item, head, slots].copy_(rows[item, head], non_blocking=True)
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
         """
