@@ -75,7 +75,8 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     if reason is None:
         return wanted, False
     warnings.warn(
-        f"attention over compressed states and compression run in plain PyTorch instead of `{wanted}`: {reason}",
+        "attention over compressed or offloaded states and compression run in plain PyTorch instead of "
+        f"`{wanted}`: {reason}",
         stacklevel=3,
     )
     return "torch", True

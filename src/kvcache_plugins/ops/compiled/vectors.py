@@ -338,8 +338,8 @@ def sums_of_eight(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f
 def _make_column(number: int) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         places = [number, number + 4, number + LANES, number + LANES + 4]
-        pairs = (_shuffle(builder, args[i], args[i + 1], places) for i in (0, 2))
-        return _shuffle(builder, *pairs, list(range(LANES)))
+        first, second = (_shuffle(builder, args[i], args[i + 1], places) for i in (0, 2))
+        return _shuffle(builder, first, second, list(range(LANES)))
 
     def column(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         return _FLOATS(*[_FLOATS] * 4), generate
