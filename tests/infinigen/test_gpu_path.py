@@ -8,6 +8,8 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache
@@ -67,6 +69,17 @@ def decode_logits(model, cache, prompt, steps, mask=None):
             options = {"attention_mask": mask, "position_ids": positions}
         logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
     return torch.stack(logits, dim=1)
+
+
+class NothingComesFromTheHost(TorchDispatchMode):
+    """Raises where a tensor of the host is used or copied: but for page-locked ones, the host waits for the copy."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if any(each.device.type == "cpu" for each in given) and not kwargs.get("non_blocking"):
+            raise AssertionError(f"{func} makes the host wait")
+        return func(*args, **kwargs)
 
 
 def stagings():
@@ -221,8 +234,9 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
             for layer in cache.layers[1:]:
                 layer.padding = torch.zeros(2, dtype=torch.int64, device="meta")
                 layer._known_longest = 7
-        for _ in range(34):
-            meta_llama(token, past_key_values=cache)
+        with NothingComesFromTheHost():
+            for _ in range(34):
+                meta_llama(token, past_key_values=cache)
     assert len(transfers) == 2 * 34
     assert cache.layers[1].pool.num_slots == 100 - 32 + 32
     with pytest.raises((RuntimeError, NotImplementedError)):
