@@ -156,7 +156,7 @@ def _offloading(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = []
     for row in rows:
         counted = row.get("counted")
-        share = counted and counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"]
+        share = counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"] if counted else 0.0
         cells.append(
             (
                 str(row["context"]),

@@ -43,8 +43,10 @@ def read_sources() -> dict[str, str]:
 
 
 def unit_of(module: str) -> str:
-    """`kvcache_plugins.gear.cache` belongs to `gear`; the root package is the unit `__init__`."""
+    """`kvcache_plugins.gear.cache` belongs to `gear`; the root package is the unit `__init__`; commands are `cli`."""
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "cli"
     return parts[1] if len(parts) > 1 else "__init__"
 
 

@@ -10,6 +10,7 @@
 from .baselines import H2OCache
 from .gear import GEARCache
 from .infinigen import InfiniGenCache
+from .kv_runahead import runahead_generate, runahead_prefill
 from .memory import MemoryReport, measure_memory
 from .registry import create_cache, list_caches, register_cache
 
@@ -23,4 +24,6 @@ __all__ = [
     "list_caches",
     "measure_memory",
     "register_cache",
+    "runahead_generate",
+    "runahead_prefill",
 ]

@@ -54,6 +54,11 @@ class OffloadedLayer(PromptLayer):
         self._prompt_queries: torch.Tensor | None = None
 
     @property
+    def needs_prompt_attention(self) -> bool:  # type: ignore[override]
+        """Columns of the scoring copy are chosen by the prompt's queries."""
+        return self.config.partial_ratio is not None
+
+    @property
     def _pooled(self) -> int:
         """Position of the first token that is not in the pool."""
         return self._length - (0 if self.window is None else self.window.length)

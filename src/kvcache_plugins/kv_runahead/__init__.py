@@ -1,1 +1,13 @@
-"""KV-Runahead: several processes fill one cache, and the first token comes sooner."""
+"""
+KV-Runahead: several processes fill one cache, and the first token comes sooner.
+
+Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache
+Generation](https://huggingface.co/papers/2405.05329).
+"""
+
+from .communication import RunaheadError
+from .prefill import RunaheadOutput, runahead_generate, runahead_prefill
+from .table import PartitionTable
+
+
+__all__ = ["PartitionTable", "RunaheadError", "RunaheadOutput", "runahead_generate", "runahead_prefill"]

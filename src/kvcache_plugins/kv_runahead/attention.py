@@ -2,14 +2,14 @@
 
 The queries are those of the newest tokens, so the mask would be causal and aligned to the lower right. PyTorch's
 `is_causal` is aligned to the upper left, and an explicit mask costs memory for every pair and keeps GPUs from their
-flash kernels. On GPUs `causal_lower_right` says it without a mask. On CPUs attention to the prefix, which needs no mask
-at all, and causal attention among the new tokens are computed apart, and joined by the logarithms of their sums.
+flash kernels. On GPUs `causal_lower_right` says it without a mask. On CPUs attention to the prefix, which needs no
+mask at all, and causal attention among the new tokens are computed apart, and joined by the logarithms of their sums.
 
-Padding is cut off, item by item, instead of masked. Sliding windows go block by block, so that no more than two windows
-of keys are looked at for any query.
+Padding is cut off, item by item, instead of masked. Sliding windows go block by block, so that no more than two
+windows of keys are looked at for any query.
 
-Legend: B batch, H heads of keys and values, G query heads for each, N new tokens, L all tokens, D and E head dimensions
-of keys and values.
+Legend: B batch, H heads of keys and values, G query heads for each, N new tokens, L all tokens, D and E head
+dimensions of keys and values.
 """
 
 import torch
@@ -102,8 +102,8 @@ def _attend_in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     rows = query.reshape(batch_size, keys.shape[1], -1, head_dim)
     before, before_sum = _flash_on_cpu(rows, keys[:, :, :start], values[:, :, :start], scale, is_causal=False)
     before, before_sum = before.view_as(query), before_sum.reshape(query.shape[:3])
-    own = (_repeat(states[:, :, start:], num_heads) for states in (keys, values))
-    among, among_sum = _flash_on_cpu(query, *own, scale, is_causal=True)
+    own_keys, own_values = (_repeat(states[:, :, start:], num_heads) for states in (keys, values))
+    among, among_sum = _flash_on_cpu(query, own_keys, own_values, scale, is_causal=True)
     # Weights of the two parts: what each one's sum of exponentials has of both
     share = torch.sigmoid(before_sum - among_sum)[..., None]
     return torch.lerp(among.float(), before.float(), share).to(query.dtype)

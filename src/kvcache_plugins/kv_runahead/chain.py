@@ -85,7 +85,8 @@ class Chain:
             self._own = list(self.cache.layers)
             while len(self._own) < len(self._layers):
                 # Caches made without a config add layers as they are asked for
-                self._own.append(self.cache.layer_class_to_replicate())
+                make_layer: Any = self.cache.layer_class_to_replicate
+                self._own.append(make_layer())
             self.cache.layers[:] = self._layers
         self._post_receives(0)
         return self

@@ -116,7 +116,8 @@ class Neighbours:
             cause = self.reported_failure()
             reason = f" The first failure reported: {cause}." if cause else ""
             raise RunaheadError(
-                f"rank {self.rank}: rank {neighbour} did not answer in layer {layer_idx}, it has ended or hangs.{reason}"
+                f"rank {self.rank}: rank {neighbour} did not answer in layer {layer_idx}; it has ended or hangs."
+                f"{reason}"
             ) from error
         if result is False:
             raise RunaheadError(f"rank {self.rank}: rank {neighbour} timed out in layer {layer_idx}")
@@ -138,7 +139,6 @@ class Neighbours:
         return None
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     # PyTorch has no public name for the store that every process group is made with
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+    return dist.distributed_c10d._get_default_store()

@@ -1,8 +1,8 @@
 """One layer of a rank in the chain: it lives for one forward, that of the rank's slice of the prompt.
 
-Under `sdpa` it announces only its own slice to those who make masks, at its true position, and hands out lazy states of
-that length: no mask of slice x prefix is made, and attention, which the lazy states bring here, sees everything. Any
-other implementation gets the prefix and the slice dense, with lengths to match.
+Under `sdpa` it announces only its own slice to those who make masks, at its true position, and hands out lazy states
+of that length: no mask of slice x prefix is made, and attention, which the lazy states bring here, sees everything.
+Any other implementation gets the prefix and the slice dense, with lengths to match.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RunaheadLayer(LazyLayer):
             return own.update(key_states, value_states, *args, **kwargs)
         if self._length != chain.start or key_states.shape[2] != chain.stop - chain.start:
             raise ValueError(
-                f"rank {chain.neighbours.rank} prefills the tokens {chain.start} to {chain.stop} in one forward, but its "
-                f"layer {self._layer_idx} got {key_states.shape[2]} tokens at position {self._length}. "
+                f"rank {chain.neighbours.rank} prefills the tokens {chain.start} to {chain.stop} in one forward, but "
+                f"its layer {self._layer_idx} got {key_states.shape[2]} tokens at position {self._length}. "
                 "`prefill_chunk_size`, and drafts, cannot be combined with it"
             )
         self.lazy_initialization(key_states, value_states)

@@ -47,7 +47,7 @@ class RunaheadOutput:
         logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*):
             Logits of the prompt's last token, on the last rank.
         partition (`tuple[int, ...]`):
-            Tokens of each slice; the last slice is the last rank's. Fewer slices than ranks leave the first ranks idle.
+            Tokens of each slice; the last slice is the last rank's. Fewer slices than ranks leave the first ones idle.
         rank (`int`):
             This rank, in the group.
         stats (`dict[str, int | float]`):
@@ -170,10 +170,12 @@ def runahead_generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if part.cache is not None:
         inputs = {"attention_mask": mask, "past_key_values": part.cache, **generate_options}
+        # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
+        generate: Any = model.generate
         if part.chain is None:
-            return model.generate(input_ids, **inputs), part.output(start, None)
+            return generate(input_ids, **inputs), part.output(start, None)
         with part.chain:
-            generated = model.generate(input_ids, **inputs)
+            generated = generate(input_ids, **inputs)
         return generated, part.output(start, None)
     assert part.chain is not None
     with part.chain as chain:
@@ -188,14 +190,13 @@ class _Part:
 
     model: PreTrainedModel
     attention_mask: torch.Tensor | None
-    length: int
     partition: tuple[int, ...]
     rank: int
     # The user's cache, on the last rank
     cache: Cache | None
+    is_idle: bool
     # Not there where one rank prefills alone
-    chain: Chain | None
-    is_idle: bool = False
+    chain: Chain | None = None
 
     def forward_options(self, start: int, stop: int, cache: Cache) -> dict[str, Any]:
         """What the model's forward takes for a slice."""
@@ -263,18 +264,18 @@ def _take_part(
         warnings.warn(
             f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster", stacklevel=3
         )
-    common = {
-        "model": model,
-        "attention_mask": attention_mask,
-        "length": input_ids.shape[1],
-        "partition": slices,
-        "rank": rank,
-        "cache": cache if is_last else None,
-    }
-    if rank < first or len(slices) == 1:
-        return _Part(**common, chain=None, is_idle=rank < first)
+    part = _Part(
+        model=model,
+        attention_mask=attention_mask,
+        partition=slices,
+        rank=rank,
+        cache=cache if is_last else None,
+        is_idle=rank < first,
+    )
+    if part.is_idle or len(slices) == 1:
+        return part
     start = sum(slices[: rank - first])
-    chain = Chain(
+    part.chain = Chain(
         Neighbours(group, first, run),
         [replace(shape, wire=replace(shape.wire, nbits=hop_nbits)) for shape in shapes],
         start=start,
@@ -282,9 +283,9 @@ def _take_part(
         padding=None if attention_mask is None else _left_padding(attention_mask),
         batch_size=input_ids.shape[0],
         is_lazy=model.config.get_text_config(decoder=True)._attn_implementation == "sdpa",
-        cache=common["cache"],
+        cache=part.cache,
     )
-    return _Part(**common, chain=chain)
+    return part
 
 
 def _check_prompt(
@@ -322,7 +323,8 @@ def _checked(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Ca
         raise ValueError(f"`past_key_values` has to be a `Cache` of Transformers but is a {type(cache).__name__}")
     if cache.get_seq_length() > 0:
         raise ValueError(f"`past_key_values` has to be empty but holds {cache.get_seq_length()} tokens")
-    layers = cache.layers or [cache.layer_class_to_replicate()]
+    make_layer: Any = cache.layer_class_to_replicate
+    layers: list[Any] = cache.layers or [make_layer()]
     if num_slices > 1 and any(getattr(layer, "needs_prompt_attention", False) for layer in layers):
         raise ValueError(
             f"`past_key_values`: a `{type(cache).__name__}` with these options chooses what it keeps by the attention "

@@ -1,6 +1,7 @@
 """What the layers of a model hold, told by a forward over one token: no config names it for every architecture."""
 
 import weakref
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -31,19 +32,20 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
 def _measure(model: PreTrainedModel) -> list[LayerShape]:
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
+    layers: list[Any] = cache.layers
     kinds = set(getattr(config, "layer_types", None) or ())
     known = kinds <= {"full_attention", "sliding_attention"}
     # What the cache would make of other kinds of layers is told by its layers' types
-    known = known and {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    known = known and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if known:
         model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    if not known or not all(layer.is_initialized for layer in cache.layers):
+    if not known or not all(layer.is_initialized for layer in layers):
         raise ValueError(
             "`model` has to have layers of full or sliding-window attention only, each with keys and values of its "
             f"own, but is a `{type(model).__name__}` with layers of types {sorted(kinds) or 'unknown'}"
         )
     shapes = []
-    for layer in cache.layers:
+    for layer in layers:
         keys, values = layer.keys, layer.values
         wire = Wire(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
         shapes.append(LayerShape(wire, layer.sliding_window if layer.is_sliding else None))

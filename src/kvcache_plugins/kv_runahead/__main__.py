@@ -1,0 +1,153 @@
+"""`torchrun --nproc-per-node 2 -m kvcache_plugins.kv_runahead`: all ranks prefill a prompt, the last continues it.
+
+Also under `accelerate launch`. The last rank prints the text, and on standard error time to first token, partition and
+bytes sent; the others print nothing but errors.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from transformers import PreTrainedModel, TextStreamer
+
+from kvcache_plugins.eval.command_line import load_for_evaluation, open_console, user_errors
+from kvcache_plugins.eval.comparison import encode_prompt
+from kvcache_plugins.registry import create_cache, parse_option
+
+from .communication import RunaheadError
+from .prefill import RunaheadOutput, runahead_generate
+from .table import PartitionTable
+
+
+class _TimedStreamer(TextStreamer):
+    """Prints text as it comes, and notes when the first token did."""
+
+    first_token_at: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.first_token_at is None and not self.next_tokens_are_prompt:
+            self.first_token_at = time.perf_counter()
+        super().put(value)
+
+
+def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str | Sequence[float] | PartitionTable:
+    """
+    What `--partition` names: `even`, `planned`, lengths or shares with commas between them, or a table's file.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if text in ("even", "planned"):
+        return text
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        return PartitionTable.load(text, model, world_size)
+    # Shares sum to 1; a single slice is a length
+    is_lengths = all(number.is_integer() for number in numbers) and sum(numbers) > 1
+    return [int(number) for number in numbers] if is_lengths else numbers
+
+
+def main(
+    model: Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file to read the prompt from.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt, if there is no file.")] = None,
+    cache: Annotated[str, typer.Option(help="A name of `kvcache-plugins list`, for the last rank.")] = "dynamic",
+    cache_option: Annotated[list[str] | None, typer.Option(help="key=value for the cache; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    partition: Annotated[
+        str,
+        typer.Option(help="even, planned, lengths or shares such as 0.6,0.4, or a file of `kvcache-plugins plan`."),
+    ] = "planned",
+    hop_nbits: Annotated[
+        int | None, typer.Option(help="Bits a number between ranks, 4 or 8; exact if not given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a rank that does not answer is given up.")] = 600,
+) -> None:
+    """Prefill a prompt with several processes, each on its slice of it, and continue it on the last one.
+
+    \b
+    Examples:
+        torchrun --nproc-per-node 2 -m kvcache_plugins.kv_runahead --prompt-file book.txt --cache gear-2bit
+        accelerate launch --num-processes 2 -m kvcache_plugins.kv_runahead --prompt-file book.txt --partition 0.6,0.4
+    """
+    with user_errors():
+        if "RANK" not in os.environ:
+            raise ValueError("Start it with `torchrun --nproc-per-node N -m kvcache_plugins.kv_runahead ...`")
+        if (prompt is None) == (prompt_file is None):
+            raise ValueError("Give either `--prompt` or `--prompt-file`")
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if chosen == "cuda":
+            chosen = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+            torch.cuda.set_device(chosen)
+        dist.init_process_group("nccl" if chosen.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
+        try:
+            text = prompt if prompt_file is None else prompt_file.read_text(encoding="utf-8")
+            options = dict(parse_option(option) for option in cache_option or [])
+            _run(model, text or "", cache, options, max_new_tokens, partition, hop_nbits, dtype, chosen)
+        except RunaheadError as error:
+            raise ValueError(str(error)) from error
+        finally:
+            dist.destroy_process_group()
+
+
+def _run(
+    model: str,
+    text: str,
+    cache: str,
+    options: dict[str, Any],
+    max_new_tokens: int,
+    partition: str,
+    hop_nbits: int | None,
+    dtype: str | None,
+    device: str,
+) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_last = rank == size - 1
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    input_ids = encode_prompt(tokenizer, text)[None].to(loaded.device)
+    streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_last else None
+    slices = parse_partition(partition, loaded, size)
+    # Ranks load at their own pace; the time to the first token is not that
+    dist.barrier()
+    start = time.perf_counter()
+    _, output = runahead_generate(
+        loaded,
+        input_ids,
+        past_key_values=create_cache(cache, loaded, **options) if is_last else None,
+        partition=None if slices == "planned" else slices,
+        hop_nbits=hop_nbits,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+    )
+    sent: list[int] = [0] * size
+    dist.all_gather_object(sent, int(output.stats.get("bytes_sent", 0)))
+    if streamer is not None:
+        assert streamer.first_token_at is not None
+        summary = _summary(cache, input_ids.shape[1], output, streamer.first_token_at - start, sum(sent))
+        open_console(stderr=True).print(summary, markup=False, soft_wrap=True)
+
+
+def _summary(cache: str, num_tokens: int, output: RunaheadOutput, seconds: float, num_bytes: int) -> str:
+    slices = " + ".join(str(length) for length in output.partition)
+    return (
+        f"{cache}: first of the tokens after {num_tokens} in {seconds:.2f} s; slices of {slices} tokens; "
+        f"{num_bytes:,} bytes sent from rank to rank"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

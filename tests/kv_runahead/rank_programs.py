@@ -1,0 +1,275 @@
+"""What the ranks of the tests of KV-Runahead do: each function runs in processes of its own, by `run_ranks`.
+
+A module with a name of its own, not a test file: the processes import it.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.kv_runahead.prefill import runahead_generate, runahead_prefill
+
+
+NO_ANSWER = "killed"
+
+
+def run_ranks(program: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
+    """
+    Runs `program(rank, *args)` in processes joined by gloo.
+
+    Returns what each returned, the exception that it raised, or `NO_ANSWER` for one that ended without a word. None of
+    the processes is left.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, in a process that has never computed anything, and shared from there
+    context.set_forkserver_preload(["transformers.models.llama", "kvcache_plugins.kv_runahead.prefill"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        processes = [
+            context.Process(target=_run, args=(program, rank, num_ranks, folder, pipes[rank][1], args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()
+        stop = time.monotonic() + timeout
+        answers = [_answer(receiver, stop) for receiver, _ in pipes]
+        for process in processes:
+            process.join(timeout=max(stop - time.monotonic(), 10))
+        left = [process for process in processes if process.is_alive()]
+        for process in left:
+            process.kill()
+        assert not left, "processes were left"
+    return answers
+
+
+def _answer(receiver: Any, stop: float) -> Any:
+    if not receiver.poll(max(stop - time.monotonic(), 0)):
+        return TimeoutError("no answer in time")
+    try:
+        return receiver.recv()
+    except EOFError:
+        return NO_ANSWER
+
+
+def _run(program: Callable[..., Any], rank: int, size: int, folder: str, sender: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+    )
+    try:
+        answer = program(rank, *args)
+    except Exception as error:
+        answer = error
+    sender.send(answer)
+    sender.close()
+    dist.destroy_process_group()
+
+
+def _load(folder: str | Path, implementation: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation).eval()
+
+
+def make_prompt(batch_size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens, and a mask that leaves the first item whole and pads the others by a fifth more each."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(2, 128, (batch_size, length), generator=generator)
+    mask = torch.ones_like(input_ids)
+    for item in range(batch_size):
+        mask[item, : item * length // 5 * 2] = 0
+    return input_ids, mask
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+def compare_with_one_process(
+    rank: int, folder: str, implementation: str, sizes: list[int], batch_sizes: list[int], caches: list[str], new: int
+) -> list[tuple[str, float, bool, bool]]:
+    """
+    On the last rank, for every number of ranks, batch and cache: the largest difference of the last token's logits
+    from those of one process, and whether the tokens that follow a prefill, and a generation, are those of one.
+    """
+    model = _load(folder, implementation)
+    results = []
+    world = dist.get_world_size()
+    for size in sizes:
+        # The last ranks of the world, so that group and world count differently
+        group = dist.new_group(list(range(world - size, world))) if size < world else None
+        if rank < world - size:
+            continue
+        is_last = rank == world - 1
+        for batch_size in batch_sizes:
+            input_ids, mask = make_prompt(batch_size, 130)
+            given_mask = mask if batch_size > 1 else None
+            for name in caches:
+
+                def make(name: str = name, mask: torch.Tensor | None = given_mask) -> Any:
+                    # Eager attention shows no padding to a cache in one process
+                    is_shown = name == "dynamic" or implementation == "sdpa"
+                    return create_cache(name, model, **({} if is_shown else {"attention_mask": mask}))
+
+                partition = [0.5, *[0.5 / (size - 1)] * (size - 1)]
+                output = runahead_prefill(model, input_ids, given_mask, make() if is_last else None, partition, group)
+                generated, _ = runahead_generate(
+                    model, input_ids, mask, make() if is_last else None, "even", group, max_new_tokens=new, **GREEDY
+                )
+                if not is_last:
+                    assert output.past_key_values is None and output.logits is None and generated is None
+                    continue
+                with torch.no_grad():
+                    expected = model(
+                        input_ids, attention_mask=given_mask, position_ids=_positions(mask), past_key_values=make()
+                    ).logits[:, -1]
+                alone = model.generate(
+                    input_ids, attention_mask=mask, past_key_values=make(), max_new_tokens=new, **GREEDY
+                )
+                prompt = torch.cat([input_ids, output.logits.argmax(dim=-1)], dim=1)
+                continued = model.generate(
+                    prompt,
+                    attention_mask=torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1),
+                    past_key_values=output.past_key_values,
+                    max_new_tokens=new - 1,
+                    **GREEDY,
+                )
+                difference = float((output.logits[:, 0] - expected).abs().max())
+                label = f"{implementation}, {size} ranks, batch {batch_size}, {name}"
+                results.append((label, difference, torch.equal(continued, alone), torch.equal(generated, alone)))
+    return results
+
+
+def prefill_real_model(rank: int, name: str, caches: list[str], new: int) -> list[tuple[str, float, bool]]:
+    """On the last rank, for every cache: difference of logits, and whether the tokens are those of one process."""
+    from kvcache_plugins.reference_model import load_model
+
+    model, tokenizer = load_model(name)
+    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
+    input_ids = tokenizer(text, return_tensors="pt").input_ids[:, :400]
+    is_last = rank == dist.get_world_size() - 1
+    results = []
+    for cache in caches:
+        output = runahead_prefill(model, input_ids)
+        generated, _ = runahead_generate(
+            model,
+            input_ids,
+            past_key_values=create_cache(cache, model) if is_last else None,
+            max_new_tokens=new,
+            **GREEDY,
+        )
+        if is_last:
+            with torch.no_grad():
+                expected = model(input_ids, logits_to_keep=1).logits
+            mask = torch.ones_like(input_ids)
+            alone = model.generate(
+                input_ids,
+                attention_mask=mask,
+                past_key_values=create_cache(cache, model),
+                max_new_tokens=new,
+                **GREEDY,
+            )
+            results.append((cache, float((output.logits - expected).abs().max()), torch.equal(generated, alone)))
+    return results
+
+
+def prefill_each(rank: int, folder: str, calls: list[dict[str, Any]]) -> list[Any]:
+    """Partition, statistics and logits of one prefill after the other, or the error that it raised."""
+    model = _load(folder, "sdpa")
+    answers: list[Any] = []
+    for call in calls:
+        options = {"length": 130, "batch_size": 1, **call}
+        input_ids, mask = make_prompt(options.pop("batch_size"), options.pop("length"))
+        try:
+            output = runahead_prefill(model, input_ids, mask if len(mask) > 1 else None, **options)
+        except ValueError as error:
+            answers.append(error)
+        else:
+            answers.append((output.partition, output.stats, output.logits))
+    return answers
+
+
+def generate_with_beams(rank: int, folder: str) -> bool | None:
+    """Whether beam search, and sampling from a seed, give what one process gives."""
+    model = _load(folder, "sdpa")
+    input_ids, mask = make_prompt(2, 130)
+    verdict = True
+    for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20}):
+        options = {**options, "max_new_tokens": 12, "pad_token_id": 0}
+        torch.manual_seed(0)
+        generated, _ = runahead_generate(model, input_ids, mask, partition="even", **options)
+        if rank == dist.get_world_size() - 1:
+            torch.manual_seed(0)
+            alone = model.generate(input_ids, attention_mask=mask, **options)
+            verdict = verdict and torch.equal(generated, alone)
+    return verdict
+
+
+def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
+    """The last rank is called with something else than the others, one thing after the other: the errors."""
+    messages = []
+    for way in ways:
+        model = _load(folder, "sdpa")
+        input_ids, _ = make_prompt(1, 130)
+        options: dict[str, Any] = {}
+        if rank == dist.get_world_size() - 1:
+            if way == "dtype":
+                model = model.to(torch.bfloat16)
+            elif way == "model":
+                with torch.no_grad():
+                    model.get_input_embeddings().weight.add_(1)
+            elif way == "prompt":
+                input_ids[0, 5] += 1
+            elif way == "h2o":
+                options = {"past_key_values": create_cache("h2o", model)}
+            elif way == "filled":
+                with torch.no_grad():
+                    options = {"past_key_values": model(input_ids[:, :3], use_cache=True).past_key_values}
+            elif way == "partition":
+                options = {"partition": "even"}
+        try:
+            runahead_prefill(model, input_ids, **options)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def fail_in_the_middle(rank: int, folder: str, failing: int, how: str) -> Any:
+    """One rank dies, hangs or raises in the second layer; the others say what they see, and what their cache holds."""
+    model = _load(folder, "sdpa")
+    input_ids, _ = make_prompt(1, 130)
+    group = dist.new_group(timeout=timedelta(seconds=3))
+
+    def fail(*args: Any) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hangs":
+            time.sleep(7)
+        elif how == "raises":
+            raise RuntimeError("no memory left")
+
+    cache = create_cache("gear-4bit", model)
+    # Once, so that all ranks have met before the one that fails
+    runahead_prefill(model, input_ids, group=group)
+    if rank == failing:
+        model.model.layers[1].mlp.register_forward_hook(fail)
+    try:
+        runahead_prefill(model, input_ids, past_key_values=cache, group=group, partition="even")
+    except Exception as error:
+        held = cache.get_seq_length() + sum(tensor.numel() for _, tensor in cache.layers[0].named_tensors())
+        return type(error).__name__, str(error), held
+    return None

@@ -1,0 +1,145 @@
+"""Several processes fill one cache: what they end with is what one process ends with."""
+
+import pytest
+import torch
+from rank_programs import (
+    NO_ANSWER,
+    compare_with_one_process,
+    differ,
+    fail_in_the_middle,
+    generate_with_beams,
+    prefill_each,
+    prefill_real_model,
+    run_ranks,
+)
+
+
+CACHES = ["dynamic", "gear-4bit", "gear-2bit", "infinigen"]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "mistral-sliding", "opt"])
+def test_same_logits_and_tokens(saved_model, architecture, implementation):
+    caches = ["dynamic"] if architecture == "mistral-sliding" else CACHES
+    answers = run_ranks(
+        compare_with_one_process, 4, saved_model(architecture), implementation, [2, 3, 4], [1, 3], caches, 16
+    )
+    assert answers[:3] == [[], [], []]
+    assert len(answers[3]) == 3 * 2 * len(caches)
+    for label, difference, continued, generated in answers[3]:
+        assert difference < 1e-4, label
+        assert continued, label
+        assert generated, label
+
+
+@pytest.mark.parametrize(("name", "caches"), [("smollm2", ["gear-2bit", "infinigen"]), ("gemma3-270m", ["dynamic"])])
+def test_real_model(request, name, caches):
+    request.getfixturevalue("smollm2" if name == "smollm2" else "gemma3")
+    answers = run_ranks(prefill_real_model, 2, name, caches, 32)
+    assert answers[0] == []
+    for cache, difference, generated in answers[1]:
+        assert difference < 1e-4, cache
+        assert generated, cache
+
+
+def test_beams_and_sampling(saved_model):
+    assert run_ranks(generate_with_beams, 2, saved_model("llama")) == [True, True]
+
+
+def test_counts_of_work_and_traffic(saved_model):
+    """The paper's example: nine tokens in slices of 4, 3 and 2."""
+    answers = run_ranks(prefill_each, 3, saved_model("llama"), [{"length": 9, "partition": [4, 3, 2]}])
+    num_layers, num_heads, head_dim = 2, 2, 32
+    stats = [each[0][1] for each in answers]
+    assert [each["dot_products"] // num_layers for each in stats] == [16, 21, 18]
+    assert sum(each["entries_sent"] for each in stats) // num_layers == 22
+    sent = 22 * num_layers * num_heads * head_dim * 4
+    assert sum(each["bytes_sent"] for each in stats) == sum(each["bytes_received"] for each in stats) == sent
+
+
+def test_sliding_windows_send_their_window(saved_model):
+    answers = run_ranks(prefill_each, 2, saved_model("mistral-sliding"), [{"partition": [100, 30]}])
+    assert answers[0][0][1]["entries_sent"] == 2 * 2 * 31
+
+
+def test_quantized_on_the_way(saved_model):
+    common = {"batch_size": 3, "partition": "even"}
+    answers = run_ranks(
+        prefill_each, 3, saved_model("llama"), [common, {**common, "hop_nbits": 8}, {**common, "hop_nbits": 4}]
+    )
+    first, last = answers[0], answers[2]
+    for number, nbits in enumerate((8, 4), start=1):
+        # Codes, and scale and zero in float16 for every head of 32, against float32
+        assert first[number][1]["bytes_sent"] * 32 * 32 == first[0][1]["bytes_sent"] * (32 * nbits + 32)
+        assert 0 < first[number][1]["hop_error"] < 1.5 / 2**nbits
+        assert "hop_error" not in last[number][1]
+        difference = (last[number][2] - last[0][2]).abs().max()
+        assert 0 < difference < last[0][2].std() * (0.05 if nbits == 8 else 0.8)
+
+
+BAD_OPTIONS = [
+    ({"length": 2}, "rank 0: the context has 2 tokens, but each of 3 ranks needs one"),
+    ({"partition": [100, 20, 6, 4]}, "rank 0: `partition` has 4 slices, but there are 3 ranks"),
+    ({"partition": [130, 0]}, "rank 0: `partition`"),
+    ({"partition": [100, 20]}, "rank 0: `partition`"),
+    ({"partition": "half"}, "rank 0: `partition` has to be"),
+    ({"hop_nbits": 3}, "rank 0: `hop_nbits` has to be one of"),
+]
+
+
+def test_options_of_every_rank(saved_model):
+    """Bad ones are errors that leave the ranks ready for the next call; short prompts are left to one rank."""
+    bad = [{"partition": "even", **options} for options, _ in BAD_OPTIONS]
+    answers = run_ranks(prefill_each, 3, saved_model("llama"), [*bad, {"length": 70}, {"partition": [100, 30]}])
+    for rank, answer in enumerate(answers):
+        *errors, short, two_slices = answer
+        for error, (_, message) in zip(errors, BAD_OPTIONS, strict=True):
+            assert isinstance(error, ValueError) and str(error).startswith(message), error
+        assert short[0] == (70,) and two_slices[0] == (100, 30)
+        assert (short[2] is None) == (two_slices[2] is None) == (rank < 2)
+        # Fewer slices than ranks leave the first ranks idle
+        assert bool(two_slices[1]) == (rank > 0)
+
+
+DIFFERENCES = {
+    "dtype": "rank 2: `",
+    "model": "rank 2: `model` has to be the same on all ranks",
+    "prompt": "rank 2: `prompt` has to be the same on all ranks",
+    "partition": "rank 2: `partition` has to be the same on all ranks",
+    "h2o": "rank 2: `past_key_values`: a `H2OCache`",
+    "filled": "rank 2: `past_key_values` has to be empty but holds 3 tokens",
+}
+
+
+def test_ranks_that_differ(saved_model):
+    for messages in run_ranks(differ, 3, saved_model("llama"), list(DIFFERENCES)):
+        for message, expected in zip(messages, DIFFERENCES.values(), strict=True):
+            assert message.startswith(expected)
+
+
+@pytest.mark.parametrize(("how", "failing"), [("killed", 0), ("killed", 1), ("hangs", 0), ("raises", 0)])
+def test_a_rank_fails(saved_model, how, failing):
+    answers = run_ranks(fail_in_the_middle, 3, saved_model("llama", num_hidden_layers=8), failing, how)
+    for rank, answer in enumerate(answers):
+        if rank == failing and how == "killed":
+            assert answer == NO_ANSWER
+            continue
+        if rank < failing or (rank == failing and how == "hangs"):
+            # It had given all that it had before the other failed, or found nobody left when it went on
+            assert answer is None or answer[0] == "RunaheadError"
+            continue
+        kind, message, held = answer
+        assert kind == "RunaheadError" and message.startswith(f"rank {rank}:")
+        assert held == 0
+        if rank == failing:
+            assert "no memory left" in message
+        else:
+            assert f"rank {rank - 1} did not answer in layer" in message or "timed out" in message
+            assert how != "raises" or f"rank {failing} (process" in message and "no memory left" in message
+
+
+def test_without_a_process_group(tiny_llama):
+    from kvcache_plugins.kv_runahead.prefill import runahead_prefill
+
+    with pytest.raises(ValueError, match="init_process_group"):
+        runahead_prefill(tiny_llama, torch.ones(1, 200, dtype=torch.long))
