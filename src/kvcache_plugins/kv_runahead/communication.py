@@ -93,7 +93,7 @@ class Neighbours:
         self.bytes_sent += tensor.nbytes
 
     def _drop_sent(self) -> None:
-        """Lets go of what is gone. (Not `wait`: gloo's `is_completed` is cheap, and what failed shows in `flush`.)"""
+        """Lets go of what has gone, without waiting for more."""
         while self._leaving and self._leaving[0][2].is_completed():
             layer_idx, _, work = self._leaving.popleft()
             assert self.behind is not None

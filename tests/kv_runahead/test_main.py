@@ -1,0 +1,63 @@
+"""The command under `torchrun`, and what its `--partition` takes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvcache_plugins.kv_runahead.__main__ import main, parse_partition
+
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_command(*arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "kvcache_plugins.kv_runahead", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("even", "even"), ("planned", "planned"), ("0.6,0.4", [0.6, 0.4]), ("300,200", [300, 200]), ("1.0", [1.0])],
+)
+def test_partitions(tiny_llama, text, expected):
+    assert parse_partition(text, tiny_llama, 2) == expected
+
+
+def test_no_table(tiny_llama):
+    with pytest.raises(ValueError, match=r"`partition`: there is no file half\.json"):
+        parse_partition("half.json", tiny_llama, 2)
+
+
+def test_under_torchrun(smollm2, tmp_path):
+    """The last rank says what one process says, and what it took."""
+    model, tokenizer = smollm2
+    text = (PROJECT_ROOT / "LICENSE").read_text()[:1500]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(text)
+    finished = run_command("--prompt-file", str(prompt), "--max-new-tokens", "8", "--partition", "0.55,0.45")
+    assert finished.returncode == 0, finished.stderr
+    inputs = tokenizer(text, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert finished.stdout.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    length = inputs.input_ids.shape[1]
+    first = round(0.55 * length)
+    assert any(f"slices of {first + off} + {length - first - off} tokens" in finished.stderr for off in (-1, 0, 1))
+    assert "bytes sent from rank to rank" in finished.stderr
+
+
+def test_without_torchrun(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(typer.Exit) as exit_info:
+        main(prompt="Hello")
+    assert exit_info.value.exit_code == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
