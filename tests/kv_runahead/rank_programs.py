@@ -153,37 +153,35 @@ def compare_with_one_process(
     return results
 
 
-def prefill_real_model(rank: int, name: str, caches: list[str], new: int) -> list[tuple[str, float, bool]]:
-    """On the last rank, for every cache: difference of logits, and whether the tokens are those of one process."""
+def prefill_real_model(
+    rank: int, name: str, caches: list[str], length: int, new: int, implementation: str = "sdpa"
+) -> tuple[float, dict[str, bool]] | None:
+    """On the last rank: difference of logits, and for every cache whether the tokens are those of one process."""
     from kvcache_plugins.reference_model import load_model
 
-    model, tokenizer = load_model(name)
+    model, tokenizer = load_model(name, attn_implementation=implementation)
     text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
-    input_ids = tokenizer(text, return_tensors="pt").input_ids[:, :400]
+    input_ids = tokenizer(text, return_tensors="pt").input_ids[:, :length]
     is_last = rank == dist.get_world_size() - 1
-    results = []
+    output = runahead_prefill(model, input_ids)
+    same_tokens = {}
     for cache in caches:
-        output = runahead_prefill(model, input_ids)
-        generated, _ = runahead_generate(
-            model,
-            input_ids,
-            past_key_values=create_cache(cache, model) if is_last else None,
-            max_new_tokens=new,
-            **GREEDY,
-        )
+        filled = create_cache(cache, model) if is_last else None
+        generated, _ = runahead_generate(model, input_ids, past_key_values=filled, max_new_tokens=new, **GREEDY)
         if is_last:
-            with torch.no_grad():
-                expected = model(input_ids, logits_to_keep=1).logits
-            mask = torch.ones_like(input_ids)
             alone = model.generate(
                 input_ids,
-                attention_mask=mask,
+                attention_mask=torch.ones_like(input_ids),
                 past_key_values=create_cache(cache, model),
                 max_new_tokens=new,
                 **GREEDY,
             )
-            results.append((cache, float((output.logits - expected).abs().max()), torch.equal(generated, alone)))
-    return results
+            same_tokens[cache] = torch.equal(generated, alone)
+    if output.logits is None:
+        return None
+    with torch.no_grad():
+        expected = model(input_ids, logits_to_keep=1).logits
+    return float((output.logits - expected).abs().max()), same_tokens
 
 
 def prefill_each(rank: int, folder: str, calls: list[dict[str, Any]]) -> list[Any]:

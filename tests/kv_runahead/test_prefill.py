@@ -32,14 +32,22 @@ def test_same_logits_and_tokens(saved_model, architecture, implementation):
         assert generated, label
 
 
-@pytest.mark.parametrize(("name", "caches"), [("smollm2", ["gear-2bit", "infinigen"]), ("gemma3-270m", ["dynamic"])])
-def test_real_model(request, name, caches):
-    request.getfixturevalue("smollm2" if name == "smollm2" else "gemma3")
-    answers = run_ranks(prefill_real_model, 2, name, caches, 32)
-    assert answers[0] == []
-    for cache, difference, generated in answers[1]:
-        assert difference < 1e-4, cache
-        assert generated, cache
+@pytest.mark.parametrize(
+    ("fixture", "name", "caches", "length", "new"),
+    [
+        ("smollm2", "smollm2", ["gear-2bit", "infinigen"], 400, 32),
+        # More than its window of 512
+        ("gemma3", "gemma3-270m", ["dynamic"], 700, 8),
+    ],
+)
+def test_real_model(request, fixture, name, caches, length, new):
+    # Loaded once before, so that no two processes convert it
+    request.getfixturevalue(fixture)
+    answers = run_ranks(prefill_real_model, 2, name, caches, length, new)
+    assert answers[0] is None
+    difference, same_tokens = answers[1]
+    assert difference < 1e-4
+    assert same_tokens == dict.fromkeys(caches, True)
 
 
 def test_beams_and_sampling(saved_model):
