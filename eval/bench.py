@@ -12,6 +12,7 @@ from . import (
     benchmark_infinigen,
     benchmark_kernels,
     benchmark_memory,
+    benchmark_runahead,
     benchmark_step,
     gpu,
     prediction,
@@ -29,6 +30,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "infinigen": benchmark_infinigen.main,
     "predict": prediction.main,
     "gpu": gpu.main,
+    "runahead": benchmark_runahead.main,
     "runahead-simulation": runahead_simulation.main,
 }
 

@@ -48,10 +48,11 @@ def test_no_arguments_show_help() -> None:
     assert all(command in result.stdout for command in ("list", "generate", "compare", "Examples:"))
 
 
-BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead-simulation"]
+BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead"]
+BENCHMARKS.append("runahead-simulation")
 
 
-@pytest.mark.parametrize("command", ["list", "generate", "compare", *(f"bench {name}" for name in BENCHMARKS)])
+@pytest.mark.parametrize("command", ["list", "generate", "compare", "plan", *(f"bench {name}" for name in BENCHMARKS)])
 def test_every_command_has_examples(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0

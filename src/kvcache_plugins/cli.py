@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from transformers import TextStreamer
 
-from .eval import bench
+from .eval import bench, runahead_plan
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
 from .eval.report import provenance
@@ -43,6 +43,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by defau
 SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 
 app.add_typer(bench.app, name="bench")
+app.command("plan")(runahead_plan.main)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,257 @@
+"""What ranks measure for KV-Runahead: whole prefills, slices behind a prefix, and messages from rank to rank.
+
+The functions that take a `Worker` run in the ranks, all at once; the others give them work, see `rank_processes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+from kvcache_plugins.fingerprint import fingerprint
+from kvcache_plugins.kv_runahead.chain import Chain
+from kvcache_plugins.kv_runahead.communication import Neighbours
+from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, bytes_of_token
+from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.prefill import runahead_prefill
+from kvcache_plugins.kv_runahead.shapes import layer_shapes
+
+from .rank_processes import Ranks, Worker
+from .tsp import tsp_prefill
+
+
+# How a prompt is prefilled: by the last rank alone, by TSP, or by KV-Runahead in slices of these lengths
+Way = str | tuple[int, ...]
+ONE_RANK, TSP = "one rank", "TSP"
+# Messages of each size that are timed
+_NUM_MESSAGES = 9
+# Of long ones: less would go at once into the buffers of a link, and not tell its speed
+_LEAST_BYTES = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning has to know of a model: `by_shapes` is its cost in operations, see `CostModel.of_shapes`."""
+
+    fingerprint: str
+    dtype: str
+    num_layers: int
+    bytes_per_token: int
+    vocab_size: int
+    by_shapes: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """
+    A measured prefill, as one rank saw it.
+
+    Attributes:
+        seconds (`float`): from the barrier to the logits on the last rank, to the end of its part on others.
+        stats (`dict[str, int | float]`): see `RunaheadOutput`.
+        difference (`float`, *optional*):
+            Largest difference of the last token's logits from those of one rank, on the last rank, if that was done.
+    """
+
+    seconds: float
+    stats: dict[str, int | float]
+    difference: float | None = None
+
+
+class _LoneChain(Chain):
+    """A slice behind a prefix of random numbers: everything that a rank does but receiving and sending."""
+
+    _rows: dict[tuple[int, ...], torch.Tensor]
+
+    def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._finish_previous()
+        self._unfinished = layer_idx
+        wire, kept = self._shapes[layer_idx].wire, self._shapes[layer_idx].num_kept(self.start)
+        rows = wire.make_rows(kept + self.stop - self.start, self._batch_size)
+        # Random numbers are made once; in every layer it is new memory that they stand in, as when they are received
+        filled = self._rows.get(tuple(rows.shape))
+        if filled is None:
+            filled = self._rows[tuple(rows.shape)] = torch.randn_like(rows)
+        rows.copy_(filled)
+        wire.write(rows[kept:], keys, values)
+        return (keys, values) if kept == 0 else wire.read(rows)
+
+
+def describe_model(worker: Worker) -> ModelFacts:
+    """Facts of the loaded model."""
+    model = worker.model
+    config = model.config.get_text_config(decoder=True)
+    return ModelFacts(
+        fingerprint=fingerprint(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=len(layer_shapes(model)),
+        bytes_per_token=bytes_of_token(model, model.dtype),
+        vocab_size=config.vocab_size,
+        by_shapes=CostModel.of_shapes(model),
+    )
+
+
+def encode(worker: Worker, text: str) -> list[int]:
+    """Token ids of a text."""
+    token_ids: list[int] = worker.tokenizer(text, verbose=False).input_ids
+    return token_ids
+
+
+@torch.no_grad()
+def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
+    """Prefills a prompt and times it, all ranks beginning together."""
+    input_ids, length = torch.tensor(token_ids)[None], len(token_ids)
+    logits, stats = None, dict[str, int | float]()
+    dist.barrier()
+    start = time.perf_counter()
+    if way == ONE_RANK:
+        if worker.is_last:
+            cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))
+            logits = worker.model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    elif way == TSP:
+        output = tsp_prefill(worker.model, input_ids)
+        logits, stats = output.logits, output.stats
+    else:
+        with warnings.catch_warnings():
+            # That one rank prefills alone is what was planned then
+            warnings.simplefilter("ignore")
+            output = runahead_prefill(worker.model, input_ids, partition=way)
+        logits, stats = output.logits, output.stats
+    seconds = time.perf_counter() - start
+    if logits is None:
+        return Prefill(seconds, stats)
+    if way == ONE_RANK:
+        worker.reference[length] = logits
+    known = worker.reference.get(length)
+    return Prefill(seconds, stats, None if known is None else float((logits - known).abs().max()))
+
+
+@torch.no_grad()
+def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
+    """Seconds of a slice behind a prefix of random keys and values, while all other ranks do the same."""
+    model = worker.model
+    chain = _LoneChain(
+        Neighbours(None, first=worker.rank, run=-1),
+        layer_shapes(model),
+        start=prefix,
+        stop=prefix + len(token_ids),
+        padding=None,
+        batch_size=1,
+        is_lazy=model.config.get_text_config(decoder=True)._attn_implementation == "sdpa",
+        cache=None,
+    )
+    chain._rows = {}
+    input_ids = torch.tensor(token_ids)[None]
+    dist.barrier()
+    start = time.perf_counter()
+    with chain:
+        model.base_model(input_ids, past_key_values=chain.cache, use_cache=True)
+    return time.perf_counter() - start
+
+
+def time_messages(worker: Worker, source: int, num_bytes: int, count: int) -> list[float]:
+    """Seconds of messages from rank `source` to the next, there and back and halved; nothing on the other ranks."""
+    dist.barrier()
+    if worker.rank not in (source, source + 1):
+        return []
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    other = 2 * source + 1 - worker.rank
+    seconds = []
+    # The first one makes the connection
+    for _ in range(count + 1):
+        start = time.perf_counter()
+        for is_sending in (worker.rank == source, worker.rank != source):
+            (dist.send if is_sending else dist.recv)(buffer, other)
+        seconds.append((time.perf_counter() - start) / 2)
+    return seconds[1:]
+
+
+def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link:
+    """
+    The slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix.
+
+    Args:
+        ranks (`Ranks`): two at least.
+        facts (`ModelFacts`): of their model.
+        longest (`int`): tokens of the longest prompt.
+    """
+    links = []
+    sizes = facts.bytes_per_token, max(facts.bytes_per_token * longest, _LEAST_BYTES)
+    for source in range(ranks.size - 1):
+        short, long = (
+            statistics.median(ranks.call(time_messages, source, size, _NUM_MESSAGES)[source]) for size in sizes
+        )
+        # Where both take equally long, all is latency, and bytes cost next to nothing
+        bytes_per_second = (sizes[1] - sizes[0]) / max(long - short, 1e-9)
+        links.append(Link(latency=max(short - sizes[0] / bytes_per_second, 0.0), bytes_per_second=bytes_per_second))
+    return max(links, key=lambda link: float(link.seconds(float(sizes[1]))))
+
+
+def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: CostModel) -> list[tuple[int, int]]:
+    """Length and prefix of slices that tell a cost model: first and last by the model's shapes, and quarters."""
+    slices = set()
+    for length in lengths:
+        partition = planned(length, num_ranks, by_shapes)
+        slices |= {(partition[0], 0), (partition[-1], length - partition[-1])}
+        quarter = max(length // 4, 1)
+        slices |= {(quarter, 0), (quarter, length - quarter)}
+    return sorted(slices)
+
+
+def time_slices(
+    ranks: Ranks, facts: ModelFacts, slices: Sequence[tuple[int, int]], rounds: int, announce: Callable[[str], None]
+) -> list[Timing]:
+    """
+    Times slices on all ranks at once, so that what ranks of one machine share is shared; in rounds that take turns.
+
+    Args:
+        ranks (`Ranks`): the ranks.
+        facts (`ModelFacts`): of their model.
+        slices (`Sequence[tuple[int, int]]`): length and prefix of each.
+        rounds (`int`): how often; the median over rounds and ranks is taken.
+        announce (`Callable[[str], None]`): called before every run with what is done.
+    """
+    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
+    for _, (length, prefix) in itertools.product(range(rounds), slices):
+        announce(f"slices of {length} tokens behind {prefix}")
+        seconds[length, prefix] += ranks.call(time_slice, random_tokens(facts, length), prefix)
+    return [
+        Timing(length=length, prefix=prefix, seconds=statistics.median(values))
+        for (length, prefix), values in seconds.items()
+    ]
+
+
+def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> CostModel:
+    """The cost model of measured slices; with PyTorch's causal kernels assumed where too little attention shows."""
+    fit = partial(CostModel.fit, timings, projection_share=facts.by_shapes.projection_share)
+    try:
+        return fit()
+    except ValueError:
+        return fit(triangle=TRIANGLE)
+
+
+def worst_error(timings: Sequence[Timing], cost: CostModel) -> float:
+    """The largest relative error of a cost model in the timings that it was fitted to."""
+    return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
+
+
+def plan_slices(length: int, num_ranks: int, cost: CostModel, link: Link | None, facts: ModelFacts) -> tuple[int, ...]:
+    """The partition that is fastest by what was measured, of no more ranks than pay."""
+    sizes: dict[str, Any] = {"bytes_per_token": facts.bytes_per_token, "num_layers": facts.num_layers}
+    return planned(length, num_ranks, cost, link=link, **sizes)
+
+
+def random_tokens(facts: ModelFacts, length: int) -> list[int]:
+    """A prompt for measuring: what it says does not matter."""
+    tokens: list[int] = torch.randint(facts.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    return tokens

@@ -1,0 +1,143 @@
+"""The baseline that KV-Runahead is measured against: tensor/sequence-parallel prefill (TSP), with an all-gather.
+
+Every rank runs the whole model on an even slice of the prompt. In every layer all ranks gather the keys and values of
+all of them, and only then attend: all wait for all, and everything goes everywhere.
+
+It has the attention of KV-Runahead, which looks at nothing that a query may not see, though the rank has received it.
+So what is measured between the two is slices and communication, and not kernels.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcache_plugins.kv_runahead.chain import Chain, LayerShape
+from kvcache_plugins.kv_runahead.communication import Neighbours
+from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
+from kvcache_plugins.kv_runahead.shapes import layer_shapes
+
+
+# The name of it from PyTorch 2.13 on, which warns of the old one
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GatheringChain(Chain):
+    """
+    A rank's part in a prefill by TSP: as in a chain, but states come from all ranks instead of the one before.
+
+    Args:
+        group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
+        shapes (`list[LayerShape]`): of every layer.
+        length (`int`): tokens of the prompt.
+        batch_size (`int`): items of the prompt.
+        is_lazy (`bool`): whether attention is by `sdpa`.
+        cache (`Cache`, *optional*): the cache to fill, on the last rank.
+
+    Raises:
+        ValueError: if a rank would have no token.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        shapes: list[LayerShape],
+        *,
+        length: int,
+        batch_size: int,
+        is_lazy: bool,
+        cache: Cache | None,
+    ):
+        rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        # Rounded up: what ranks contribute has to be of one length, and the last may have less
+        self._share = -(-length // self._size)
+        if length <= self._share * (self._size - 1):
+            raise ValueError(f"`input_ids` has {length} tokens, too few for an even slice for {self._size} ranks")
+        self._length = length
+        super().__init__(
+            # The first that takes part: it waits for none before it
+            Neighbours(group, first=rank, run=-1),
+            shapes,
+            start=rank * self._share,
+            stop=min((rank + 1) * self._share, length),
+            padding=None,
+            batch_size=batch_size,
+            is_lazy=is_lazy,
+            cache=cache,
+        )
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Tokens of each rank's slice."""
+        return (*[self._share] * (self._size - 1), self._length - self._share * (self._size - 1))
+
+    def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
+        self._finish_previous()
+        self._unfinished = layer_idx
+        wire, num_new = self._shapes[layer_idx].wire, keys.shape[2]
+        kept = self._shapes[layer_idx].num_kept(self.start)
+        own = wire.make_rows(self._share, self._batch_size)
+        wire.write(own[:num_new], keys, values)
+        rows = wire.make_rows(self._share * self._size, self._batch_size)
+        start = time.perf_counter()
+        _gather(rows, own, group=self.neighbours.group)
+        self.neighbours.seconds_waited += time.perf_counter() - start
+        # Around a ring every rank passes on what all but its next one have
+        self.neighbours.bytes_sent += own.nbytes * (self._size - 1)
+        self.neighbours.bytes_received += own.nbytes * (self._size - 1)
+        self.entries_sent += 2 * num_new * (self._size - 1)
+        self.dot_products += num_new * self._length
+        return (keys, values) if kept == 0 else wire.read(rows[self.start - kept : self.stop])
+
+
+@torch.no_grad()
+def tsp_prefill(
+    model: PreTrainedModel, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> RunaheadOutput:
+    """
+    Prefills a prompt by TSP; called by every rank of a group with the same prompt.
+
+    Args:
+        model (`PreTrainedModel`): the same model on every rank.
+        input_ids (`torch.Tensor` of shape `[batch_size, length]`): the whole prompt, without padding.
+        group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
+
+    Returns:
+        `RunaheadOutput`: with the logits of the last token and a `DynamicCache` on the last rank, as KV-Runahead has
+        them there. Of its `stats`, `dot_products` are the paper's, every query by every key, of which fewer are
+        computed; `seconds_waited` is the time in all-gathers.
+
+    Raises:
+        ValueError: if the prompt is too short to give every rank a slice, or the model's layers are of other kinds.
+    """
+    start = time.perf_counter()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config) if rank == size - 1 else None
+    chain = GatheringChain(
+        group,
+        layer_shapes(model),
+        length=input_ids.shape[1],
+        batch_size=input_ids.shape[0],
+        is_lazy=config._attn_implementation == "sdpa",
+        cache=cache,
+    )
+    ids, logits = input_ids[:, chain.start : chain.stop], None
+    with chain:
+        if cache is None:
+            # Without the language-model head
+            model.base_model(ids, past_key_values=chain.cache, use_cache=True)
+        else:
+            logits = model(ids, past_key_values=chain.cache, use_cache=True, logits_to_keep=1).logits
+    neighbours = chain.neighbours
+    stats: dict[str, int | float] = {
+        "seconds": time.perf_counter() - start,
+        "seconds_waited": neighbours.seconds_waited,
+        "bytes_sent": neighbours.bytes_sent,
+        "bytes_received": neighbours.bytes_received,
+        "dot_products": chain.dot_products,
+        "entries_sent": chain.entries_sent,
+    }
+    return RunaheadOutput(past_key_values=cache, logits=logits, partition=chain.partition, rank=rank, stats=stats)

@@ -1,0 +1,152 @@
+"""The benchmark of KV-Runahead and the processes that it starts, on a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvcache_plugins import cli
+from kvcache_plugins.eval.benchmark_runahead import parse_shares, parse_sweep, ways_to_prefill
+from kvcache_plugins.eval.isolated_network import IsolatedNetwork
+from kvcache_plugins.eval.rank_processes import Ranks
+from kvcache_plugins.eval.runahead_measure import describe_model, measure_link, time_slice
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("It was the best of times. " * 60, encoding="utf-8")
+    return str(tmp_path / "text.txt")
+
+
+def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_path) -> None:
+    """The whole way: a table is measured and planned, and prefills by it are timed beside all others."""
+    folder, table = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
+    planned = run("plan", "--model", folder, "--world-size", "2", "--lengths", "256,1024", "--out", table)
+    assert planned.exit_code == 0, planned.output
+    assert "2 ranks: seconds to the first token" in planned.stdout and "GB/s" in planned.stdout
+    document = json.loads(Path(table).read_text(encoding="utf-8"))
+    assert [entry["length"] for entry in document["entries"]] == [256, 1024]
+    assert len(document["timings"]) == 8 and document["link"]["bytes_per_second"] > 0
+    assert document["machine"].startswith("2 ranks of 1 thread each")
+    out = tmp_path / "result.json"
+    options = ["--table", table, "--length", "300", "--rounds", "3", "--sweep", "0.5,0.7", "--out", str(out)]
+    result = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options)
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text(encoding="utf-8"))
+    methods = ["one rank", "TSP", "even", "planned", "shares 0.5,0.5", "shares 0.7,0.3"]
+    assert [row["method"] for row in content["rows"]] == methods
+    assert all(row["logits_difference"] < 1e-4 and len(row["rounds_s"]) == 3 for row in content["rows"])
+    assert [row["bytes_sent"] for row in content["rows"]][:3] == [0, 2 * 512 * 2 * 150, 512 * 2 * 150]
+    assert content["rows"][-1]["lengths"] == [210, 90]
+    assert content["commit"] and content["links"]["full"]["bytes_per_second"] > 0
+    other = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options, "--world-size", "3")
+    assert other.exit_code == 2 and "`sweep` is over the first of two shares" in other.stderr
+
+
+def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path) -> None:
+    folder, path = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
+    options = ["--world-size", "2", "--lengths", "512", "--rounds", "1", "--search"]
+    result = run("plan", "--model", folder, *options, "--out", path)
+    assert result.exit_code == 0, result.output
+    entry = json.loads(Path(path).read_text(encoding="utf-8"))["entries"][0]
+    # One rank may have been planned: the model is tiny
+    assert entry["measured"] == (len(entry["ratios"]) == 2) == ("searching: " in result.stderr)
+
+
+BAD_OPTIONS = [
+    (["--partition", "0.6,x"], "`partition` has to hold shares with commas"),
+    (["--partition", "0.6,0.3"], "sum to 1"),
+    (["--partition", "0.4,0.3,0.3"], "has 3 slices, but there are 2 ranks"),
+    (["--length", "20"], "`length` has to be at least 32"),
+    (["--throttle", "-1"], "`throttle` has to be above 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda each: each[-1])
+def test_bad_options(text_file, options, message) -> None:
+    result = run("bench", "runahead", "--text-file", text_file, *options)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_bad_options_of_plan(tmp_path) -> None:
+    for lengths, message in (("20", "at least 32"), ("a,b", "`lengths` have to be numbers")):
+        result = run("plan", "--world-size", "2", "--lengths", lengths, "--out", str(tmp_path / "table.json"))
+        assert result.exit_code == 2 and message in result.stderr
+    result = run("plan", "--world-size", "2", "--lengths", "64", "--out", str(tmp_path / "no" / "table.json"))
+    assert result.exit_code == 2 and "`out`: there is no folder" in result.stderr
+
+
+def test_ways() -> None:
+    ways = ways_to_prefill(100, 2, {"planned": (60, 40)}, parse_sweep("0.5,0.75", 2))
+    assert list(ways) == ["one rank", "TSP", "even", "planned", "shares 0.5,0.5", "shares 0.75,0.25"]
+    assert ways["even"] == (50, 50) and ways["shares 0.75,0.25"] == (75, 25)
+    assert list(ways_to_prefill(100, 1, {}, [])) == ["one rank"]
+    assert parse_shares("0.5,0.3,0.2", 3) == (0.5, 0.3, 0.2)
+
+
+def has_ended(process: int) -> bool:
+    for _ in range(100):
+        # A zombie has ended, and only was not waited for
+        status = Path(f"/proc/{process}/status")
+        if not status.exists() or "State:\tZ" in status.read_text(encoding="utf-8"):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer) -> None:
+    with pytest.raises(ChildProcessError, match="rank 1 has ended without an answer, with exit code -9"):  # noqa: SIM117
+        with Ranks(saved_with_tokenizer("llama"), 3) as ranks:
+            processes = [process.pid for process in ranks._processes]
+            os.kill(processes[1], signal.SIGKILL)
+            ranks.call(time_slice, [5] * 20, 0)
+    assert all(has_ended(process) for process in processes)
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="rank [01]: .*no such folder"), Ranks("/no/model", 2):
+        pass
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
+    program = (
+        "import sys, time; from kvcache_plugins.eval.rank_processes import Ranks\n"
+        "with Ranks(sys.argv[1], 2) as ranks:\n"
+        "    print(*[process.pid for process in ranks._processes], flush=True)\n"
+        "    time.sleep(100)"
+    )
+    command = [sys.executable, "-c", program, saved_with_tokenizer("llama")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        processes = [int(each) for each in started.stdout.readline().split()]
+        started.kill()
+    assert len(processes) == 2 and all(has_ended(process) for process in processes)
+
+
+def test_a_throttled_link(saved_with_tokenizer) -> None:
+    try:
+        network = IsolatedNetwork(3).__enter__()
+    except ValueError as error:
+        pytest.skip(str(error))
+    try:
+        with Ranks(saved_with_tokenizer("llama"), 3, namespaces=network.namespaces) as ranks:
+            facts = ranks.call(describe_model)[0]
+            full = measure_link(ranks, facts, 100)
+            network.throttle(1.5e8)
+            throttled = measure_link(ranks, facts, 100)
+    finally:
+        network.__exit__(None, None, None)
+    assert full.bytes_per_second > 2 * throttled.bytes_per_second
+    assert 0.8e8 < throttled.bytes_per_second < 1.7e8
+    assert not any(Path("/run/netns", name).exists() for name in network.namespaces)
