@@ -127,17 +127,21 @@ def _kernels(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _step(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("context", "cache", "MB", "ms a token (quartiles)", f"times `{rows[0]['cache']}`")
+    head = ["context", "cache", "MB", "ms a token (quartiles)", f"times `{rows[0]['cache']}`"]
     cells = [
-        (
+        [
             str(row["context"]),
             f"`{row['cache']}`",
             f"{row['bytes'] / 1e6:.1f}",
             _milliseconds(row),
             f"{row['speed_against_first']:.2f}",
-        )
+        ]
         for row in rows
     ]
+    if any("parts_s" in row for row in rows):
+        head.append("of which ms")
+        for row, line in zip(rows, cells, strict=True):
+            line.append(", ".join(f"{part} {1e3 * each:.1f}" for part, each in row.get("parts_s", {}).items()))
     return _table(head, cells)
 
 
