@@ -25,7 +25,9 @@ from .isolated_network import IsolatedNetwork
 from .rank_processes import Ranks, Worker
 from .report import provenance, write_json
 from .runahead_measure import (
+    FULL,
     ONE_RANK,
+    THROTTLED,
     TSP,
     ModelFacts,
     Way,
@@ -43,7 +45,6 @@ from .timing import spread
 
 
 _WARM_UP_TOKENS = 256
-FULL, THROTTLED = "full", "throttled"
 
 
 def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
@@ -68,7 +69,11 @@ def parse_sweep(text: str | None, world_size: int) -> list[tuple[float, ...]]:
         return []
     if world_size != 2:
         raise ValueError(f"`sweep` is over the first of two shares, but `world_size` is {world_size}")
-    return [parse_shares(f"{each},{1 - float(each)}", world_size) for each in text.split(",")]
+    try:
+        firsts = [float(each) for each in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"`sweep` has to hold shares with commas between them but is {text!r}") from error
+    return [parse_shares(f"{first},{1 - first}", world_size) for first in firsts]
 
 
 def load_table(worker: Worker, path: str) -> PartitionTable:

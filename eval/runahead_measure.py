@@ -33,6 +33,8 @@ from .tsp import tsp_prefill
 # How a prompt is prefilled: by the last rank alone, by TSP, or by KV-Runahead in slices of these lengths
 Way = str | tuple[int, ...]
 ONE_RANK, TSP = "one rank", "TSP"
+# The link that it is done over
+FULL, THROTTLED = "full", "throttled"
 # Messages of each size that are timed
 _NUM_MESSAGES = 9
 # Of long ones: less would go at once into the buffers of a link, and not tell its speed

@@ -5,14 +5,13 @@ fix a cost model of four numbers, and partitions follow from that. A search by w
 """
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, predict_ttft
+from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
 from kvcache_plugins.kv_runahead.partition import searched
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
 
@@ -59,23 +58,22 @@ def plan_table(
     ranks: Ranks,
     facts: ModelFacts,
     lengths: list[int],
+    timings: list[Timing],
     *,
     rounds: int,
     search: bool,
-    announce: Callable[[str], None],
 ) -> PartitionTable:
     """
-    Measures and plans.
+    Fits a cost model, measures the link between ranks, and plans.
 
     Args:
         ranks (`Ranks`): the ranks to plan for.
         facts (`ModelFacts`): of their model.
         lengths (`list[int]`): tokens of the contexts.
-        rounds (`int`): runs of every slice, and of every partition of a search.
+        timings (`list[Timing]`): of slices of these lengths, see `slices_to_time`.
+        rounds (`int`): runs of every partition of a search.
         search (`bool`): whether partitions are searched by whole prefills.
-        announce (`Callable[[str], None]`): called before every slice with what is done.
     """
-    timings = time_slices(ranks, facts, slices_to_time(lengths, ranks.size, facts.by_shapes), rounds, announce)
     cost = fit_cost(timings, facts)
     link = None if ranks.size == 1 else measure_link(ranks, facts, lengths[-1])
     entries = []
@@ -187,9 +185,10 @@ def main(
         open_console(stderr=True).print(f"starting {world_size} ranks", markup=False)
         with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
             facts: ModelFacts = ranks.call(describe_model)[0]
-            num_runs = rounds * len(slices_to_time(parsed, world_size, facts.by_shapes))
-            with track_progress(num_runs) as announce:
-                table = plan_table(ranks, facts, parsed, rounds=rounds, search=search, announce=announce)
+            slices = slices_to_time(parsed, world_size, facts.by_shapes)
+            with track_progress(rounds * len(slices)) as announce:
+                timings = time_slices(ranks, facts, slices, rounds, announce)
+            table = plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
         table.save(out)
         assert table.cost is not None
         show_plan(table, worst_error(table.timings, table.cost), facts)

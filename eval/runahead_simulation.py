@@ -21,6 +21,7 @@ from kvcache_plugins.kv_runahead.partition import planned
 
 from .command_line import make_table, open_console
 from .report import provenance, write_json
+from .runahead_measure import THROTTLED, TSP
 from .runahead_paper import FITTED, MODELS, cost_of, paper_rows
 
 
@@ -49,6 +50,9 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     """
     Measured runs of a JSON file: objects `{lengths, num_ranks, seconds}` in a list, or in one under `rows`.
 
+    Of what `bench runahead` wrote, the runs of TSP and those over a throttled link are left out: neither is what is
+    simulated.
+
     Raises:
         ValueError: if it is none, or a run's slices are not as many as its ranks.
     """
@@ -69,7 +73,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
             f"`measured`: {path}: a run has to have `lengths` (an integer above 0 for each rank), `num_ranks` and "
             f"`seconds`, but one is {run}"
         )
-    return runs
+    return [run for run in runs if run.get("method") != TSP and run.get("link") != THROTTLED]
 
 
 def measured_rows(

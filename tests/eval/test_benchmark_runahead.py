@@ -67,6 +67,8 @@ BAD_OPTIONS = [
     (["--partition", "0.6,x"], "`partition` has to hold shares with commas"),
     (["--partition", "0.6,0.3"], "sum to 1"),
     (["--partition", "0.4,0.3,0.3"], "has 3 slices, but there are 2 ranks"),
+    (["--sweep", "0.6,x"], "`sweep` has to hold shares"),
+    (["--sweep", "0.6,1.2"], "`partition`"),
     (["--length", "20"], "`length` has to be at least 32"),
     (["--throttle", "-1"], "`throttle` has to be above 0"),
 ]

@@ -94,7 +94,9 @@ def runs_of_model() -> list[dict[str, object]]:
 
 def test_predicts_measured_runs(tmp_path: Path, capsys) -> None:
     path = tmp_path / "runs.json"
-    for content in (runs_of_model(), {"rows": runs_of_model()}):
+    # What is not simulated is left out
+    others = [{**runs_of_model()[-1], "seconds": 9, **each} for each in ({"method": "TSP"}, {"link": "throttled"})]
+    for content in (runs_of_model(), {"rows": [*runs_of_model(), *others]}):
         path.write_text(json.dumps(content), encoding="utf-8")
         runahead_simulation.main(bandwidth=[2], measured=path, out=tmp_path / "result.json")
     assert "off by 0.0 % (median), 0.0 % at most" in capsys.readouterr().out
