@@ -60,19 +60,47 @@ class Retrieval:
         return math.sqrt(self.accuracy * (1 - self.accuracy) / len(self.correct))
 
 
-def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSON-lines file. A row of neither set is a `ValueError`."""
+def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
+    """
+    The questions of a JSON-lines file.
+
+    Args:
+        path (`Path`): the file.
+        num_records (`int`, *optional*):
+            Lines, or pairs, that are left of each context: neighbours of the one that is asked for, which keeps its
+            place among them. For models to which the whole sets are too hard, however they are read.
+
+    Raises:
+        ValueError: if a row is of neither set, or `num_records` is below 1.
+    """
+    if num_records is not None and num_records < 1:
+        raise ValueError(f"`records` has to be at least 1 but is {num_records}")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [_question(row, path) for row in rows]
+    return [_question(row, path, num_records) for row in rows]
 
 
-def _question(row: Mapping[str, Any], path: Path) -> Question:
+def _around(place: int, total: int, num_records: int | None) -> slice:
+    """So many of `total` records, of which the one at `place` stands as far from their start as from that of all."""
+    if num_records is None or num_records >= total:
+        return slice(None)
+    start = place - place * num_records // total
+    return slice(start, start + num_records)
+
+
+def _question(row: Mapping[str, Any], path: Path, num_records: int | None) -> Question:
     if "expected_number" in row:
         name = "-".join(str(part) for part in row["random_idx"][:-1])
-        context = f"{row['prompt'].rstrip()}\n\nThe <REGISTER_CONTENT> in line {name} is <"
+        lines = row["prompt"].rstrip().split("\n")
+        places = [place for place, line in enumerate(lines) if line.startswith("line ")]
+        asked = next(place for place in places if lines[place].startswith(f"line {name}:"))
+        kept = set(places[_around(places.index(asked), len(places), num_records)])
+        prompt = "\n".join(line for place, line in enumerate(lines) if place in kept or place not in places)
+        context = f"{prompt}\n\nThe <REGISTER_CONTENT> in line {name} is <"
         return Question(context=context, answer=f"{row['expected_number']}>")
     if "ordered_kv_records" in row:
-        records = json.dumps(dict(row["ordered_kv_records"]), indent=1)
+        pairs = row["ordered_kv_records"]
+        asked = [key for key, _ in pairs].index(row["key"])
+        records = json.dumps(dict(pairs[_around(asked, len(pairs), num_records)]), indent=1)
         context = (
             "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
             f'{records}\n\nKey: "{row["key"]}"\nCorresponding value: "'
@@ -124,6 +152,7 @@ def main(
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
     model: Annotated[str, typer.Option(help="A short name, a folder or a hub name.")] = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.")] = None,
+    records: Annotated[int | None, typer.Option(help="Lines or pairs left of each context; all by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -136,7 +165,7 @@ def main(
     """
     settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
     with user_errors():
-        asked = read_questions(data_file)[:questions]
+        asked = read_questions(data_file, records)[:questions]
         if not asked:
             raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
         loaded, tokenizer = load_for_evaluation(model, dtype, device)

@@ -41,6 +41,27 @@ def test_both_sets_are_read(tmp_path) -> None:
     assert pair.answer == '2"'
 
 
+@pytest.mark.parametrize("asked", range(10))
+@pytest.mark.parametrize("num_records", [1, 3, 9, 10, 20])
+def test_fewer_records(tmp_path, asked: int, num_records: int) -> None:
+    pairs = {"ordered_kv_records": [[f"key{i}", f"v{i}"] for i in range(10)], "key": f"key{asked}", "value": "x"}
+    text = "\n".join(["Record:", "", *(f"line name{i}: content <{i}>" for i in range(10)), "", "Now tell me."])
+    lines = {"random_idx": [f"name{asked}", asked], "expected_number": asked, "prompt": text}
+    by_line, by_pair = read_questions(write_rows(tmp_path / "rows.jsonl", lines, pairs), num_records)
+    kept = [i for i in range(10) if f"line name{i}:" in by_line.context]
+    assert kept == [i for i in range(10) if f'"key{i}": "v{i}"' in by_pair.context]
+    assert len(kept) == min(num_records, 10) and asked in kept
+    # In order, side by side, and as far along as among all
+    assert kept == list(range(kept[0], kept[0] + len(kept)))
+    assert kept.index(asked) == asked * len(kept) // 10
+    assert "Record:\n\nline" in by_line.context and "\n\nNow tell me." in by_line.context
+
+
+def test_no_records(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`records` has to be at least 1"):
+        read_questions(write_rows(tmp_path / "rows.jsonl", PAIRS), 0)
+
+
 def test_other_rows_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data_file`.*neither set"):
         read_questions(write_rows(tmp_path / "rows.jsonl", {"question": "?"}))
