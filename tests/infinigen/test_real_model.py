@@ -12,7 +12,7 @@ from kvcache_plugins import H2OCache, InfiniGenCache
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0}
 LENGTHS = (400, 227, 73)
-NUM_NEW = 24
+NUM_NEW = 12
 
 
 def prompts(tokenizer, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def test_everything_fetched_says_the_same(name: str, lengths: tuple[int, ...], r
     expected = generate(model, batch, DynamicCache(config=model.config))
     assert torch.equal(output.sequences, expected.sequences)
     logits, expected_logits = (torch.stack(each.logits) for each in (output, expected))
-    torch.testing.assert_close(logits, expected_logits, atol=1e-4 * float(expected_logits.abs().max()), rtol=0)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
     stats = cache.stats()
     assert stats["speculated_calls"] == stats["selected_calls"] == (NUM_NEW - 1) * stats["layers_offloaded"]
     assert stats["dense_reads"] == 0
