@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns, _pack
+from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
 from kvcache_plugins.infinigen.selection import select_tokens
+from kvcache_plugins.ops.quantization import pack
 
 
 NOTHING = torch.empty(1, 1, 1, 0)
@@ -125,7 +126,7 @@ def test_padding_does_not_enter_the_statistics() -> None:
 @pytest.mark.parametrize("count", [1, 7, 8, 80])
 def test_packing_keeps_every_code(nbits: int, count: int) -> None:
     codes = torch.randint(0, 2**nbits, (3, count), dtype=torch.uint8)
-    packed = _pack(codes, nbits)
+    packed = pack(codes, nbits)
     width = -(-count * nbits // 8)
     assert packed.shape == (3, width)
     fields = [packed >> (nbits * number) & (2**nbits - 1) for number in range(8 // nbits)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.infinigen.scoring import _pack
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
+from kvcache_plugins.ops.quantization import pack
 
 
 KERNELS = ["torch", "compiled"]
@@ -53,7 +53,7 @@ def random_codes(case):
     codes = torch.randint(0, 2**nbits, (batch_size, num_heads, length, head_dim), dtype=torch.uint8)
     scale = (torch.rand(batch_size, num_heads, length) + 0.1).half()
     keys = scale.double()[..., None] * (codes.double() - (2 ** (nbits - 1) - 0.5))
-    packed = _pack(codes, nbits)
+    packed = pack(codes, nbits)
     room = torch.full((batch_size, num_heads, 5, packed.shape[3]), 255, dtype=torch.uint8)
     nothing = torch.full((batch_size, num_heads, 5), torch.nan, dtype=torch.half)
     query = torch.randn(batch_size, num_heads, groups, head_dim)

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from kvcache_plugins.infinigen.scoring import _pack
+from kvcache_plugins.ops.quantization import pack
 from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
 from kvcache_plugins.triton_kernels.scores import score_codes
 
@@ -193,7 +193,7 @@ def test_scores_are_those_of_the_keys_that_codes_stand_for(batch_size, num_heads
     query = torch.randn(batch_size, num_heads, groups, head_dim, generator=torch.Generator().manual_seed(5))
     # Queries differ in size by orders of magnitude
     query *= torch.logspace(-3, 3, groups)[:, None]
-    actual = score_codes(_pack(codes, nbits).to(DEVICE), scale.to(DEVICE), query.to(DEVICE), nbits).cpu()
+    actual = score_codes(pack(codes, nbits).to(DEVICE), scale.to(DEVICE), query.to(DEVICE), nbits).cpu()
     expected = reference_scores(codes, scale, query, nbits)
     assert actual.shape == (batch_size, num_heads, groups, length)
     assert actual.dtype == torch.float32
@@ -206,7 +206,7 @@ def test_scores_of_rows_in_use_of_larger_storage(nbits):
     """As a layer holds them: of a capacity that is not in use, queries that are no one tensor's own."""
     codes, scale = make_codes(2, 3, 50, 24, nbits)
     query = torch.randn(2, 4, 3, 24, generator=torch.Generator().manual_seed(6)).transpose(1, 2)
-    packed = _pack(codes, nbits)
+    packed = pack(codes, nbits)
     stored = torch.full((2, 3, 90, packed.shape[3]), 255, dtype=torch.uint8)
     stored_scale = torch.full((2, 3, 90), float("nan"), dtype=torch.float16)
     stored[:, :, :50], stored_scale[:, :, :50] = packed, scale

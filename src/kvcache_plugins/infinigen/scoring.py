@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.ops.gather import code_scores
+from kvcache_plugins.ops.quantization import pack
 
 
 # Tokens from which a channel's mean and spread are told
@@ -145,7 +146,7 @@ class ScoringCodes(ScoringStates):
             scale = normal.abs().amax(dim=3, keepdim=True) / top
         scale = scale.clamp(min=_TINY).half()
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
-        return {"codes": _pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
+        return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         assert self.spread is not None
@@ -154,21 +155,6 @@ class ScoringCodes(ScoringStates):
     def fitted_tensors(self) -> dict[str, torch.Tensor]:
         fitted = {"mean": self.mean, "spread": self.spread}
         return {name: tensor for name, tensor in fitted.items() if tensor is not None}
-
-
-def _pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
-    """
-    Codes `[..., D]`, one a byte, to `[..., ceil(D * nbits / 8)]`: channel `i * bytes + j` in place `i` of byte `j`.
-    """
-    per_byte = 8 // nbits
-    if per_byte == 1:
-        return codes
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_byte))
-    parts = codes.unflatten(-1, (per_byte, -1))
-    packed = parts[..., 0, :].clone()
-    for number in range(1, per_byte):
-        packed |= parts[..., number, :] << (nbits * number)
-    return packed
 
 
 class ScoringColumns(ScoringStates):
