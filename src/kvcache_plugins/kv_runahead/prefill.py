@@ -128,15 +128,12 @@ def runahead_prefill(
         options = part.forward_options(0, input_ids.shape[1], part.cache)
         outputs = model(input_ids, logits_to_keep=1, **options)
         return part.output(start, outputs.logits)
+    if part.cache is None:
+        part.run_before_last(input_ids)
+        return part.output(start, None)
     with part.chain as chain:
-        ids = input_ids[:, chain.start : chain.stop]
         options = part.forward_options(chain.start, chain.stop, chain.cache)
-        if part.cache is None:
-            # Without the language-model head
-            model.base_model(ids, **options)
-            logits = None
-        else:
-            logits = model(ids, logits_to_keep=1, **options).logits
+        logits = model(input_ids[:, chain.start : chain.stop], logits_to_keep=1, **options).logits
     return part.output(start, logits)
 
 
@@ -177,10 +174,7 @@ def runahead_generate(
         with part.chain:
             generated = generate(input_ids, **inputs)
         return generated, part.output(start, None)
-    assert part.chain is not None
-    with part.chain as chain:
-        options = part.forward_options(chain.start, chain.stop, chain.cache)
-        model.base_model(input_ids[:, chain.start : chain.stop], **options)
+    part.run_before_last(input_ids)
     return None, part.output(start, None)
 
 
@@ -211,6 +205,13 @@ class _Part:
                 positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
             options["position_ids"] = positions
         return options
+
+    def run_before_last(self, input_ids: torch.Tensor) -> None:
+        """The slice of a rank before the last one, without the language-model head."""
+        assert self.chain is not None and self.cache is None
+        with self.chain as chain:
+            options = self.forward_options(chain.start, chain.stop, chain.cache)
+            self.model.base_model(input_ids[:, chain.start : chain.stop], **options)
 
     def output(self, start: float, logits: torch.Tensor | None) -> RunaheadOutput:
         """What the rank returns, `start` being the time when it was called."""
