@@ -84,5 +84,5 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers]"
+	$(PIP) --editable ".[cpu,reference,dev,peers,eval]"
 	touch $@

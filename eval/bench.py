@@ -1,8 +1,6 @@
 """`kvcache-plugins bench`: the benchmarks of this folder as subcommands, each with the options of its own `main`."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 import typer
 
@@ -11,6 +9,7 @@ from . import (
     benchmark_decode,
     benchmark_infinigen,
     benchmark_kernels,
+    benchmark_lm_eval,
     benchmark_memory,
     benchmark_runahead,
     benchmark_step,
@@ -18,7 +17,7 @@ from . import (
     prediction,
     runahead_simulation,
 )
-from .command_line import user_errors
+from .command_line import with_user_errors
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
@@ -32,18 +31,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "gpu": gpu.main,
     "runahead": benchmark_runahead.main,
     "runahead-simulation": runahead_simulation.main,
+    "lm-eval": benchmark_lm_eval.main,
 }
-
-
-def _with_user_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, whose signature and help it keeps, with users' errors in one line."""
-
-    @wraps(function)
-    def command(*args: Any, **kwargs: Any) -> None:
-        with user_errors():
-            function(*args, **kwargs)
-
-    return command
 
 
 app = typer.Typer(
@@ -54,4 +43,4 @@ app = typer.Typer(
     help="Benchmarks: attention alone, whole decode steps, long decodes, memory. Each writes JSON with --out.",
 )
 for _name, _function in _COMMANDS.items():
-    app.command(_name)(_with_user_errors(_function))
+    app.command(_name)(with_user_errors(_function))

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -81,6 +83,17 @@ def user_errors() -> Iterator[None]:
     except (ValueError, ImportError, OSError) as error:
         open_console(stderr=True).print(f"Error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def with_user_errors(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, whose signature and help it keeps, with users' errors in one line: see `user_errors`."""
+
+    @wraps(function)
+    def command(*args: Any, **kwargs: Any) -> None:
+        with user_errors():
+            function(*args, **kwargs)
+
+    return command
 
 
 def open_console(stderr: bool = False) -> Console:

@@ -11,7 +11,7 @@ a dense cache. The dense logits of a window are computed once and shared by all 
 
 Perplexity is over all scored tokens, KL(dense || cache) and top-1 agreement are means over all scored positions.
 
-Run it with `python -m kvcache_plugins.eval.fidelity --help`.
+Run it with `kvcache-plugins eval fidelity`.
 """
 
 import inspect
@@ -31,7 +31,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 from kvcache_plugins.memory import MemoryReport, ReportingMixin, measure_memory
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
+from .command_line import load_for_evaluation, make_table, open_console, track_progress
+from .layer_errors import LayerErrors, record_attention
 from .report import memory_fields, provenance, write_json
 from .windows import encode_text, spread_windows
 
@@ -53,6 +54,7 @@ class WindowScore:
         dense_nll (`float`): The same through the dense cache.
         kl (`float`): KL(dense || cache) of the next-token distributions, in nats, summed.
         num_agreeing (`int`): Positions whose most likely token is the dense cache's.
+        first_difference (`int`, *optional*): The first position where it is not, if there is one.
     """
 
     num_scored: int
@@ -60,6 +62,7 @@ class WindowScore:
     dense_nll: float
     kl: float
     num_agreeing: int
+    first_difference: int | None = None
 
     @property
     def mean_kl(self) -> float:
@@ -82,12 +85,15 @@ class Fidelity:
         memory_after_prefix (`MemoryReport`): What the last window's cache held once the prefix was in.
         memory_at_end (`MemoryReport`): What it held after the last scored token.
         stats (`dict[str, float]`): Its counters at the end.
+        layer_errors (`tuple[float, ...]`):
+            Relative error of every layer's attention output over the scored tokens, see `layer_errors.py`.
     """
 
     windows: tuple[WindowScore, ...]
     memory_after_prefix: MemoryReport
     memory_at_end: MemoryReport
     stats: dict[str, float]
+    layer_errors: tuple[float, ...] = ()
 
     @property
     def num_scored(self) -> int:
@@ -128,6 +134,14 @@ class Fidelity:
     def top1_agreement(self) -> float:
         """Share of positions at which both caches find the same token most likely."""
         return sum(window.num_agreeing for window in self.windows) / self.num_scored
+
+    @property
+    def first_difference(self) -> float:
+        """Median over windows of the tokens before the first whose most likely one is not the dense cache's."""
+        return statistics.median(
+            window.num_scored if window.first_difference is None else window.first_difference
+            for window in self.windows
+        )
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -177,7 +191,7 @@ def _check_length(cache: Cache, expected: int) -> None:
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
     """Compares a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
     nll = dense_nll = kl = 0.0
-    num_agreeing = 0
+    agreeing = []
     rows = zip(
         dense_logits.split(_ROWS_AT_A_TIME), logits.split(_ROWS_AT_A_TIME), targets.split(_ROWS_AT_A_TIME), strict=True
     )
@@ -188,8 +202,15 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
         dense_nll += F.nll_loss(dense_log_probs, target_rows, reduction="sum").item()
         nll += F.nll_loss(log_probs, target_rows, reduction="sum").item()
         kl += F.kl_div(log_probs, dense_log_probs, reduction="sum", log_target=True).item()
-        num_agreeing += int((dense_rows.argmax(-1) == cache_rows.argmax(-1)).sum())
-    return WindowScore(num_scored=targets.numel(), nll=nll, dense_nll=dense_nll, kl=kl, num_agreeing=num_agreeing)
+        agreeing.extend((dense_rows.argmax(-1) == cache_rows.argmax(-1)).tolist())
+    return WindowScore(
+        num_scored=targets.numel(),
+        nll=nll,
+        dense_nll=dense_nll,
+        kl=kl,
+        num_agreeing=sum(agreeing),
+        first_difference=None if all(agreeing) else agreeing.index(False),
+    )
 
 
 def cache_stats(cache: Cache) -> dict[str, float]:
@@ -221,6 +242,7 @@ def measure_fidelity(
         `dict[str, Fidelity]`: By row, in the order of `factories`.
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
+    errors = {name: LayerErrors() for name in factories}
     reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, float]]] = {}
     for number, window in enumerate(windows, start=1):
         fed, targets = window[prefix_length:-1], window[prefix_length + 1 :]
@@ -228,14 +250,17 @@ def measure_fidelity(
             raise ValueError(f"`prefix_length` {prefix_length} leaves nothing to score in {window.numel()} tokens")
         dense = DynamicCache(config=model.config)
         fill_cache(model, window[:prefix_length], dense)
-        dense_logits = continuation_logits(model, fed, dense, chunk)
+        with record_attention(model) as exact:
+            dense_logits = continuation_logits(model, fed, dense, chunk)
         for name, factory in factories.items():
             if on_progress is not None:
                 on_progress(f"window {number} of {len(windows)}")
             cache = factory()
             fill_cache(model, window[:prefix_length], cache)
             after_prefix = measure_memory(cache)
-            logits = continuation_logits(model, fed, cache, chunk)
+            with record_attention(model) as recorded:
+                logits = continuation_logits(model, fed, cache, chunk)
+            errors[name].add(exact.by_layer(), recorded.by_layer())
             scores[name].append(score_logits(dense_logits, logits, targets))
             reports[name] = (after_prefix, measure_memory(cache), cache_stats(cache))
     return {
@@ -244,6 +269,7 @@ def measure_fidelity(
             memory_after_prefix=reports[name][0],
             memory_at_end=reports[name][1],
             stats=reports[name][2],
+            layer_errors=errors[name].relative(),
         )
         for name in reports
     }
@@ -266,6 +292,7 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
 def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:
     """A row of a JSON file."""
     numbers = ("ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored")
+    numbers += ("first_difference", "layer_errors")
     return {
         "cache": cache,
         **{name: getattr(fidelity, name) for name in numbers},
@@ -289,6 +316,8 @@ def _fidelity_cells(cache: str, fidelity: Fidelity) -> tuple[str, ...]:
         f"{fidelity.kl:.4f}",
         f"{fidelity.kl_spread:.4f}",
         f"{fidelity.top1_agreement:.3f}",
+        f"{fidelity.first_difference:g}",
+        f"{max(fidelity.layer_errors):.3f}",
     )
 
 
@@ -303,12 +332,11 @@ _COLUMNS = {
     "KL": "number",
     "+- KL": "number",
     "top-1": "number",
+    "differs at": "number",
+    "layer error": "number",
 }
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command()
 def main(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; may be given several times.")],
@@ -324,19 +352,21 @@ def main(
 ) -> None:
     """Measure how far caches are from the dense cache on a text: perplexity, KL and agreement, against bytes held.
 
+    "differs at" is the first scored token whose most likely one is not the dense cache's, the median over windows;
+    "layer error" the largest relative error of a layer's attention output.
+
     \b
     Examples:
-        python -m kvcache_plugins.eval.fidelity --text-file wiki.test.raw --cache gear-2bit --cache kivi-2bit
-        python -m kvcache_plugins.eval.fidelity --text-file book.txt --windows 2 --chunk 1 \\
+        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear-2bit --cache kivi-2bit
+        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --chunk 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
     """
     settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
-    with user_errors():
-        text = text_file.read_text(encoding="utf-8")
-        loaded, tokenizer = load_for_evaluation(model, dtype, device)
-        token_ids, start_ids = encode_text(tokenizer, text)
-        cut = spread_windows(token_ids, windows, prefix, scored, start_ids)
-        factories = cache_factories(list(dict.fromkeys(cache)), loaded)
+    text = text_file.read_text(encoding="utf-8")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    token_ids, start_ids = encode_text(tokenizer, text)
+    cut = spread_windows(token_ids, windows, prefix, scored, start_ids)
+    factories = cache_factories(list(dict.fromkeys(cache)), loaded)
     set_seed(seed)
     with track_progress(total=len(cut) * len(factories)) as announce:
         results = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
@@ -351,7 +381,3 @@ def main(
         )
         rows_as_json = [fidelity_fields(*row) for row in rows]
         write_json(out, {**provenance(loaded.device), "settings": settings, "rows": rows_as_json})
-
-
-if __name__ == "__main__":
-    app()

@@ -4,7 +4,7 @@ Two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_numb
 pairs (`ordered_kv_records`, `key`, `value`). The context with its question fills the cache; the answer is then fed
 token by token, and a row is right if every token of it is the most likely one: just what greedy decoding would say.
 
-Run it with `python -m kvcache_plugins.eval.retrieval --help`.
+Run it with `kvcache-plugins eval retrieval`.
 """
 
 import json
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
-from .fidelity import CacheFactory, cache_factories, cache_stats, continuation_logits, fill_cache
+from kvcache_plugins.memory import MemoryReport
+
+from .command_line import load_for_evaluation, make_table, open_console, track_progress
+from .continuations import DECODE, ContinuationScorer, Score
+from .fidelity import CacheFactory, cache_factories
 from .report import provenance, write_json
 
 
@@ -42,11 +44,13 @@ class Retrieval:
     Args:
         correct (`tuple[bool, ...]`): Whether the whole answer was right, by question.
         token_accuracy (`float`): Share of the answers' tokens that were most likely.
-        stats (`dict[str, float]`): The last cache's counters.
+        memory (`MemoryReport`, *optional*): What the longest cache held at its end.
+        stats (`dict[str, float]`): Its counters.
     """
 
     correct: tuple[bool, ...]
     token_accuracy: float
+    memory: MemoryReport | None
     stats: dict[str, float]
 
     @property
@@ -115,44 +119,42 @@ def answer_questions(
     questions: Sequence[Question],
     factories: Mapping[str, CacheFactory],
     on_progress: Callable[[str], None],
+    batch_size: int = 1,
 ) -> dict[str, Retrieval]:
-    """Every cache on every question, by the names of `factories`."""
-    correct: dict[str, list[bool]] = {name: [] for name in factories}
-    tokens: dict[str, list[bool]] = {name: [] for name in factories}
-    stats: dict[str, dict[str, float]] = {}
-    for number, question in enumerate(questions, start=1):
-        context, answer = (
-            torch.tensor(tokenizer(text, add_special_tokens=special).input_ids)
-            for text, special in ((question.context, True), (question.answer, False))
-        )
-        for name, factory in factories.items():
-            on_progress(f"question {number} of {len(questions)}")
-            cache = factory()
-            # The last token asks for the first of the answer: it is the first that decodes through the cache
-            fill_cache(model, context[:-1], cache)
-            fed = torch.cat([context[-1:], answer[:-1]])
-            found = continuation_logits(model, fed, cache, chunk=1).argmax(dim=-1).cpu() == answer
-            correct[name].append(bool(found.all()))
-            tokens[name].extend(found.tolist())
-            stats[name] = cache_stats(cache)
+    """Every cache on every question, by the names of `factories`; `batch_size` questions are decoded together."""
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")
+    pairs = [
+        (tokenizer(each.context).input_ids, tokenizer(each.answer, add_special_tokens=False).input_ids)
+        for each in questions
+    ]
+    scorers = {name: ContinuationScorer(model, factory) for name, factory in factories.items()}
+    scores: dict[str, list[Score]] = {name: [] for name in factories}
+    for start in range(0, len(pairs), batch_size):
+        batch = pairs[start : start + batch_size]
+        for name, scorer in scorers.items():
+            on_progress(f"question {start + len(batch)} of {len(questions)}")
+            found = scorer.score([context for context, _ in batch], [[answer] for _, answer in batch], DECODE)
+            scores[name].extend(score for (score,) in found)
     return {
         name: Retrieval(
-            correct=tuple(correct[name]), token_accuracy=sum(tokens[name]) / len(tokens[name]), stats=stats[name]
+            correct=tuple(score.is_greedy for score in scores[name]),
+            token_accuracy=sum(score.num_greedy for score in scores[name])
+            / sum(score.num_tokens for score in scores[name]),
+            memory=scorer.largest,
+            stats=dict(scorer.stats),
         )
-        for name in factories
+        for name, scorer in scorers.items()
     }
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-@app.command()
 def main(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
     model: Annotated[str, typer.Option(help="A short name, a folder or a hub name.")] = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.")] = None,
     records: Annotated[int | None, typer.Option(help="Lines or pairs left of each context; all by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions decoded together.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -161,17 +163,16 @@ def main(
 
     \b
     Examples:
-        python -m kvcache_plugins.eval.retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
+        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
     """
     settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
-    with user_errors():
-        asked = read_questions(data_file, records)[:questions]
-        if not asked:
-            raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-        loaded, tokenizer = load_for_evaluation(model, dtype, device)
-        factories = cache_factories(list(dict.fromkeys([REFERENCE, *cache])), loaded)
-        with track_progress(len(asked) * len(factories)) as announce:
-            results = answer_questions(loaded, tokenizer, asked, factories, announce)
+    asked = read_questions(data_file, records)[:questions]
+    if not asked:
+        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    factories = cache_factories(list(dict.fromkeys([REFERENCE, *cache])), loaded)
+    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
+        results = answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
     columns = {"cache": "name", "right": "number", "+-": "number", "tokens right": "number"}
     cells = [
         (name, f"{each.accuracy:.3f}", f"{each.standard_error:.3f}", f"{each.token_accuracy:.3f}")
@@ -192,7 +193,3 @@ def main(
         ]
         settings |= {"data_file": data_file.name, "num_questions": len(asked)}
         write_json(out, {"benchmark": "retrieval", **provenance(loaded.device), "settings": settings, "rows": rows})
-
-
-if __name__ == "__main__":
-    app()

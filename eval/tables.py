@@ -1,7 +1,8 @@
 """Renders the tables of README.md and docs from the JSON files of `eval/results/`, between markers.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a file of `eval/results/` without its suffix;
-the file's shape decides the columns. A Markdown file of that name (the contract's grid) is taken as it is.
+the file's shape decides the columns. A Markdown file of that name (the contract's grid) is taken as it is; a folder of
+that name holds the results of a sweep.
 
     python -m kvcache_plugins.eval.tables README.md
 """
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .markdown import make_markdown_table, render_fidelity
+from .sweep_report import render_sweep
 
 
 RESULTS = Path("eval/results")
@@ -27,6 +31,8 @@ def render(text: str, results: Path) -> str:
 def render_result(results: Path, name: str) -> str:
     """The Markdown table of one result."""
     markdown, data = results / f"{name}.md", results / f"{name}.json"
+    if (results / name).is_dir():
+        return render_sweep(results / name)
     if markdown.is_file():
         return markdown.read_text(encoding="utf-8")
     if not data.is_file():
@@ -34,7 +40,7 @@ def render_result(results: Path, name: str) -> str:
     content = json.loads(data.read_text(encoding="utf-8"))
     kind = content.get("benchmark", "fidelity")
     tables = {
-        "fidelity": _fidelity,
+        "fidelity": render_fidelity,
         "memory": _memory,
         "decode": _decode,
         "kernels": _kernels,
@@ -43,6 +49,10 @@ def render_result(results: Path, name: str) -> str:
         "prediction": _prediction,
         "retrieval": _retrieval,
         "offloading": _offloading,
+        "perplexity": _perplexity,
+        "lm-eval": _lm_eval,
+        "runahead": _runahead,
+        "runahead-simulation": _runahead_simulation,
     }
     table = tables[kind](content["rows"])
     failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
@@ -53,38 +63,89 @@ def render_result(results: Path, name: str) -> str:
     return f"{table}{failures}\n{source}\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ["cache", "MB", "% of 16 bits", "PPL / dense", "KL to dense", "same top token"]
-    ordered = sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
-    cells = [
-        [
-            f"`{row['cache']}`",
-            f"{row['memory_after_prefix']['total_bytes'] / 1e6:.2f}",
-            f"{row['memory_after_prefix']['kv_percent']:.1f}",
-            f"{row['ppl_ratio']:.3f}",
-            f"{row['kl']:.4f}",
-            f"{100 * row['top1_agreement']:.1f} %",
-        ]
-        for row in ordered
-    ]
-    stats = [row.get("stats", {}) for row in ordered]
-    if any(each.get("tokens_fetchable") for each in stats):
-        head.append("% of tokens fetched")
-        for line, each in zip(cells, stats, strict=True):
-            fetchable = each.get("tokens_fetchable")
-            line.append(f"{100 * each['tokens_fetched'] / fetchable:.1f}" if fetchable else "-")
-    return _table(head, cells)
-
-
 def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("cache", "answers right", "standard error", "answers' tokens right")
     keys = ("accuracy", "standard_error", "token_accuracy")
-    return _table(head, [(f"`{row['cache']}`", *(f"{100 * row[key]:.1f} %" for key in keys)) for row in rows])
+    return make_markdown_table(
+        head, [(f"`{row['cache']}`", *(f"{100 * row[key]:.1f} %" for key in keys)) for row in rows]
+    )
+
+
+def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
+    stops = [
+        min((number + 1) * rows[0]["stretch"], rows[0]["num_scored"])
+        for number in range(len(rows[0]["ppl_by_stretch"]))
+    ]
+    head = ["cache", "MB", "PPL", *(f"to {stop}" for stop in stops)]
+    cells = [
+        [
+            f"`{row['cache']}`",
+            f"{row['memory_at_end']['total_bytes'] / 1e6:.2f}",
+            f"{row['ppl']:.3f}",
+            *(f"{ppl:.2f}" for ppl in row["ppl_by_stretch"]),
+        ]
+        for row in rows
+    ]
+    return make_markdown_table(head, cells)
+
+
+def _lm_eval(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("model", "seconds (quartiles)", "times `hf`", "largest difference, nats", "relative", "same picks")
+    cells = [
+        (
+            row["model"],
+            f"{row['median_s']:.2f} ({row['lower_quartile_s']:.2f} to {row['upper_quartile_s']:.2f})",
+            f"{row['speed_against_hf']:.2f}",
+            f"{row['largest_difference']:.1e}",
+            f"{row['largest_relative_difference']:.1e}",
+            f"{row['same_picks']} of {row['num_items']}",
+        )
+        for row in rows
+    ]
+    return make_markdown_table(head, cells)
+
+
+def _runahead(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ["tokens", "way", "slices", "seconds to the first token (quartiles)", "times one rank", "MB sent"]
+    is_throttled = any("seconds_against_full" in row for row in rows)
+    head += ["link", "of its time over the full link"] if is_throttled else []
+    cells = []
+    for row in rows:
+        quartiles = f"{row['lower_quartile_s']:.2f} to {row['upper_quartile_s']:.2f}"
+        line = [
+            str(row["length"]),
+            row["method"],
+            " + ".join(map(str, row["lengths"])),
+            f"{row['median_s']:.2f} ({quartiles})",
+            f"{row['speed_against_one_rank']:.2f}",
+            f"{row['bytes_sent'] / 1e6:.1f}",
+        ]
+        if is_throttled:
+            against = row.get("seconds_against_full")
+            line += [row["link"], "-" if against is None else f"{against:.3f}"]
+        cells.append(line)
+    return make_markdown_table(head, cells)
+
+
+def _runahead_simulation(rows: Sequence[Mapping[str, Any]]) -> str:
+    if "measured_s" in rows[0]:
+        head = ("slices", "measured, s", "simulated, s", "simulated / measured")
+        keys = ("measured_s", "simulated_s", "simulated_against_measured")
+        cells = [(" + ".join(map(str, row["lengths"])), *(f"{row[key]:.3f}" for key in keys)) for row in rows]
+        return make_markdown_table(head, cells)
+    head = ("tokens", "GB/s", "ranks", "one rank, s", "TSP, s", "KV-Runahead, s", "ranks used", "times TSP")
+    cells = [
+        (
+            str(row["length"]),
+            f"{row['gb_s']:g}",
+            str(row["num_ranks"]),
+            *(f"{row[key]:.3f}" for key in ("one_rank_s", "tsp_s", "runahead_s")),
+            str(len(row["lengths"])),
+            f"{row['tsp_s'] / row['runahead_s']:.2f}",
+        )
+        for row in rows
+    ]
+    return make_markdown_table(head, cells)
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -95,14 +156,14 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
         held, step, peak = (f"{row[key] / 1e6:.1f}" for key in keys)
         cells.append((f"`{row['cache']}`", held, f"{row['kv_percent']:.1f}", step, peak))
     layer = rows[0]["dense_layer_bytes"] / 1e6
-    return f"{_table(head, cells)}\nKeys and values of one layer, dense: {layer:.1f} MB.\n"
+    return f"{make_markdown_table(head, cells)}\nKeys and values of one layer, dense: {layer:.1f} MB.\n"
 
 
 def _decode(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("context", *(f"`{row['cache']}`, ms a token" for row in rows))
     bins = zip(*(row["bins"] for row in rows), strict=True)
     cells = [(str(each[0]["context"]), *(f"{item['median_s'] * 1e3:.1f}" for item in each)) for each in bins]
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def _milliseconds(row: Mapping[str, Any]) -> str:
@@ -123,7 +184,7 @@ def _kernels(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def _step(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -142,7 +203,7 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> str:
         head.append("of which ms")
         for row, line in zip(rows, cells, strict=True):
             line.append(", ".join(f"{part} {1e3 * each:.1f}" for part, each in row.get("parts_s", {}).items()))
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def _offloading(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -174,7 +235,7 @@ def _offloading(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{100 * share:.1f} %" if counted else "",
             )
         )
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def _batch(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -192,7 +253,7 @@ def _batch(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def _prediction(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -215,7 +276,7 @@ def _prediction(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(head, cells)
+    return make_markdown_table(head, cells)
 
 
 def main(files: Annotated[list[Path], typer.Argument(help="Markdown files whose tables to render.")]) -> None:

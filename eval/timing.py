@@ -37,6 +37,9 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of at least three, under the names that results have."""
-    lower, median, upper = statistics.quantiles(seconds, n=4)
+    """Median and quartiles, of fewer than three the extremes, under the names that results have."""
+    if len(seconds) < 3:
+        lower, median, upper = min(seconds), statistics.median(seconds), max(seconds)
+    else:
+        lower, median, upper = statistics.quantiles(seconds, n=4)
     return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}

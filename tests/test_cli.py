@@ -49,10 +49,16 @@ def test_no_arguments_show_help() -> None:
 
 
 BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead"]
-BENCHMARKS.append("runahead-simulation")
+BENCHMARKS += ["runahead-simulation", "lm-eval"]
+MEASURES = ["fidelity", "perplexity", "retrieval", "sweep", "report"]
+COMMANDS = [
+    *("list", "generate", "compare", "plan"),
+    *(f"bench {name}" for name in BENCHMARKS),
+    *(f"eval {name}" for name in MEASURES),
+]
 
 
-@pytest.mark.parametrize("command", ["list", "generate", "compare", "plan", *(f"bench {name}" for name in BENCHMARKS)])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_examples(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0

@@ -23,6 +23,7 @@ TIERS: tuple[set[str], ...] = (
     {"triton_kernels"},
     {"ops"},
     {"registry", "memory", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
+    {"transformers_caches"},
     METHODS,
     {"__init__"},
     {"reference_model", "cli", "eval", "contract"},

@@ -67,7 +67,9 @@ def test_every_package_has_an_init() -> None:
 
 def test_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed"}
+    tasks = {f"kvcache_plugins/eval/tasks/{path.name}" for path in (PROJECT_ROOT / "eval" / "tasks").glob("*.yaml")}
+    assert tasks
+    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks}
 
 
 def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:

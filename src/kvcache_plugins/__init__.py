@@ -7,6 +7,7 @@
 ```
 """
 
+from . import transformers_caches  # noqa: F401 - registers them
 from .baselines import H2OCache
 from .gear import GEARCache
 from .infinigen import InfiniGenCache

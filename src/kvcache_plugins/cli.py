@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from transformers import TextStreamer
 
-from .eval import bench, runahead_plan
+from .eval import bench, evaluate, runahead_plan
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
 from .eval.report import provenance
@@ -43,6 +43,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by defau
 SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(evaluate.app, name="eval")
 app.command("plan")(runahead_plan.main)
 
 
@@ -66,6 +67,7 @@ def kvcache_plugins(
         kvcache-plugins list
         kvcache-plugins generate --cache gear-2bit --prompt "Once upon a time"
         kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
+        kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks copa
         kvcache-plugins bench kernels
     """
     if context.invoked_subcommand is None:

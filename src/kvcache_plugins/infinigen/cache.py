@@ -107,6 +107,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     ```
     """
 
+    # Tokens are chosen in steps of one new token: what evaluates this cache has to decode token by token
+    is_exact_for_many = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -1,0 +1,240 @@
+"""Log-likelihoods of continuations through a cache that their contexts fill once.
+
+Several contexts are prefilled together, the shorter ones padded on their left, all but the last token of each. Then
+their continuations are fed, one of every context at a time, each time through a copy of the filled cache: so no
+continuation sees another's tokens, whatever the cache is able to forget. The last token of the context is fed with the
+continuation, as its logits are the first to be scored:
+
+    filled                fed                           scored
+    c[0] ... c[n-2]       c[n-1] t[0] ... t[m-2]        t[0] ... t[m-1]
+"""
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers import Cache, PreTrainedModel, QuantizedCache
+
+from kvcache_plugins.memory import MemoryReport, measure_memory
+
+from .fidelity import cache_stats
+
+
+# Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
+EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """
+    How tokens go through a cache.
+
+    Args:
+        context_chunk (`int`, *optional*): Tokens of the context a forward; all at once by default.
+        continuation_chunk (`int`, *optional*): Tokens of the continuation a forward; 1 is decode.
+    """
+
+    context_chunk: int | None = None
+    continuation_chunk: int | None = None
+
+
+# As in generation: the prompt at once, what follows token by token
+DECODE = Feeding(None, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """
+    A continuation after its context.
+
+    Args:
+        log_likelihood (`float`): In nats, summed over its tokens.
+        num_tokens (`int`): How many it has.
+        num_greedy (`int`): How many of them were most likely after those before them.
+    """
+
+    log_likelihood: float
+    num_tokens: int
+    num_greedy: int
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have said just that."""
+        return self.num_greedy == self.num_tokens
+
+
+def was_exercised(cache: Cache) -> bool:
+    """
+    Whether a cache has answered with something other than the exact states.
+
+    A cache that never does, such as `DynamicCache`, counts as exercised: there is nothing that a score could miss.
+    """
+    if isinstance(cache, QuantizedCache):
+        return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
+    stats = cache_stats(cache)
+    return all(stats[name] > 0 for name in EXERCISE_COUNTERS if name in stats)
+
+
+class ContinuationScorer:
+    """
+    Scores continuations of contexts through caches.
+
+    Args:
+        model (`PreTrainedModel`): The model, in eval mode.
+        create_cache (`Callable[[], Cache]`): Returns a fresh, empty cache.
+        autocast (`Callable`, *optional*): Makes the context that the model runs in, for mixed precision.
+        softmax_dtype (`torch.dtype`, *optional*): Of the log-softmax; the logits' own by default.
+
+    Attributes:
+        counters (`Counter[str]`): `contexts` and `continuations` scored, `contexts_exercised` (those whose cache
+            answered with something other than exact states), `tokens_filled` (of contexts, padding left out) and
+            `tokens_fed` (of continuations).
+        largest (`MemoryReport`, *optional*): What the longest cache held at its end.
+        largest_length (`int`): Its tokens, those that are padding included.
+        stats (`Mapping[str, float]`): Its counters.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        create_cache: Callable[[], Cache],
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        softmax_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.counters: Counter[str] = Counter()
+        self.largest: MemoryReport | None = None
+        self.largest_length = 0
+        self.stats: Mapping[str, float] = {}
+        self._create_cache = create_cache
+        self._autocast = autocast
+        self._softmax_dtype = softmax_dtype
+        self._accepted = inspect.signature(model.forward).parameters
+
+    @torch.no_grad()
+    def score(
+        self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]], feeding: Feeding
+    ) -> list[list[Score]]:
+        """
+        Scores a batch.
+
+        Args:
+            contexts (`Sequence[Sequence[int]]`): Token ids, at least one a context.
+            continuations (`Sequence[Sequence[Sequence[int]]]`): Of every context, the token ids of each continuation.
+            feeding (`Feeding`): How they go through the cache.
+
+        Returns:
+            `list[list[Score]]`: In the order of `continuations`.
+        """
+        filled = [list(context[:-1]) for context in contexts]
+        width = max(map(len, filled))
+        padding = _Padding([width - len(each) for each in filled], self.model.device)
+        cache = self._create_cache()
+        if width:
+            rows = [[0] * (width - len(each)) + each for each in filled]
+            for _ in self._feed(rows, cache, padding, feeding.context_chunk, logits_wanted=False):
+                pass
+        groups = [_group_by_fed(context, wanted) for context, wanted in zip(contexts, continuations, strict=True)]
+        running = [[_RunningScore(each) for each in wanted] for wanted in continuations]
+        num_rounds, exercised = max(map(len, groups)), False
+        for number in range(num_rounds):
+            # What is fed of each context in this round, and the numbers of the continuations that it scores
+            fed = [each[number] if number < len(each) else ((), []) for each in groups]
+            longest = max(len(tokens) for tokens, _ in fed)
+            rows = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in fed]
+            fork = copy.deepcopy(cache) if number < num_rounds - 1 else cache
+            for offset, logits in self._feed(rows, fork, padding, feeding.continuation_chunk, logits_wanted=True):
+                log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
+                for row, (_, scored) in enumerate(fed):
+                    for each in scored:
+                        running[row][each].add(log_probs[row], offset)
+            exercised = exercised or was_exercised(fork)
+        self.counters.update(
+            continuations=sum(map(len, continuations)),
+            tokens_filled=sum(map(len, filled)),
+            tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),
+        )
+        self.note(cache, num_contexts=len(contexts), exercised=exercised)
+        return [[each.finish() for each in row] for row in running]
+
+    def _feed(
+        self, rows: list[list[int]], cache: Cache, padding: "_Padding", chunk: int | None, logits_wanted: bool
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Feeds a batch in chunks; yields each one's first column and its logits, `[batch, tokens, vocabulary]`."""
+        token_ids = torch.tensor(rows, device=self.model.device)
+        filled, offset = cache.get_seq_length(), 0
+        # Only the last logits are computed where nobody wants them and the model can do so
+        keep = {} if logits_wanted or "logits_to_keep" not in self._accepted else {"logits_to_keep": 1}
+        for part in token_ids.split(chunk or token_ids.shape[1], dim=1):
+            where = padding.arguments(filled + offset, part.shape[1], "position_ids" in self._accepted)
+            with self._autocast():
+                logits = self.model(input_ids=part, past_key_values=cache, use_cache=True, **where, **keep).logits
+            yield offset, logits
+            offset += part.shape[1]
+        if cache.get_seq_length() != filled + offset:
+            raise RuntimeError(
+                f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {filled + offset}: the model "
+                "did not go through it, so nothing can be said about it"
+            )
+
+    def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
+        """Counts contexts that went through a cache, and keeps what it held if none before was longer."""
+        self.counters.update(contexts=num_contexts, contexts_exercised=num_contexts if exercised else 0)
+        length = cache.get_seq_length()
+        if length > self.largest_length:
+            self.largest_length = length
+            self.largest, self.stats = measure_memory(cache), cache_stats(cache)
+
+
+class _Padding:
+    """Padding on the left of a batch: what the model has to be told of it at every step."""
+
+    def __init__(self, counts: list[int], device: torch.device) -> None:
+        self.counts = torch.tensor(counts, device=device)
+        self.is_needed = any(counts)
+
+    def arguments(self, start: int, num_new: int, with_positions: bool) -> dict[str, torch.Tensor]:
+        """Mask of all tokens and positions of the new ones, when `start` tokens are there already."""
+        if not self.is_needed:
+            return {}
+        places = torch.arange(start + num_new, device=self.counts.device)
+        mask = (places >= self.counts[:, None]).long()
+        positions = (places[start:] - self.counts[:, None]).clamp(min=0)
+        return {"attention_mask": mask, "position_ids": positions} if with_positions else {"attention_mask": mask}
+
+
+class _RunningScore:
+    """Adds up a continuation's score while its logits come in."""
+
+    def __init__(self, continuation: Sequence[int]) -> None:
+        self._continuation = continuation
+        self._log_likelihood = 0.0
+        self._num_greedy = 0
+
+    def add(self, log_probs: torch.Tensor, offset: int) -> None:
+        """Log-probabilities of the tokens from `offset` on, `[tokens, vocabulary]`; there may be some beyond them."""
+        targets = torch.tensor(self._continuation[offset : offset + log_probs.shape[0]], device=log_probs.device)
+        if targets.numel():
+            log_probs = log_probs[: targets.numel()]
+            self._log_likelihood += float(log_probs.gather(1, targets[:, None]).sum())
+            self._num_greedy += int((log_probs.argmax(dim=-1) == targets).sum())
+
+    def finish(self) -> Score:
+        """The score, once all logits have come."""
+        return Score(self._log_likelihood, len(self._continuation), self._num_greedy)
+
+
+def _group_by_fed(
+    context: Sequence[int], continuations: Sequence[Sequence[int]]
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """What is fed after a filled cache, and which continuations it scores: those that differ in their last token."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, each in enumerate(continuations):
+        groups.setdefault((context[-1], *each[:-1]), []).append(number)
+    return list(groups.items())

@@ -1,0 +1,152 @@
+"""Figures of a sweep: accuracy against bytes held, perplexity against position, memory by part; time against context.
+
+Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+_MARKERS = "osD^vP*Xh<>"
+_DOTS_PER_INCH = 150
+
+Content = Mapping[str, Any]
+
+
+def draw_figures(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
+    """
+    Draws all figures that a sweep's results allow, as PNG.
+
+    Args:
+        contents (`Sequence[Content]`): Results of one sweep.
+        folder (`Path`): Where the files go; made if need be.
+        prefix (`str`): What their names begin with.
+
+    Returns:
+        `list[Path]`: The files.
+    """
+    groups: dict[tuple[str, str, str], list[Content]] = defaultdict(list)
+    for content in contents:
+        settings = content["settings"]
+        groups[settings["kind"], settings["name"], settings["model"]].append(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for (kind, name, model), group in sorted(groups.items()):
+        title = f"{name}, {Path(model).name}"
+        drawn = {f"{prefix}-{name}-{Path(model).name}-bytes.png": _draw_against_bytes(group, title)}
+        if kind == "perplexity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-position.png"] = _draw_against_position(group, title)
+        if kind == "fidelity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-parts.png"] = _draw_parts(group, title)
+        for file, figure in drawn.items():
+            paths.append(_save(figure, folder / file))
+    return paths
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # Without the date of drawing the same results give the same file
+    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    return path
+
+
+def _new(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 6}
+
+
+def _score(content: Content) -> tuple[str, float, float]:
+    """What a result is judged by: its name, value and standard error."""
+    result, kind = content["result"], content["settings"]["kind"]
+    if kind == "task":
+        metric = next(iter(result["metrics"]))
+        error = result["standard_errors"].get(metric)
+        return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
+    if kind == "fidelity":
+        return "KL to dense, nats", result["kl"], result["kl_spread"] / max(len(result["windows"]), 1) ** 0.5
+    if kind == "perplexity":
+        return "perplexity", result["ppl"], 0.0
+    return "answers right", result["accuracy"], result["standard_error"]
+
+
+def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
+    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", _score(group[0])[0])
+    for number, content in enumerate(each for each in group if each["memory"]):
+        _, value, error = _score(content)
+        percent = content["memory"]["kv_percent"]
+        axes.errorbar(
+            percent, value, yerr=error, linestyle="", capsize=2, label=content["settings"]["cache"], **_style(number)
+        )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
+    figure, axes = _new(title, "position, tokens", "perplexity of the stretch")
+    for number, content in enumerate(group):
+        result = content["result"]
+        stops = [
+            min((each + 1) * result["stretch"], result["num_scored"]) for each in range(len(result["ppl_by_stretch"]))
+        ]
+        axes.plot(stops, result["ppl_by_stretch"], label=content["settings"]["cache"], **_style(number))
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _draw_parts(group: Sequence[Content], title: str) -> Figure:
+    figure, axes = _new(title, "MB held", "")
+    parts = sorted({part for content in group for part in content["memory"]["parts"]})
+    names = [content["settings"]["cache"] for content in group]
+    left = [0.0] * len(group)
+    for number, part in enumerate(parts):
+        widths = [content["memory"]["parts"].get(part, 0) / 1e6 for content in group]
+        axes.barh(names, widths, left=left, label=part, color=_COLOURS[number % len(_COLOURS)])
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def draw_steps(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Time of a decoded token against the context, from the rows of `bench step`."""
+    figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
+    for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
+        medians = [1e3 * row["median_s"] for row in own]
+        below = [1e3 * (row["median_s"] - row["lower_quartile_s"]) for row in own]
+        above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
+        contexts = [row["context"] for row in own]
+        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def main(
+    result: Annotated[Path, typer.Argument(help="JSON file of `bench step`.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")],
+) -> None:
+    """Draw the time of a decoded token against the context, from a result of `bench step`."""
+    content = json.loads(result.read_text(encoding="utf-8"))
+    if content.get("benchmark") != "step":
+        raise ValueError(f"`result`: {result} is no result of `bench step`")
+    _save(draw_steps(content["rows"], f"{content['settings']['model']}, {content['device']}"), out)

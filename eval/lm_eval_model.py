@@ -1,0 +1,349 @@
+"""lm-eval's model `kvcache`: any registered cache on any task, with the cache provably in the loop.
+
+lm-eval's own `hf` scores continuations in one forward, in which no cache is ever read, so every cache scores alike.
+Here a context goes through a cache first, and its continuations are scored by what the model then reads from it. For
+generation every batch gets a fresh cache.
+
+    lm_eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit,cache_rank=8 --tasks task.yaml
+
+Importing this module registers the model. lm-eval's releases with entry points for models find it themselves; with
+any release, `kvcache-plugins eval` and `python -m kvcache_plugins.eval` take lm-eval's command line.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import lm_eval.models  # noqa: F401 - lm-eval imports its own models only while none at all is registered
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
+from lm_eval.api.registry import MODEL_REGISTRY, register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel
+
+from kvcache_plugins.reference_model import resolve_model
+from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
+
+from .continuations import DECODE, ContinuationScorer, Feeding, Score, was_exercised
+from .report import memory_fields
+
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "prefix", "chunk", "decode")
+NAMES = ("kvcache", "hf-kvcache")
+
+# One request of lm-eval: its strings (or `None`), the tokens of the context and those of the continuation
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+# A context, and the numbers of the requests that have it
+Group = tuple[tuple[int, ...], list[int]]
+Answer = TypeVar("Answer")
+
+
+class KVCacheLM(HFLM):
+    """
+    A Hugging Face model whose keys and values go through a cache of the registry.
+
+    Args:
+        pretrained (`str` or `PreTrainedModel`):
+            `smollm2`, `gemma3-270m`, a folder, a hub name, or a model that is loaded already.
+        cache (`str`, *optional*, defaults to `"dynamic"`):
+            A name of `list_caches()`, with options if need be: `gear-2bit:rank=8`.
+        cache_mode (`str`, *optional*, defaults to `"auto"`):
+            How scored tokens go through the cache. `prefix`: the context in one forward, then each continuation in
+            one. `chunk`: both, `cache_chunk` tokens a forward. `decode`: the context in one forward, then
+            continuations token by token. `auto`: `decode` for caches that are exact for several new tokens at once
+            (InfiniGen); for others `chunk` where there is no context (rolling perplexity), else `prefix`.
+        cache_chunk (`int`, *optional*, defaults to 64):
+            Tokens a forward of `chunk`.
+        cache_check (`bool`, *optional*, defaults to `True`):
+            Whether it is an error that a cache was never exercised: that it held exact states only, because contexts
+            are shorter than its buffer, so that scores say nothing about it. Otherwise it is a warning.
+        kwargs:
+            `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`.
+
+    Raises:
+        ValueError: for an unknown cache, option or mode, naming what is accepted, before the model is loaded; for
+            `cache_implementation` among a task's generation arguments; for a file of `use_cache` of another setting.
+        ValueError: also if the cache was never exercised, with the reason.
+
+    Example:
+
+    ```python
+    >>> import lm_eval
+    >>> from kvcache_plugins.eval.lm_eval_model import KVCacheLM
+    >>> lm = KVCacheLM(model, tokenizer=tokenizer, cache="gear-2bit")
+    >>> results = lm_eval.simple_evaluate(model=lm, tasks=["copa"])
+    ```
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        *,
+        cache: str = "dynamic",
+        cache_mode: str = "auto",
+        cache_chunk: int = 64,
+        cache_check: bool = True,
+        device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.cache_name, self.cache_options = _take_cache(cache, kwargs)
+        if cache_mode not in MODES:
+            raise ValueError(f"`cache_mode` has to be one of {', '.join(MODES)} but is {cache_mode!r}")
+        if not isinstance(cache_chunk, int) or isinstance(cache_chunk, bool) or cache_chunk < 1:
+            raise ValueError(f"`cache_chunk` has to be a number of tokens of at least 1 but is {cache_chunk!r}")
+        if not isinstance(cache_check, bool):
+            raise ValueError(f"`cache_check` has to be true or false but is {cache_check!r}")
+        if kwargs.get("backend", "default") == "seq2seq":
+            raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
+        self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check
+        if isinstance(pretrained, str):
+            # `hf` would take "cuda" also where there is none
+            kwargs["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            # lm-eval looks for the model's type before it loads the tokenizer
+            pretrained = resolve_model(pretrained)
+        super().__init__(pretrained, **kwargs)
+        # What cannot serve this model says so now, not after an hour of building requests
+        self._exercised_before = 0
+        self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
+        self._scorer = ContinuationScorer(
+            self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype
+        )
+
+    @property
+    def _inner_model(self) -> PreTrainedModel:
+        """The model of Transformers, without the wrappers of adapters."""
+        model = self.model
+        if isinstance(model, PreTrainedModel):
+            return model
+        if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+            raise ValueError("`peft`: adapters that put tokens before the prompt are not served")
+        inner: PreTrainedModel = model.get_base_model()
+        return inner
+
+    def _create_cache(self) -> Cache:
+        return create_cache(self.cache_name, self._inner_model, **self.cache_options)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        is_mixed = self.mixed_precision_dtype is not None
+        return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=is_mixed)
+
+    # What lm-eval calls
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See `LM`; raises a `ValueError` if the cache was not exercised."""
+        return self._checked(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """See `LM`; raises a `ValueError` if the cache was not exercised."""
+        return self._checked(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """See `LM`; raises a `ValueError` if the cache was not exercised."""
+        return self._checked(super().generate_until, requests, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of every continuation, and whether it is greedy: see `HFLM`, whose order and cuts it has."""
+        cut = [self._cut(context, continuation) for _, context, continuation in requests]
+        groups = _group_by_context(cut)
+        answers: list[Score | None] = [None] * len(requests)
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
+        ) as progress:
+            for batch in self._batches(groups, override_bs):
+                contexts = [context for context, _ in batch]
+                continuations = [[cut[number][1] for number in numbers] for _, numbers in batch]
+                scores = self._scorer.score(contexts, continuations, self._feeding(contexts))
+                if self.cache_check and batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None:
+                    # No other context of this call is longer: better to fail now than at its end
+                    self._require_exercise()
+                for (_, numbers), of_context in zip(batch, scores, strict=True):
+                    for number, score in zip(numbers, of_context, strict=True):
+                        answers[number] = score
+                        strings = requests[number][0]
+                        if strings is not None:
+                            answer = (score.log_likelihood, score.is_greedy)
+                            self.cache_hook.add_partial("loglikelihood", strings, answer)
+                    progress.update(len(numbers))
+        return [(score.log_likelihood, score.is_greedy) for score in answers if score is not None]
+
+    def _model_call(
+        self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One forward through a fresh cache: what `batch_size=auto` tries batches with."""
+        with torch.no_grad(), self._autocast():
+            logits: torch.Tensor = self.model(inps, past_key_values=self._create_cache(), use_cache=True).logits
+        return logits
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> torch.Tensor:
+        for name in ("cache_implementation", "past_key_values"):
+            if name in generation_kwargs:
+                raise ValueError(
+                    f"`{name}` in `gen_kwargs`: this model's cache is chosen by the model argument `cache`"
+                )
+        cache = self._create_cache()
+        output: torch.Tensor = super()._model_generate(
+            context, max_length, stop, past_key_values=cache, **generation_kwargs
+        )
+        self._scorer.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
+        return output
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """
+        Takes lm-eval's store of responses (`use_cache`), if it is of this very setting.
+
+        The store knows responses by the request alone, so two caches that share one would score alike.
+        """
+        store = cache_hook.dbdict
+        if store is not None:
+            setting = json.dumps(self._describe_setting(), sort_keys=True, default=str)
+            key = "kvcache_plugins"
+            if len(store) and store.get(key) != setting:
+                raise ValueError(
+                    "`use_cache` is a file of another model or cache setting: its responses would be taken for those "
+                    f"of `{self.cache_name}`. Choose another file for each setting."
+                )
+            store[key] = setting
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What stands in the results beside the model: the cache, how it was used and what it held."""
+        scorer = self._scorer
+        cache = {
+            **self._describe_setting(),
+            "counters": dict(scorer.counters),
+            "memory_of_longest": None if scorer.largest is None else memory_fields(scorer.largest),
+            "stats_of_longest": dict(scorer.stats),
+        }
+        info: dict[str, Any] = super().get_model_info()
+        return {**info, "cache": cache}
+
+    def _describe_setting(self) -> dict[str, Any]:
+        """All that a score depends on beside the request."""
+        return {
+            "model": self.pretrained if isinstance(self.pretrained, str) else self.pretrained.name_or_path,
+            "dtype": str(self._inner_model.dtype).removeprefix("torch."),
+            "cache": self.cache_name,
+            "options": dict(self.cache_options),
+            "mode": self.cache_mode,
+            "chunk": self.cache_chunk,
+        }
+
+    # How requests become batches
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens that fit: contexts that are too long lose their beginning, as in `HFLM`."""
+        if not context or not continuation:
+            raise ValueError("A request needs at least one token of context and one of continuation")
+        if len(continuation) > self.max_length:
+            raise ValueError(f"`max_length` is {self.max_length} tokens, but a continuation has {len(continuation)}")
+        excess = len(context) + len(continuation) - (self.max_length + 1)
+        if excess > 0:
+            logger.warning("A context of %d tokens loses its first %d: `max_length`", len(context), excess)
+        return context[max(excess, 0) :], continuation
+
+    def _batches(self, groups: list[Group], size: int | None) -> list[list[Group]]:
+        """Groups in batches of contexts that are prefilled together."""
+        if not groups:
+            return []
+        if size is None:
+            longest = (None, list(groups[0][0]), [0])
+            size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
+        batches: list[list[Group]] = []
+        for group in groups:
+            # A context of one token fills nothing: it goes its own way through the cache
+            is_alike = bool(batches) and (len(batches[-1][0][0]) == 1) == (len(group[0]) == 1)
+            if is_alike and len(batches[-1]) < size:
+                batches[-1].append(group)
+            else:
+                batches.append([group])
+        return batches
+
+    def _feeding(self, contexts: Sequence[Sequence[int]]) -> Feeding:
+        mode = self.cache_mode
+        if mode == "auto":
+            has_context = any(len(context) > 1 for context in contexts)
+            mode = "decode" if self._decodes_alone else "prefix" if has_context else "chunk"
+        chunk = self.cache_chunk
+        return {"prefix": Feeding(), "chunk": Feeding(chunk, chunk), "decode": DECODE}[mode]
+
+    # Whether the cache was in the loop
+
+    def _checked(
+        self, answer: Callable[[list[Instance], bool], list[Answer]], requests: list[Instance], disable_tqdm: bool
+    ) -> list[Answer]:
+        counters = self._scorer.counters
+        before = counters["contexts"]
+        self._exercised_before = counters["contexts_exercised"]
+        answers = answer(requests, disable_tqdm)
+        contexts = counters["contexts"] - before
+        exercised = counters["contexts_exercised"] - self._exercised_before
+        if contexts and not exercised:
+            self._require_exercise()
+        elif exercised < contexts:
+            logger.warning(
+                "%d of %d contexts were too short for the cache `%s` to hold anything but exact states",
+                contexts - exercised,
+                contexts,
+                self.cache_name,
+            )
+        return answers
+
+    def _require_exercise(self) -> None:
+        """Raises, or warns if that was wished, unless a context of this call has exercised the cache."""
+        if self._scorer.counters["contexts_exercised"] > self._exercised_before:
+            return
+        longest = self._scorer.largest_length
+        problem = (
+            f"The cache `{self.cache_name}` was not exercised: its contexts (the longest has {longest} tokens) are "
+            "shorter than its exact buffer, so the scores say nothing about it"
+        )
+        if self.cache_check:
+            raise ValueError(
+                f"{problem}. Use longer contexts (more few-shot examples), options with a shorter buffer, another "
+                "`cache_mode`, or `cache_check=false` to go on all the same."
+            )
+        logger.warning("%s.", problem)
+
+
+def _group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
+    """
+    Requests that share a context, which is then prefilled once; a single token is not worth sharing.
+
+    The longest contexts come first: what does not fit, or what no context is long enough for, shows at once.
+    """
+    groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
+    for number, (context, _) in enumerate(requests):
+        groups.setdefault((tuple(context), number if len(context) == 1 else None), []).append(number)
+
+    def order(group: Group) -> tuple[int, int, tuple[int, ...]]:
+        context, numbers = group
+        return -len(context), -max(len(requests[number][1]) for number in numbers), context
+
+    return sorted(((context, numbers) for (context, _), numbers in groups.items()), key=order)
+
+
+def _take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, OptionValue]]:
+    """The cache's name and options; takes those that begin with `cache_` out of the model arguments."""
+    name, options = parse_cache_spec(spec)
+    # `cache_dir` is of `from_pretrained`
+    for key in [key for key in kwargs if key.startswith("cache_") and key != "cache_dir"]:
+        value = kwargs.pop(key)
+        option = key.removeprefix("cache_")
+        options[option] = parse_option(f"{option}={value}")[1] if isinstance(value, str) else value
+    check_cache(name, **options)
+    return name, options
+
+
+# A second import of this file, as notebooks do after an edit, is not an error
+if not any(name in MODEL_REGISTRY for name in NAMES):
+    register_model(*NAMES)(KVCacheLM)

@@ -1,0 +1,34 @@
+"""Markdown tables that several renderers share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def make_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def render_fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each cache, the smallest first: see `fidelity_fields`."""
+    head = ["cache", "MB", "% of 16 bits", "PPL / dense", "KL to dense", "same top token"]
+    ordered = sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
+    cells = [
+        [
+            f"`{row['cache']}`",
+            f"{row['memory_after_prefix']['total_bytes'] / 1e6:.2f}",
+            f"{row['memory_after_prefix']['kv_percent']:.1f}",
+            f"{row['ppl_ratio']:.3f}",
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1_agreement']:.1f} %",
+        ]
+        for row in ordered
+    ]
+    stats = [row.get("stats", {}) for row in ordered]
+    if any(each.get("tokens_fetchable") for each in stats):
+        head.append("% of tokens fetched")
+        for line, each in zip(cells, stats, strict=True):
+            fetchable = each.get("tokens_fetchable")
+            line.append(f"{100 * each['tokens_fetched'] / fetchable:.1f}" if fetchable else "-")
+    return make_markdown_table(head, cells)

@@ -1,0 +1,201 @@
+"""lm-eval's model `kvcache`: with a dense cache it scores as lm-eval's own, with a lossy one it does not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+pytest.importorskip("lm_eval")
+
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+
+from kvcache_plugins.eval.lm_eval_model import KVCacheLM
+
+
+CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
+PAIRS = [
+    (CONTEXT, " Winston"),
+    (CONTEXT, " Julia"),
+    (CONTEXT, " W"),
+    (CONTEXT[:90], " slipped quickly through"),
+    (CONTEXT[:200] + " ", "a space moves"),
+    ("", "nothing comes before this text, so it follows the token for an end"),
+]
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def make_requests(kind: str, *arguments: tuple[object, ...]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=number, metadata=("task", number, 1))
+        for number, each in enumerate(arguments)
+    ]
+
+
+@pytest.fixture(scope="module")
+def loaded(saved_with_tokenizer: Callable[..., str]) -> Loaded:
+    """A tiny Llama, and a tokenizer of one character a token that knows an end of text."""
+    folder = saved_with_tokenizer("llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = chr(0)
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
+
+
+def wrap(loaded: Loaded, **options: object) -> KVCacheLM:
+    model, tokenizer = loaded
+    return KVCacheLM(model, tokenizer=tokenizer, **options)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("mode", ["auto", "prefix", "chunk", "decode"])
+def test_dense_cache_scores_as_lm_evals_own_model(loaded: Loaded, mode: str, batch_size: int) -> None:
+    model, tokenizer = loaded
+    ours = wrap(loaded, cache_mode=mode, cache_chunk=50, batch_size=batch_size, max_length=250)
+    theirs = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=250)
+    for kind, arguments in {
+        "loglikelihood": PAIRS,
+        # One text is longer than a window
+        "loglikelihood_rolling": [(CONTEXT * 2,), (CONTEXT[:70],)],
+    }.items():
+        expected = getattr(theirs, kind)(make_requests(kind, *arguments), disable_tqdm=True)
+        found = getattr(ours, kind)(make_requests(kind, *arguments), disable_tqdm=True)
+        if kind == "loglikelihood":
+            assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+            found, expected = ([score for score, _ in each] for each in (found, expected))
+        assert found == pytest.approx(expected, abs=1e-2 if kind == "loglikelihood_rolling" else 1e-3)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_generation(loaded: Loaded, batch_size: int) -> None:
+    model, tokenizer = loaded
+    arguments = [
+        (CONTEXT[:120], {"until": ["\n"], "max_gen_toks": 12}),
+        (CONTEXT, {"until": ["\n"], "max_gen_toks": 12}),
+    ]
+    expected = HFLM(model, tokenizer=tokenizer, batch_size=batch_size).generate_until(
+        make_requests("generate_until", *arguments), disable_tqdm=True
+    )
+    dense, lossy = wrap(loaded, batch_size=batch_size), wrap(loaded, cache="gear-2bit", batch_size=batch_size)
+    texts = [
+        lm.generate_until(make_requests("generate_until", *arguments), disable_tqdm=True) for lm in (dense, lossy)
+    ]
+    assert texts[0] == expected
+    assert texts[1] != expected
+    counters = lossy.get_model_info()["cache"]["counters"]
+    assert counters == {"contexts": 2, "contexts_exercised": 2}
+
+
+def test_a_lossy_cache_scores_otherwise_and_says_what_it_held(loaded: Loaded) -> None:
+    dense, lossy = wrap(loaded), wrap(loaded, cache="gear-2bit", cache_rank=2)
+    requests = make_requests("loglikelihood", *PAIRS[:4])
+    differences = [
+        abs(one - other)
+        for (one, _), (other, _) in zip(dense.loglikelihood(requests), lossy.loglikelihood(requests), strict=True)
+    ]
+    assert min(differences) > 1e-3
+    info = lossy.get_model_info()
+    assert info["model_num_parameters"] == lossy.model.num_parameters()
+    cache = info["cache"]
+    assert (cache["cache"], cache["options"], cache["mode"]) == ("gear-2bit", {"rank": 2}, "auto")
+    assert cache["counters"]["contexts"] == cache["counters"]["contexts_exercised"] == 2
+    assert cache["counters"]["continuations"] == 4
+    # Of 16 bits; dense float32 is at 200
+    assert 0 < cache["memory_of_longest"]["kv_percent"] < 80
+    assert cache["stats_of_longest"]["tokens_compressed"] > 0
+
+
+def test_a_cache_that_no_context_reaches_fails(loaded: Loaded, caplog: pytest.LogCaptureFixture) -> None:
+    requests = make_requests("loglikelihood", (CONTEXT[:20], " short"), (CONTEXT[:9], " too"))
+    with pytest.raises(ValueError, match="`h2o` was not exercised.*longest has 25 tokens.*`cache_check=false`"):
+        wrap(loaded, cache="h2o").loglikelihood(requests)
+    scores = wrap(loaded, cache="h2o", cache_check=False).loglikelihood(requests)
+    dense = wrap(loaded).loglikelihood(requests)
+    assert [score for score, _ in scores] == pytest.approx([score for score, _ in dense], abs=1e-4)
+    assert "`h2o` was not exercised" in caplog.text
+    # Some are long enough: no error, but how many were not is said
+    mixed = make_requests("loglikelihood", (CONTEXT, " long"), (CONTEXT[:9], " too"))
+    wrap(loaded, cache="h2o", cache_min_tokens=32).loglikelihood(mixed)
+    assert "1 of 2 contexts were too short for the cache `h2o`" in caplog.text
+    with pytest.raises(ValueError, match="not exercised"):
+        wrap(loaded, cache="h2o").loglikelihood_rolling(make_requests("loglikelihood_rolling", (CONTEXT[:20],)))
+    with pytest.raises(ValueError, match="not exercised"):
+        arguments = (CONTEXT[:20], {"until": ["\n"], "max_gen_toks": 2})
+        wrap(loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
+
+
+def test_infinigen_is_decoded(loaded: Loaded) -> None:
+    lm = wrap(loaded, cache="infinigen", cache_recent=8, cache_share=0.05)
+    lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
+    assert lm.get_model_info()["cache"]["stats_of_longest"]["selected_calls"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"cache": "gaer"}, "Unknown cache `gaer`.*gear"),
+        ({"cache": "gear", "cache_rnak": 2}, "Unknown option `rnak`.*Did you mean `rank`"),
+        ({"cache_mode": "fast"}, "`cache_mode` has to be one of auto, prefix, chunk, decode"),
+        ({"cache_chunk": 0}, "`cache_chunk`.*at least 1"),
+        ({"cache_chunk": "many"}, "`cache_chunk`.*at least 1"),
+        ({"cache_check": 1}, "`cache_check` has to be true or false"),
+        ({"backend": "seq2seq"}, "`backend` has to be `causal`"),
+    ],
+)
+def test_bad_arguments_before_a_model_is_loaded(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        KVCacheLM("/there/is/no/such/model", **options)
+
+
+def test_other_bad_input(loaded: Loaded) -> None:
+    with pytest.raises(ValueError, match="`cache_implementation` in `gen_kwargs`"):
+        arguments = (CONTEXT, {"until": ["\n"], "cache_implementation": "static"})
+        wrap(loaded).generate_until(make_requests("generate_until", arguments))
+    with pytest.raises(ValueError, match="`max_length` is 8 tokens, but a continuation has 11"):
+        wrap(loaded, max_length=8).loglikelihood(make_requests("loglikelihood", ("a", "hello world")))
+
+
+def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) -> None:
+    assert get_model("kvcache") is get_model("hf-kvcache") is KVCacheLM
+    # lm-eval's own models are there all the same
+    assert get_model("hf") is HFLM
+    folder = saved_with_tokenizer("llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = chr(0)
+    tokenizer.save_pretrained(folder)
+    lm = KVCacheLM.create_from_arg_string(
+        f"pretrained={folder},cache=gear,cache_nbits=2,cache_rank=3,dtype=bfloat16",
+        {"batch_size": 2, "device": None},
+    )
+    assert lm.cache_options == {"nbits": 2, "rank": 3}
+    assert lm.model.dtype == torch.bfloat16 and lm.batch_size == 2
+    spec = KVCacheLM(folder, cache="gear:nbits=2,rank=3", device="cpu")
+    assert (spec.cache_name, spec.cache_options) == ("gear", {"nbits": 2, "rank": 3})
+
+
+def test_two_settings_cannot_share_stored_responses(loaded: Loaded, tmp_path) -> None:
+    task = {
+        "task": "stored",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "hf")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "text",
+        "doc_to_choice": ["yes", "no"],
+        "doc_to_target": 0,
+    }
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"text": "{CONTEXT[number:]}"}}' for number in range(3)))
+
+    def evaluate(**options: object) -> float:
+        results = lm_eval.simple_evaluate(
+            model=wrap(loaded, **options), tasks=[dict(task)], use_cache=str(tmp_path / "store"), bootstrap_iters=0
+        )
+        return results["samples"]["stored"][0]["resps"][0][0][0]
+
+    first = evaluate()
+    assert evaluate() == first
+    with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
+        evaluate(cache="gear-2bit")

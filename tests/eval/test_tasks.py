@@ -1,0 +1,256 @@
+"""The tasks' files: rows as files and the hub hold them, and lm-eval's command line with them, offline."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("lm_eval")
+
+import yaml
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from kvcache_plugins.eval.tasks import FOLDER, loaders, task_files
+
+
+CHOICES = ["by night", "at noon", "in May", "on foot"]
+HUB_CHOICES = {"text": CHOICES, "label": ["A", "B", "C", "D"]}
+# Of every set a row of a file, the same row as the hub has it, and what lm-eval is to see of both
+ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
+    "copa": (
+        {
+            "question": "cause",
+            "premise": "The glass fell.",
+            "choice1": "It was hit.",
+            "choice2": "It sang.",
+            "label": 0,
+        },
+        {
+            "question": "cause",
+            "premise": "The glass fell.",
+            "choice1": "It was hit.",
+            "choice2": "It sang.",
+            "label": 0,
+        },
+        {"query": "The glass fell because", "choices": ["it was hit.", "it sang."], "label": 0},
+    ),
+    "piqa": (
+        {"goal": "Boil water", "sol1": "heat it", "sol2": "freeze it", "label": 0},
+        {"goal": "Boil water", "sol1": "heat it", "sol2": "freeze it", "label": 0},
+        {"query": "Question: Boil water\nAnswer:", "choices": ["heat it", "freeze it"], "label": 0},
+    ),
+    "rte": (
+        {"sentence1": "It rains.", "sentence2": "It is dry.", "label": 1},
+        {"sentence1": "It rains.", "sentence2": "It is dry.", "label": 1, "idx": 3},
+        {
+            "query": "It rains.\nQuestion: It is dry. True or False?\nAnswer:",
+            "choices": ["True", "False"],
+            "label": 1,
+        },
+    ),
+    "openbookqa": (
+        {"question": "Owls hunt", "choices": CHOICES, "label": 0},
+        {"question_stem": "Owls hunt", "choices": HUB_CHOICES, "answerKey": "A "},
+        {"query": "Owls hunt", "choices": CHOICES, "label": 0},
+    ),
+    "arc_challenge": (
+        {"question": "When do owls hunt?", "choices": CHOICES, "label": 3},
+        {"question": "When do owls hunt?", "choices": {**HUB_CHOICES, "label": list("1234")}, "answerKey": "4"},
+        {"query": "Question: When do owls hunt?\nAnswer:", "choices": CHOICES, "label": 3},
+    ),
+    "winogrande": (
+        {"sentence": "The cup fit in the bag as the _ was small.", "option1": "cup", "option2": "bag", "answer": "1"},
+        {"sentence": "The cup fit in the bag as the _ was small.", "option1": "cup", "option2": "bag", "answer": "1"},
+        {
+            "choices": ["The cup fit in the bag as the cup", "The cup fit in the bag as the bag"],
+            "ending": "was small.",
+            "label": 0,
+        },
+    ),
+    "gsm8k": (
+        {"question": "One and one?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
+        {"question": "One and one?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
+        {"question": "One and one?", "target": "2"},
+    ),
+}
+FILES = {
+    "copa": ("copa/dev.jsonl", "copa/test.jsonl"),
+    "piqa": ("piqa/valid.jsonl",),
+    "rte": ("rte/dev.jsonl",),
+    "openbookqa": ("openbookqa/test.jsonl",),
+    "arc_challenge": ("arc_challenge/test.jsonl",),
+    "winogrande": ("winogrande/dev.jsonl",),
+    "gsm8k": ("gsm8k/test.jsonl",),
+}
+NUM_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small set of every kind, laid out as a person's own folder would be."""
+    folder = tmp_path_factory.mktemp("data")
+    contents = {file: [ROWS[name][0]] * NUM_ROWS for name, files in FILES.items() for file in files}
+    contents["lost_in_the_middle/kv_retrieval_75_keys_100.jsonl"] = [
+        {"ordered_kv_records": [["a", "one"], ["b", "two"], ["c", "three"]], "key": "b", "value": "two"}
+    ]
+    contents["longchat_lines/200_lines.jsonl"] = [
+        {
+            "random_idx": ["calm-sea", 1],
+            "expected_number": 24,
+            "prompt": "Record:\nline a-b: REGISTER_CONTENT is <7>\nline calm-sea: REGISTER_CONTENT is <24>",
+        }
+    ]
+    for file, rows in contents.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    (folder / "moby_dick").mkdir()
+    (folder / "moby_dick" / "moby_dick.txt").write_text("Call me Ishmael. " * 800, encoding="utf-8")
+    (folder / "wikitext2").mkdir()
+    text = " \n = First = \n \n Some words . \n \n = = Part = = \n More . \n \n = Second = \n \n Other words . \n"
+    (folder / "wikitext2" / "wiki.test.raw").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
+    own, hub, expected = ROWS[name]
+    source = getattr(loaders, f"_{name.removesuffix('_challenge').upper()}")
+    assert source.convert(own) == source.convert(hub) == expected
+    splits = getattr(loaders, name)(data_folder=str(data_folder), pretrained="ignored")
+    assert splits["test"][0] == expected
+    # Sets of one file give some rows to the examples, and no row to both
+    counts = {split: len(rows) for split, rows in splits.items()}
+    assert counts == {"train": NUM_ROWS if name == "copa" else 32, "test": NUM_ROWS if name == "copa" else 8}
+
+
+@pytest.mark.parametrize("name", task_files())
+def test_every_task_builds_its_requests(name: str, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))
+    config = load_yaml(task_files()[name], resolve_func=True)
+    assert config["task"] == name
+    text_file = str(data_folder / "moby_dick" / "moby_dick.txt")
+    manager = TaskManager(metadata={"text_file": text_file} if name == "kv_text" else {})
+    task = manager.load([config])["tasks"][name]
+    task.build_all_requests(limit=2, rank=0, world_size=1)
+    first = task.instances[0].args
+    expected = {
+        "kv_winogrande": " was small.",
+        "kv_copa": " it was hit.",
+        "kv_rte": " True",
+        "kv_arc_challenge": " by night",
+        "kv_openbookqa": " by night",
+        "kv_piqa": " heat it",
+    }
+    if name in expected:
+        assert first[1] == expected[name]
+        # Five examples come before the question
+        assert first[0].count("\n\n") >= 5
+    elif name == "kv_gsm8k":
+        assert first[0].count("Q: ") == 9 and first[0].endswith("Q: One and one?\nA:")
+    elif name in ("kv_pairs", "kv_lines", "kv_passkey"):
+        asked = {"kv_pairs": 'Corresponding value: "', "kv_lines": "calm-sea is <", "kv_passkey": "The pass key is"}
+        assert first[0].endswith(asked[name])
+    else:
+        assert name in ("kv_text", "kv_wikitext") and len(first) == 1
+
+
+def test_passkeys_are_where_they_should_be(data_folder: Path) -> None:
+    rows = loaders.passkey(data_folder=str(data_folder), words=100, questions=5)["test"]
+    places = [row["context"].split().index(f"{row['answer']}.") for row in rows]
+    assert places == [4, 29, 54, 79, 104]
+    assert rows["answer"] == loaders.passkey(data_folder=str(data_folder), words=100, questions=5)["test"]["answer"]
+
+
+def test_pages_of_wikitext(data_folder: Path) -> None:
+    pages = loaders.wikitext(data_folder=str(data_folder))["test"]["page"]
+    assert [page.split(" = ")[1] for page in pages] == ["First", "Second"]
+    assert "= = Part = =" in pages[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda folder: loaders.copa(data_folder="/no/such"), "`data_folder` is `/no/such`"),
+        (lambda folder: loaders.copa(data_folder=str(folder / "copa")), "there is no file .*dev.jsonl"),
+        (lambda folder: loaders.pairs(), "`data_folder`: key-value retrieval is on no hub.*KVCACHE_PLUGINS_DATA"),
+        (lambda folder: loaders.text(), "`text_file`: name the text"),
+        (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),
+    ],
+)
+def test_what_is_missing_is_named(
+    call: Callable[[Path], object], complaint: str, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVCACHE_PLUGINS_DATA", raising=False)
+    with pytest.raises(ValueError, match=complaint):
+        call(data_folder)
+
+
+def run_command(arguments: list[str], folder: Path, data_folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "KVCACHE_PLUGINS_DATA": str(data_folder),
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.run(
+        [sys.executable, "-P", "-m", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def read_results(folder: Path) -> dict[str, object]:
+    (path,) = folder.rglob("results_*.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_command_line_on_a_real_model(smollm2: object, tmp_path: Path, data_folder: Path) -> None:
+    arguments = ["--model", "kvcache", "--model_args", "pretrained=smollm2,cache=gear-2bit", "--limit", "2"]
+    arguments += ["--tasks", "kv_copa,kv_openbookqa", "--output_path", str(tmp_path / "out")]
+    finished = run_command(["kvcache_plugins.eval", *arguments], tmp_path, data_folder)
+    assert finished.returncode == 0, finished.stderr
+    assert "kv_copa" in finished.stdout and "kv_openbookqa" in finished.stdout
+    cache = read_results(tmp_path / "out")["config"]["cache"]
+    assert cache["cache"] == "gear-2bit"
+    assert cache["counters"]["contexts"] == cache["counters"]["contexts_exercised"] == 4
+    assert cache["counters"]["continuations"] == 2 * 2 + 2 * 4
+
+
+@pytest.mark.slow
+def test_the_stock_command_finds_the_model_through_a_file(
+    saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = saved_with_tokenizer("llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = chr(0)
+    tokenizer.save_pretrained(folder)
+    arguments = ["lm_eval", "run", "--model", "kvcache", "--model_args", f"pretrained={folder},cache=h2o"]
+    arguments += ["--tasks", str(FOLDER / "copa.yaml"), "--limit", "2"]
+    finished = run_command([*arguments, "--output_path", str(tmp_path / "out")], tmp_path, data_folder)
+    assert finished.returncode == 0, finished.stderr
+    assert read_results(tmp_path / "out")["config"]["cache"]["cache"] == "h2o"
+    # A buffer that is longer than all contexts: one line, with the reason
+    arguments = ["kvcache_plugins.eval", *arguments[1:]]
+    arguments[arguments.index("--model_args") + 1] += ",cache_min_tokens=4000"
+    finished = run_command(arguments, tmp_path, data_folder)
+    assert finished.returncode == 2
+    assert "The cache `h2o` was not exercised" in finished.stderr.splitlines()[-1]
+
+
+def test_yaml_files_hold_nothing_but_tasks() -> None:
+    for name, path in task_files().items():
+        fields = yaml.load(path.read_text(encoding="utf-8").replace("!function", ""), Loader=yaml.SafeLoader)
+        assert fields["task"] == name
+        assert {"custom_dataset", "test_split", "output_type", "metric_list"} <= fields.keys()
