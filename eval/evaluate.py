@@ -6,7 +6,7 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +23,13 @@ LM_EVAL_COMMANDS = {
     "run": "Evaluate a model on tasks: lm-eval's own command, with the model `kvcache`.",
     "ls": "List lm-eval's tasks, this project's (kv_*) among them.",
     "validate": "Check files of tasks.",
+}
+_MEASURES: dict[str, Callable[..., None]] = {
+    "fidelity": fidelity.main,
+    "perplexity": perplexity.main,
+    "retrieval": retrieval.main,
+    "sweep": sweep.main,
+    "report": sweep_report.main,
 }
 
 
@@ -94,11 +101,5 @@ def _add_lm_eval_command(name: str, help_text: str) -> None:
 
 for _name, _help in LM_EVAL_COMMANDS.items():
     _add_lm_eval_command(_name, _help)
-for _name, _function in {
-    "fidelity": fidelity.main,
-    "perplexity": perplexity.main,
-    "retrieval": retrieval.main,
-    "sweep": sweep.main,
-    "report": sweep_report.main,
-}.items():
+for _name, _function in _MEASURES.items():
     app.command(_name)(with_user_errors(_function))

@@ -291,8 +291,8 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
 
 def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:
     """A row of a JSON file."""
-    numbers = ("ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored")
-    numbers += ("first_difference", "layer_errors")
+    numbers = ["ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored"]
+    numbers += ["first_difference", "layer_errors"]
     return {
         "cache": cache,
         **{name: getattr(fidelity, name) for name in numbers},

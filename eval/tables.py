@@ -129,20 +129,20 @@ def _runahead(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _runahead_simulation(rows: Sequence[Mapping[str, Any]]) -> str:
     if "measured_s" in rows[0]:
-        head = ("slices", "measured, s", "simulated, s", "simulated / measured")
+        head = ["slices", "measured, s", "simulated, s", "simulated / measured"]
         keys = ("measured_s", "simulated_s", "simulated_against_measured")
-        cells = [(" + ".join(map(str, row["lengths"])), *(f"{row[key]:.3f}" for key in keys)) for row in rows]
+        cells = [[" + ".join(map(str, row["lengths"])), *(f"{row[key]:.3f}" for key in keys)] for row in rows]
         return make_markdown_table(head, cells)
-    head = ("tokens", "GB/s", "ranks", "one rank, s", "TSP, s", "KV-Runahead, s", "ranks used", "times TSP")
+    head = ["tokens", "GB/s", "ranks", "one rank, s", "TSP, s", "KV-Runahead, s", "ranks used", "times TSP"]
     cells = [
-        (
+        [
             str(row["length"]),
             f"{row['gb_s']:g}",
             str(row["num_ranks"]),
             *(f"{row[key]:.3f}" for key in ("one_rank_s", "tsp_s", "runahead_s")),
             str(len(row["lengths"])),
             f"{row['tsp_s'] / row['runahead_s']:.2f}",
-        )
+        ]
         for row in rows
     ]
     return make_markdown_table(head, cells)
