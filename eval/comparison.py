@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcache_plugins.memory import MemoryReport, measure_memory
 
 from .fidelity import cache_factories, cache_stats, continuation_logits, fill_cache, score_logits
+from .layer_errors import LayerErrors, record_attention
 from .report import memory_fields
 
 
@@ -105,6 +106,8 @@ class ComparisonRow:
         generation (`Generation`, *optional*): Tokens, times and bytes; `None` when the cache failed.
         first_difference (`int`, *optional*): Index of the first token that is not the reference's, if there is one.
         kl (`float`, *optional*): Mean KL(dense || cache) along the reference's continuation, in nats.
+        top1_agreement (`float`, *optional*): Share of it at which both find the same token most likely.
+        layer_errors (`tuple[float, ...]`): Relative error of every layer's attention output along it.
         error (`str`, *optional*): What the cache raised.
     """
 
@@ -113,6 +116,8 @@ class ComparisonRow:
     generation: Generation | None = None
     first_difference: int | None = None
     kl: float | None = None
+    top1_agreement: float | None = None
+    layer_errors: tuple[float, ...] = ()
     error: str | None = None
 
 
@@ -224,17 +229,31 @@ class Comparison:
         # What follows the last token is nobody's text; a single token has nothing else
         fed = continuation[: max(1, continuation.numel() - 1)]
         targets = continuation[-fed.numel() :]
-        dense_logits = self._score(REFERENCE, fed)
-        rows = [self._row(REFERENCE, reference, reference, 0.0)]
-        for name in list(self.factories)[1:]:
-            announce(name)
+        dense_logits, dense_outputs = self._score(REFERENCE, fed)
+        rows = []
+        for name in self.factories:
             try:
-                generation = self._generate(name, announce)
-                score = score_logits(dense_logits, self._score(name, fed), targets)
+                generation = reference
+                if name != REFERENCE:
+                    announce(name)
+                    generation = self._generate(name, announce)
+                logits, outputs = self._score(name, fed)
             except _CACHE_FAILURES as error:
                 rows.append(ComparisonRow(cache=name, error=f"{type(error).__name__}: {error}"))
-            else:
-                rows.append(self._row(name, generation, reference, score.mean_kl))
+                continue
+            score = score_logits(dense_logits, logits, targets)
+            errors = LayerErrors()
+            errors.add(dense_outputs, outputs)
+            row = ComparisonRow(
+                cache=name,
+                text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
+                generation=generation,
+                first_difference=first_difference(reference.token_ids, generation.token_ids),
+                kl=score.mean_kl,
+                top1_agreement=score.num_agreeing / score.num_scored,
+                layer_errors=errors.relative(),
+            )
+            rows.append(row)
         return rows
 
     def _warm_up(self) -> None:
@@ -251,19 +270,13 @@ class Comparison:
             on_token=lambda: announce(name),
         )
 
-    def _score(self, name: str, continuation: torch.Tensor) -> torch.Tensor:
+    def _score(self, name: str, continuation: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits along a continuation, and every layer's attention outputs."""
         cache = self.factories[name]()
         fill_cache(self.model, self.token_ids, cache)
-        return continuation_logits(self.model, continuation, cache)
-
-    def _row(self, name: str, generation: Generation, reference: Generation, kl: float) -> ComparisonRow:
-        return ComparisonRow(
-            cache=name,
-            text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
-            generation=generation,
-            first_difference=first_difference(reference.token_ids, generation.token_ids),
-            kl=kl,
-        )
+        with record_attention(self.model) as recorded:
+            logits = continuation_logits(self.model, continuation, cache)
+        return logits, recorded.by_layer()
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
@@ -286,6 +299,8 @@ def row_fields(row: ComparisonRow) -> dict[str, object]:
         "token_ids": list(generation.token_ids),
         "first_difference": row.first_difference,
         "kl": row.kl,
+        "top1_agreement": row.top1_agreement,
+        "layer_errors": row.layer_errors,
         "memory": memory_fields(generation.memory),
         "stats": generation.stats,
         "prefill_seconds": generation.prefill_seconds,

@@ -167,8 +167,11 @@ def continuation_logits(
     Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`.
 
     Args:
-        chunk (`int`, *optional*): Tokens a forward; 1 is decode. All in one forward by default.
+        chunk (`int`, *optional*):
+            Tokens a forward; 1 is decode. By default all in one, or one by one if the cache would be exact for many.
     """
+    if chunk is None and getattr(cache, "is_exact_for_many", False):
+        chunk = 1
     if chunk is not None and chunk < 1:
         raise ValueError(f"`chunk` must be at least 1 or `None`, but got {chunk}")
     length_before = cache.get_seq_length()
@@ -235,7 +238,7 @@ def measure_fidelity(
         windows (`Sequence[torch.Tensor]`): `[prefix_length + num_scored + 1]` token ids each, see `spread_windows`.
         factories (`Mapping[str, Callable]`): Returns a fresh cache for every window, by the name of the result's row.
         prefix_length (`int`): Tokens that fill the cache before anything is scored.
-        chunk (`int`, *optional*): Scored tokens a forward; 1 is decode. All in one forward by default.
+        chunk (`int`, *optional*): Scored tokens a forward, see `continuation_logits`.
         on_progress (`Callable[[str], None]`, *optional*): Called before each window of each cache.
 
     Returns:
@@ -317,7 +320,7 @@ def _fidelity_cells(cache: str, fidelity: Fidelity) -> tuple[str, ...]:
         f"{fidelity.kl_spread:.4f}",
         f"{fidelity.top1_agreement:.3f}",
         f"{fidelity.first_difference:g}",
-        f"{max(fidelity.layer_errors):.3f}",
+        f"{max(fidelity.layer_errors):.3f}" if fidelity.layer_errors else "-",
     )
 
 

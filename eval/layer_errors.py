@@ -29,8 +29,16 @@ class AttentionOutputs:
 
 @contextmanager
 def record_attention(model: PreTrainedModel) -> Iterator[AttentionOutputs]:
-    """Records the attention outputs of all forwards in a `with` block, for a batch of one."""
+    """
+    Records the attention outputs of all forwards in a `with` block, for a batch of one.
+
+    Nothing is recorded of a model whose attention modules are not known: its other measures are worth having.
+    """
     recorded = AttentionOutputs()
+    try:
+        modules = find_attention_modules(model)
+    except ValueError:
+        modules = {}
 
     def record(index: int, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
@@ -39,7 +47,7 @@ def record_attention(model: PreTrainedModel) -> Iterator[AttentionOutputs]:
     def listen(index: int, module: nn.Module) -> Any:
         return module.register_forward_hook(lambda module, inputs, output: record(index, output))
 
-    handles = [listen(index, module) for index, module in find_attention_modules(model).items()]
+    handles = [listen(index, module) for index, module in modules.items()]
     try:
         yield recorded
     finally:

@@ -16,7 +16,7 @@ from kvcache_plugins import cli, list_caches, register_cache, registry
 
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROMPT = "It was the best of times, it was the worst of times. " * 3
-HEADINGS = ["cache", "differs at", "KL", "MB", "KV %", "ratio", "prefill s", "tokens/s", "text"]
+HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "tokens/s", "text"]
 
 
 @pytest.fixture

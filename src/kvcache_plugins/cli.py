@@ -170,8 +170,9 @@ def compare(
 ) -> None:
     """Run several caches on one prompt, side by side: text, KL to the dense cache, bytes held and speed.
 
-    KL is the mean over the dense cache's own continuation, fed through each cache after the prompt. "differs at" is
-    the first generated token that is not the dense cache's. KV % is of a cache at 16 bits, the ratio is to the
+    KL is the mean over the dense cache's own continuation, fed through each cache after the prompt, and "top-1" the
+    share of it at which both find the same token most likely. "differs at" is the first generated token that is not
+    the dense cache's. KV % is of a cache at 16 bits, the ratio is to the
     model's dtype. Exit code 1 if a cache failed on the way: its row says how.
 
     \b
@@ -258,6 +259,7 @@ def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
         "cache": "name",
         "differs at": "number",
         "KL": "number",
+        "top-1": "number",
         "MB": "number",
         "KV %": "number",
         "ratio": "number",
@@ -280,13 +282,14 @@ def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
 
 def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
     if row.generation is None:
-        return row.cache, *["-"] * 7, shorten(f"failed: {row.error}", SHORT_TEXT, placeholder="...")
+        return row.cache, *["-"] * 8, shorten(f"failed: {row.error}", SHORT_TEXT, placeholder="...")
     generation = row.generation
     memory = generation.memory
     return (
         row.cache,
         "-" if row.first_difference is None else str(row.first_difference),
         _number(row.kl, 4),
+        _number(row.top1_agreement, 3),
         f"{memory.total_bytes / 1e6:.2f}",
         f"{memory.kv_percent:.1f}",
         f"{memory.compression_ratio:.2f}",

@@ -78,6 +78,15 @@ def test_kl_is_over_the_references_continuation_through_the_filled_cache(
     assert rows[1].kl > 0
 
 
+def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    cache = "infinigen:share=0.02,recent=4"
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6).run(lambda _: None)
+    # All at once they would be scored exactly, and show no error at all
+    assert rows[1].kl > 1e-6
+    assert len(rows[1].layer_errors) == 2 and max(rows[1].layer_errors) > 1e-4
+    assert row_fields(rows[1])["top1_agreement"] == rows[1].top1_agreement <= 1
+
+
 def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     row = Comparison(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=5).run(lambda _: None)[0]
     # The last token is never fed

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval import fidelity
+from kvcache_plugins.eval import evaluate, fidelity
 from kvcache_plugins.eval.fidelity import cache_factories, continuation_logits, fill_cache, measure_fidelity
 from kvcache_plugins.eval.windows import encode_text, spread_windows
 from kvcache_plugins.registry import describe_caches
@@ -185,7 +185,7 @@ def test_command_writes_rows_with_their_provenance(
     caches = ["gear-4bit", "per-token-2bit", "gear-2bit", "gear-2bit:sparsity=0", "dynamic"]
     for cache in caches:
         arguments += ["--cache", cache]
-    result = CliRunner().invoke(fidelity.app, arguments)
+    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments])
     assert result.exit_code == 0, result.output
     assert all(cache in result.stdout for cache in caches)
 
@@ -201,6 +201,8 @@ def test_command_writes_rows_with_their_provenance(
     assert rows["gear-2bit"]["num_scored"] == 64
     assert len(rows["gear-2bit"]["windows"]) == 2
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
+    assert len(rows["gear-2bit"]["layer_errors"]) == 30
+    assert rows["gear-2bit"]["first_difference"] < rows["dynamic"]["first_difference"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_command_errors_are_one_line(
     arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
-    result = CliRunner().invoke(fidelity.app, [*arguments, "--prefix", "32", "--scored", "8"])
+    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments, "--prefix", "32", "--scored", "8"])
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.startswith("Error: ")
