@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .command_line import Announce, load_for_evaluation, make_table, open_console, track_progress
 from .report import provenance, write_json
-from .tasks import task_files
+from .tasks import find_task
 from .timing import spread
 
 
@@ -33,12 +33,8 @@ def build_requests(task: str, limit: int, num_fewshot: int | None) -> tuple[str,
     Returns:
         What the model is asked for (`loglikelihood` or `loglikelihood_rolling`), and the requests.
     """
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    path = task_files().get(task, Path(task))
-    named = load_yaml(path, resolve_func=True) if path.suffix == ".yaml" else task
-    ((_, built),) = TaskManager().load([named])["tasks"].items()
+    named, manager = find_task(task)
+    (built,) = manager.load([named])["tasks"].values()
     if num_fewshot is not None:
         built.set_config("num_fewshot", num_fewshot)
     built.set_fewshot_seed(1234)

@@ -15,7 +15,7 @@ from .fidelity import cache_factories, fidelity_fields, measure_fidelity
 from .perplexity import measure_perplexity, perplexity_fields
 from .report import memory_fields
 from .retrieval import answer_questions, read_questions
-from .tasks import task_files
+from .tasks import find_task
 from .windows import encode_text, spread_windows
 
 
@@ -89,13 +89,10 @@ def measure_task(
 ) -> Found:
     """A task of lm-eval: of this project (`kv_copa`), of a YAML file, or lm-eval's own."""
     import lm_eval
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
 
     from .lm_eval_model import KVCacheLM
 
-    path = task_files().get(str(task), Path(task))
-    named = load_yaml(path, resolve_func=True) if path.suffix == ".yaml" else task
+    named, manager = find_task(task, metadata)
     lm = KVCacheLM(
         model,
         tokenizer=tokenizer,
@@ -112,7 +109,7 @@ def measure_task(
         limit=limit,
         bootstrap_iters=_BOOTSTRAPS,
         apply_chat_template=apply_chat_template,
-        task_manager=TaskManager(metadata=dict(metadata or {})),
+        task_manager=manager,
     )
     ((name, scores),) = results["results"].items()
     metrics = [key for key in scores if "," in key and "_stderr" not in key]

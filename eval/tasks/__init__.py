@@ -7,7 +7,9 @@ A task is a YAML file beside this one, and `loaders.py` reads its rows. They com
     lm_eval run --model kvcache --model_args ... --tasks path/to/eval/tasks/copa.yaml --metadata data_folder=../data
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 FOLDER = Path(__file__).resolve().parent
@@ -16,3 +18,21 @@ FOLDER = Path(__file__).resolve().parent
 def task_files() -> dict[str, Path]:
     """The YAML file of every task, by the task's name."""
     return {f"kv_{path.stem}": path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """
+    A task, as lm-eval takes it, and the manager that loads it.
+
+    Args:
+        task (`str` or `Path`): A name of this project's tasks, a YAML file, or a name of lm-eval's.
+        metadata (`Mapping[str, Any]`, *optional*): What the task's loader is called with: `data_folder`, `records`.
+    """
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = task_files().get(str(task), Path(task))
+    is_file = path.suffix == ".yaml"
+    # Reading lm-eval's own thousands of files takes seconds
+    manager = TaskManager(metadata=dict(metadata or {}), include_defaults=not is_file)
+    return (load_yaml(path, resolve_func=True) if is_file else str(task)), manager

@@ -48,8 +48,8 @@ class Source:
     hub_splits: Mapping[str, str]
     convert: Callable[[Row], Row]
 
-    def load(self, data_folder: str | None) -> datasets.DatasetDict:
-        """The splits `train`, for examples, and `test`."""
+    def load(self, data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
+        """The splits `train`, for examples, and `test`. What else stands in lm-eval's metadata is not for us."""
         folder = _find_folder(data_folder)
         if folder is None:
             rows = datasets.load_dataset(*self.hub)
@@ -187,42 +187,10 @@ _GSM8K = Source(
 )
 
 
-# What the YAML files name. lm-eval passes its metadata, the model arguments among them: most of it is not for us.
+# What the YAML files name; lm-eval calls it with its metadata, the model arguments among them
 
-
-def copa(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """COPA: which of two sentences is the cause, or the effect."""
-    return _COPA.load(data_folder)
-
-
-def piqa(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """PIQA: which of two ways reaches a goal."""
-    return _PIQA.load(data_folder)
-
-
-def rte(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """RTE: whether a sentence follows from a text."""
-    return _RTE.load(data_folder)
-
-
-def openbookqa(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """OpenBookQA: elementary science, four choices."""
-    return _OPENBOOKQA.load(data_folder)
-
-
-def arc_challenge(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """ARC, challenge set: science exams."""
-    return _ARC.load(data_folder)
-
-
-def winogrande(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """WinoGrande: what a pronoun, left out, stands for."""
-    return _WINOGRANDE.load(data_folder)
-
-
-def gsm8k(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-    """GSM8K: word problems of arithmetic, answered by a chain of thought."""
-    return _GSM8K.load(data_folder)
+copa, piqa, rte, openbookqa = _COPA.load, _PIQA.load, _RTE.load, _OPENBOOKQA.load
+arc_challenge, winogrande, gsm8k = _ARC.load, _WINOGRANDE.load, _GSM8K.load
 
 
 def gsm8k_examples() -> list[Row]:

@@ -13,6 +13,7 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from kvcache_plugins.eval.lm_eval_model import KVCacheLM
 
@@ -191,7 +192,11 @@ def test_two_settings_cannot_share_stored_responses(loaded: Loaded, tmp_path) ->
 
     def evaluate(**options: object) -> float:
         results = lm_eval.simple_evaluate(
-            model=wrap(loaded, **options), tasks=[dict(task)], use_cache=str(tmp_path / "store"), bootstrap_iters=0
+            model=wrap(loaded, **options),
+            tasks=[dict(task)],
+            use_cache=str(tmp_path / "store"),
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),
         )
         return results["samples"]["stored"][0]["resps"][0][0][0]
 

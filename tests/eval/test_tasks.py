@@ -13,10 +13,8 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import yaml
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 
-from kvcache_plugins.eval.tasks import FOLDER, loaders, task_files
+from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]
@@ -132,10 +130,9 @@ def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
 @pytest.mark.parametrize("name", task_files())
 def test_every_task_builds_its_requests(name: str, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))
-    config = load_yaml(task_files()[name], resolve_func=True)
-    assert config["task"] == name
     text_file = str(data_folder / "moby_dick" / "moby_dick.txt")
-    manager = TaskManager(metadata={"text_file": text_file} if name == "kv_text" else {})
+    config, manager = find_task(name, {"text_file": text_file} if name == "kv_text" else None)
+    assert config["task"] == name
     task = manager.load([config])["tasks"][name]
     task.build_all_requests(limit=2, rank=0, world_size=1)
     first = task.instances[0].args
