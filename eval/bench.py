@@ -11,13 +11,13 @@ from . import (
     benchmark_kernels,
     benchmark_lm_eval,
     benchmark_memory,
-    benchmark_runahead,
     benchmark_step,
-    gpu,
     prediction,
-    runahead_simulation,
 )
 from .command_line import with_user_errors
+from .gpu import command as gpu
+from .runahead import benchmark as benchmark_runahead
+from .runahead import simulation as runahead_simulation
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

@@ -14,10 +14,11 @@ from typing import Annotated
 import typer
 from transformers import TextStreamer
 
-from .eval import bench, evaluate, runahead_plan
+from .eval import bench, evaluate
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
 from .eval.report import provenance
+from .eval.runahead import plan
 from .eval.windows import encode_text, spread_windows
 from .infinigen.calibration import LayerReport
 from .infinigen.calibration import calibrate as measure_layers
@@ -44,7 +45,7 @@ SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
-app.command("plan")(runahead_plan.main)
+app.command("plan")(plan.main)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.eval import gpu, gpu_parts
-from kvcache_plugins.eval.checking import MismatchError
-from kvcache_plugins.eval.gpu_plan import FULL
-from kvcache_plugins.eval.partial_report import PartialReport, TimeBox
+from kvcache_plugins.eval.gpu import command as gpu_command
+from kvcache_plugins.eval.gpu import parts
+from kvcache_plugins.eval.gpu.checking import MismatchError
+from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
+from kvcache_plugins.eval.gpu.plan import FULL
 
 
 def read(folder: Path, name: str) -> dict:
@@ -39,7 +40,7 @@ def replace_children(monkeypatch):
 
 
 def run_tiny(part: str, folder: Path) -> None:
-    gpu.main(out=folder, limit=300.0, tiny=True, part=part)
+    gpu_command.main(out=folder, limit=300.0, tiny=True, part=part)
 
 
 def test_attention_alone(tmp_path, triton_kernels):
@@ -90,14 +91,14 @@ def test_largest_batch(tmp_path, triton_kernels):
 
 
 def test_a_mismatch_is_noted_and_not_timed(tmp_path, triton_kernels, monkeypatch):
-    add = gpu_parts.Contest.add
+    add = parts.Contest.add
 
     def wrong(self, cache_name):
         if cache_name == "gear-2bit":
             raise MismatchError("gear-2bit is wrong by 1.0e+00: not timed")
         add(self, cache_name)
 
-    monkeypatch.setattr(gpu_parts.Contest, "add", wrong)
+    monkeypatch.setattr(parts.Contest, "add", wrong)
     run_tiny("attention", tmp_path)
     content = read(tmp_path, "gpu_attention_large")
     assert "gear-2bit is wrong" in content["failures"][0]["reason"]
@@ -118,11 +119,11 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
             raise subprocess.CalledProcessError(-11, command)
 
     replace_children(run)
-    gpu.main(out=tmp_path, limit=500.0, tiny=True)
-    assert [command[command.index("--part") + 1] for command in commands] == list(gpu_parts.PARTS)
+    gpu_command.main(out=tmp_path, limit=500.0, tiny=True)
+    assert [command[command.index("--part") + 1] for command in commands] == list(parts.PARTS)
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run")
-    assert [row["part"] for row in content["rows"]] == list(gpu_parts.PARTS)
+    assert [row["part"] for row in content["rows"]] == list(parts.PARTS)
     # What a part leaves goes to the next one
     assert [round(row["limit"]) for row in content["rows"]] == [110, 210, 290, 390, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
@@ -138,7 +139,7 @@ def test_outcomes_of_tests_are_counted(tmp_path):
         '<testcase classname="a" name="d"><failure message="assert 1 == 2"/></testcase></testsuite></testsuites>'
     )
     report = PartialReport(tmp_path / "checks.json", "checks", torch.device("cpu"), {})
-    assert gpu_parts._count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
+    assert parts._count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
     assert report.failures == [{"what": "a::d", "reason": "assert 1 == 2"}]
 
 
@@ -147,18 +148,18 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
         raise subprocess.TimeoutExpired(command, timeout)
 
     replace_children(run)
-    gpu_parts.run_tests(FULL, tmp_path, torch.device("cpu"), TimeBox(10.0))
+    parts.run_tests(FULL, tmp_path, torch.device("cpu"), TimeBox(10.0))
     assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
 
 
 def test_the_tests_that_are_run_are_there():
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     assert all((root / path).is_file() for path in FULL.tests)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_whole_run_wants_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
-        gpu.main(out=tmp_path)
+        gpu_command.main(out=tmp_path)
     with pytest.raises(ValueError, match="`part` must be one of"):
-        gpu.main(out=tmp_path, part="nonsense")
+        gpu_command.main(out=tmp_path, part="nonsense")

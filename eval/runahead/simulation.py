@@ -16,13 +16,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from kvcache_plugins.eval.command_line import make_table, open_console
+from kvcache_plugins.eval.report import provenance, write_json
 from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_tsp_ttft, predict_ttft
 from kvcache_plugins.kv_runahead.partition import planned
 
-from .command_line import make_table, open_console
-from .report import provenance, write_json
-from .runahead_measure import THROTTLED, TSP
-from .runahead_paper import FITTED, MODELS, cost_of, paper_rows
+from .measure import THROTTLED, TSP
+from .paper import FITTED, MODELS, cost_of, paper_rows
 
 
 # Below it launching kernels, not computing, is what the paper's GPUs spent their time with
@@ -229,7 +229,3 @@ def main(
         content |= {"settings": {**settings, "model": model}, "rows": rows, "paper_rows": paper}
     if out is not None:
         write_json(out, content)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -16,15 +16,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from kvcache_plugins.eval.command_line import make_table, open_console, track_progress
+from kvcache_plugins.eval.report import provenance, write_json
+from kvcache_plugins.eval.timing import spread
 from kvcache_plugins.kv_runahead.cost import CostModel, Link
 from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable
 
-from .command_line import make_table, open_console, track_progress
 from .isolated_network import IsolatedNetwork
-from .rank_processes import Ranks, Worker
-from .report import provenance, write_json
-from .runahead_measure import (
+from .measure import (
     FULL,
     ONE_RANK,
     THROTTLED,
@@ -41,7 +41,7 @@ from .runahead_measure import (
     time_slices,
     worst_error,
 )
-from .timing import spread
+from .rank_processes import Ranks, Worker
 
 
 _WARM_UP_TOKENS = 256
@@ -295,7 +295,3 @@ def main(
         cost = None if benchmark.cost is None else asdict(benchmark.cost)
         content = {"benchmark": "runahead", **provenance(torch.device("cpu")), "settings": settings, "cost": cost}
         write_json(out, {**content, **benchmark.found, "rows": benchmark.rows})
-
-
-if __name__ == "__main__":
-    typer.run(main)

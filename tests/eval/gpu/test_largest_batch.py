@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.largest_batch import WAYS, Budget, find_largest, measure_largest_batch, run_batch
-from kvcache_plugins.eval.partial_report import TimeBox, TimeIsUpError
+from kvcache_plugins.eval.gpu.largest_batch import WAYS, Budget, find_largest, measure_largest_batch, run_batch
+from kvcache_plugins.eval.gpu.partial_report import TimeBox, TimeIsUpError
 
 
 CONTEXT, STEPS = 64, 3

@@ -15,15 +15,15 @@ import typer
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.eval.benchmark_step import step_rows
+from kvcache_plugins.eval.timing import time_call
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .benchmark_step import step_rows
 from .checking import MismatchError
-from .gpu_models import build_llama
-from .gpu_plan import Plan
+from .models import build_llama
 from .partial_report import PartialReport, TimeBox
-from .timing import time_call
+from .plan import Plan
 
 
 RESIDENT = ", all resident"

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from kvcache_plugins.eval.command_line import make_table, open_console, track_progress, user_errors
+from kvcache_plugins.eval.report import provenance
 from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
 from kvcache_plugins.kv_runahead.partition import searched
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
 
-from .command_line import make_table, open_console, track_progress, user_errors
-from .rank_processes import Ranks
-from .report import provenance
-from .runahead_measure import (
+from .measure import (
     ModelFacts,
     describe_model,
     fit_cost,
@@ -30,6 +29,7 @@ from .runahead_measure import (
     time_slices,
     worst_error,
 )
+from .rank_processes import Ranks
 
 
 # The first step of a search, in shares of an even slice: what is planned is near already
@@ -192,7 +192,3 @@ def main(
         table.save(out)
         assert table.cost is not None
         show_plan(table, worst_error(table.timings, table.cost), facts)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import typer
 
-from .report import provenance, write_json
+from kvcache_plugins.eval.report import provenance, write_json
 
 
 class TimeIsUpError(Exception):

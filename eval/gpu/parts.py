@@ -14,18 +14,18 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
+from kvcache_plugins.eval.benchmark_kernels import BACKENDS, Contest, describe
+from kvcache_plugins.eval.benchmark_step import describe as describe_step
+from kvcache_plugins.eval.benchmark_step import step_rows, time_turns
+from kvcache_plugins.eval.timing import time_call
 from kvcache_plugins.registry import create_cache
 
-from .benchmark_kernels import BACKENDS, Contest, describe
-from .benchmark_step import describe as describe_step
-from .benchmark_step import step_rows, time_turns
 from .checking import require_close_layers
-from .gpu_infinigen import check_exact, time_offloading
-from .gpu_models import DTYPE, build_llama
-from .gpu_plan import Plan
+from .infinigen import check_exact, time_offloading
 from .largest_batch import WAYS, Budget, measure_largest_batch
+from .models import DTYPE, build_llama
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
-from .timing import time_call
+from .plan import Plan
 
 
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .command_line import load_for_evaluation
+from kvcache_plugins.eval.command_line import load_for_evaluation
+
 from .isolated_network import INTERFACE, enter_namespace
 
 
@@ -96,7 +97,7 @@ class Ranks:
         context: Any = multiprocessing.get_context("forkserver" if is_served else "spawn")
         if is_served:
             # Imported once, in a process that never computes anything
-            context.set_forkserver_preload([__name__, "kvcache_plugins.eval.runahead_measure"])
+            context.set_forkserver_preload([__name__, "kvcache_plugins.eval.runahead.measure"])
         self._folder = tempfile.TemporaryDirectory(prefix="kvcache_plugins_")
         try:
             for setup in self._setups:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.eval.timing import spread, time_call
 from kvcache_plugins.memory import measure_memory
 
 from .partial_report import TimeBox, TimeIsUpError
-from .timing import spread, time_call
 
 
 WAYS = ("repeated", "read")

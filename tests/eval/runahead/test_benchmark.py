@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.benchmark_runahead import parse_shares, parse_sweep, ways_to_prefill
-from kvcache_plugins.eval.isolated_network import IsolatedNetwork
-from kvcache_plugins.eval.rank_processes import Ranks
-from kvcache_plugins.eval.runahead_measure import describe_model, measure_link, time_slice
+from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep, ways_to_prefill
+from kvcache_plugins.eval.runahead.isolated_network import IsolatedNetwork
+from kvcache_plugins.eval.runahead.measure import describe_model, measure_link, time_slice
+from kvcache_plugins.eval.runahead.rank_processes import Ranks
 
 
 def run(*arguments: str) -> Result:
@@ -124,7 +124,7 @@ def test_a_model_that_is_not_there() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
     program = (
-        "import sys, time; from kvcache_plugins.eval.rank_processes import Ranks\n"
+        "import sys, time; from kvcache_plugins.eval.runahead.rank_processes import Ranks\n"
         "with Ranks(sys.argv[1], 2) as ranks:\n"
         "    print(*[process.pid for process in ranks._processes], flush=True)\n"
         "    time.sleep(100)"

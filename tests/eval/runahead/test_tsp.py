@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcache_plugins.eval.rank_processes import Ranks
-from kvcache_plugins.eval.runahead_measure import ONE_RANK, TSP, prefill
+from kvcache_plugins.eval.runahead.measure import ONE_RANK, TSP, prefill
+from kvcache_plugins.eval.runahead.rank_processes import Ranks
 
 
 def random_tokens(length: int) -> list[int]:

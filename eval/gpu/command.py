@@ -25,9 +25,9 @@ from typing import Annotated
 import torch
 import typer
 
-from .gpu_parts import PARTS
-from .gpu_plan import FULL, TINY
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
+from .parts import PARTS
+from .plan import FULL, TINY
 
 
 # Shares of the time limit
@@ -94,7 +94,3 @@ def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.de
         subprocess.run(command, check=True, timeout=max(seconds, 1.0), env=environment)
     except subprocess.TimeoutExpired as error:
         raise TimeIsUpError from error
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.eval import report as report_file
-from kvcache_plugins.eval.partial_report import PartialReport, TimeBox, TimeIsUpError
+from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox, TimeIsUpError
 
 
 @pytest.fixture

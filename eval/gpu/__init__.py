@@ -1,0 +1,1 @@
+"""All that only a GPU can tell, checked and then timed in one run: `kvcache-plugins bench gpu`."""

@@ -1,0 +1,9 @@
+"""`python -m kvcache_plugins.eval.gpu`: the same as `kvcache-plugins bench gpu`."""
+
+import typer
+
+from .command import main
+
+
+if __name__ == "__main__":
+    typer.run(main)
