@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node 2 -m kvcache_plugins.kv_runahead`: all ranks prefill a prompt, the last continues it.
 
-Also under `accelerate launch`. The last rank prints the text, and on standard error time to first token, partition and
-bytes sent; the others print nothing but errors.
+Also under `accelerate launch`, on CPUs with `--multi_gpu`, without which it starts one process there. The last rank
+prints the text, and on standard error time to first token, partition and bytes sent; the others print nothing but
+errors.
 """
 
 import os
@@ -85,7 +86,10 @@ def main(
     """
     with user_errors():
         if "RANK" not in os.environ:
-            raise ValueError("Start it with `torchrun --nproc-per-node N -m kvcache_plugins.kv_runahead ...`")
+            raise ValueError(
+                "Start it with `torchrun --nproc-per-node N -m kvcache_plugins.kv_runahead ...`, or with `accelerate "
+                "launch --num_processes N` (on CPUs also `--multi_gpu`)"
+            )
         if (prompt is None) == (prompt_file is None):
             raise ValueError("Give either `--prompt` or `--prompt-file`")
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
