@@ -17,10 +17,10 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from kvcache_plugins.eval.benchmark_kernels import BACKENDS, Contest, describe
 from kvcache_plugins.eval.benchmark_step import describe as describe_step
 from kvcache_plugins.eval.benchmark_step import step_rows, time_turns
+from kvcache_plugins.eval.checking import require_close_layers
 from kvcache_plugins.eval.timing import time_call
 from kvcache_plugins.registry import create_cache
 
-from .checking import require_close_layers
 from .infinigen import check_exact, time_offloading
 from .largest_batch import WAYS, Budget, measure_largest_batch
 from .models import DTYPE, build_llama

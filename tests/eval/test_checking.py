@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.gpu.checking import MismatchError, plain_pytorch, require_close, require_close_layers
+from kvcache_plugins.eval.checking import MismatchError, plain_pytorch, require_close, require_close_layers
 from kvcache_plugins.gear.layer import GEARLayer
 
 
