@@ -70,6 +70,19 @@ def test_dense_cache_scores_as_lm_evals_own_model(loaded: Loaded, mode: str, bat
         assert found == pytest.approx(expected, abs=1e-2 if kind == "loglikelihood_rolling" else 1e-3)
 
 
+def test_the_largest_batch_is_found(loaded: Loaded) -> None:
+    for options in ({}, {"cache": "gear-2bit"}):
+        one, found = (
+            wrap(loaded, batch_size=size, max_batch_size=3, max_length=350, **options) for size in (1, "auto")
+        )
+        for kind, arguments in {"loglikelihood": PAIRS, "loglikelihood_rolling": [(CONTEXT[:150],)]}.items():
+            expected = getattr(one, kind)(make_requests(kind, *arguments), disable_tqdm=True)
+            scores = getattr(found, kind)(make_requests(kind, *arguments), disable_tqdm=True)
+            assert torch.tensor(scores).flatten().tolist() == pytest.approx(
+                torch.tensor(expected).flatten().tolist(), abs=1e-2
+            )
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_generation(loaded: Loaded, batch_size: int) -> None:
     model, tokenizer = loaded

@@ -35,7 +35,10 @@ def test_a_missing_result_is_an_error(tmp_path):
         render("<!-- table: nothing -->\n<!-- end -->", tmp_path)
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/design.md"])
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("design", "evaluation", "infinigen", "runahead"))]
+
+
+@pytest.mark.parametrize("file", DOCUMENTS)
 def test_tables_of_the_documents_are_up_to_date(file):
     text = (ROOT / file).read_text(encoding="utf-8")
     assert "<!-- table: " in text
@@ -90,3 +93,36 @@ def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
     assert "| same top token | % of tokens fetched |" in text
     assert "| `infinigen` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | 9.7 |" in text
     assert "| `h2o` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | - |" in text
+
+
+TIMES = {"median_s": 2.0, "lower_quartile_s": 1.5, "upper_quartile_s": 2.5}
+
+
+def test_runahead_over_one_link_and_two(tmp_path):
+    row = {**TIMES, "length": 64, "method": "planned", "lengths": [40, 24], "speed_against_one_rank": 1.8}
+    row |= {"bytes_sent": 3_200_000, "link": "full"}
+    text = render_rows(tmp_path, "runahead", [row])
+    assert "| 64 | planned | 40 + 24 | 2.00 (1.50 to 2.50) | 1.80 | 3.2 |" in text
+    text = render_rows(tmp_path, "runahead", [row, {**row, "link": "throttled", "seconds_against_full": 1.04}])
+    assert "| 1.80 | 3.2 | full | - |" in text and "| 1.80 | 3.2 | throttled | 1.040 |" in text
+
+
+def test_simulations(tmp_path):
+    row = {"lengths": [40, 24], "measured_s": 2.0, "simulated_s": 1.9, "simulated_against_measured": 0.95}
+    assert "| 40 + 24 | 2.000 | 1.900 | 0.950 |" in render_rows(tmp_path, "runahead-simulation", [row])
+    row = {"lengths": [40, 24], "length": 64, "gb_s": 10.0, "num_ranks": 4}
+    row |= {"one_rank_s": 2.0, "tsp_s": 1.5, "runahead_s": 1.0}
+    text = render_rows(tmp_path, "runahead-simulation", [row])
+    assert "| 64 | 10 | 4 | 2.000 | 1.500 | 1.000 | 2 | 1.50 |" in text
+
+
+def test_perplexity_and_lm_eval(tmp_path):
+    row = {"cache": "gear-2bit", "memory_at_end": {"total_bytes": 4_300_000}, "ppl": 17.1, "num_scored": 90}
+    text = render_rows(tmp_path, "perplexity", [{**row, "stretch": 40, "ppl_by_stretch": [20.0, 18.0, 16.0]}])
+    assert "| cache | MB | PPL | to 40 | to 80 | to 90 |" in text
+    assert "| `gear-2bit` | 4.30 | 17.100 | 20.00 | 18.00 | 16.00 |" in text
+    row = {**TIMES, "model": "hf", "speed_against_hf": 1.0, "largest_difference": 4e-5}
+    text = render_rows(
+        tmp_path, "lm-eval", [{**row, "largest_relative_difference": 1e-6, "same_picks": 9, "num_items": 10}]
+    )
+    assert "| hf | 2.00 (1.50 to 2.50) | 1.00 | 4.0e-05 | 1.0e-06 | 9 of 10 |" in text
