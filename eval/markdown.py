@@ -25,10 +25,15 @@ def render_fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in ordered
     ]
-    stats = [row.get("stats", {}) for row in ordered]
+    add_fetched_share(head, cells, ordered)
+    return make_markdown_table(head, cells)
+
+
+def add_fetched_share(head: list[str], cells: list[list[str]], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Adds to a table the share of tokens that caches fetched, if one of them counts it."""
+    stats = [row.get("stats", {}) for row in rows]
     if any(each.get("tokens_fetchable") for each in stats):
         head.append("% of tokens fetched")
         for line, each in zip(cells, stats, strict=True):
             fetchable = each.get("tokens_fetchable")
             line.append(f"{100 * each['tokens_fetched'] / fetchable:.1f}" if fetchable else "-")
-    return make_markdown_table(head, cells)

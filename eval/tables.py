@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .markdown import make_markdown_table, render_fidelity
+from .markdown import add_fetched_share, make_markdown_table, render_fidelity
 from .sweep_report import render_sweep
 
 
@@ -64,11 +64,11 @@ def render_result(results: Path, name: str) -> str:
 
 
 def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("cache", "answers right", "standard error", "answers' tokens right")
+    head = ["cache", "answers right", "standard error", "answers' tokens right"]
     keys = ("accuracy", "standard_error", "token_accuracy")
-    return make_markdown_table(
-        head, [(f"`{row['cache']}`", *(f"{100 * row[key]:.1f} %" for key in keys)) for row in rows]
-    )
+    cells = [[f"`{row['cache']}`", *(f"{100 * row[key]:.1f} %" for key in keys)] for row in rows]
+    add_fetched_share(head, cells, rows)
+    return make_markdown_table(head, cells)
 
 
 def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
