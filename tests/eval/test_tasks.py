@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import yaml
+from typer.testing import CliRunner
 
+from kvcache_plugins import cli
 from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
 
@@ -227,7 +229,7 @@ def test_command_line_on_a_real_model(smollm2: object, tmp_path: Path, data_fold
 
 @pytest.mark.slow
 def test_the_stock_command_finds_the_model_through_a_file(
-    saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path
+    saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -241,11 +243,12 @@ def test_the_stock_command_finds_the_model_through_a_file(
     assert finished.returncode == 0, finished.stderr
     assert read_results(tmp_path / "out")["config"]["cache"]["cache"] == "h2o"
     # A buffer that is longer than all contexts: one line, with the reason
-    arguments = ["kvcache_plugins.eval", *arguments[1:]]
     arguments[arguments.index("--model_args") + 1] += ",cache_min_tokens=4000"
-    finished = run_command(arguments, tmp_path, data_folder)
-    assert finished.returncode == 2
-    assert "The cache `h2o` was not exercised" in finished.stderr.splitlines()[-1]
+    monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    result = CliRunner().invoke(cli.app, ["eval", *arguments[1:]])
+    assert result.exit_code == 2
+    assert "Error: The cache `h2o` was not exercised" in result.stderr.splitlines()[-1]
 
 
 def test_yaml_files_hold_nothing_but_tasks() -> None:

@@ -57,9 +57,8 @@ def test_each_part_lowers_the_error_of_every_head(smollm2, batch, nbits, backbon
     assert (gear_l < plain).all()
 
 
-@pytest.mark.parametrize("name", ["gear-4bit", "gear-2bit"])
-def test_padded_row_continues_as_it_does_alone(smollm2, batch, name):
-    model, _ = smollm2
+def test_padded_row_continues_as_it_does_alone(smollm2, batch):
+    model, name = smollm2[0], "gear-2bit"
     options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
     together = model.generate(**batch, past_key_values=create_cache(name, model), **options)
     for item, length in enumerate(LENGTHS):

@@ -5,6 +5,7 @@ A module with a name of its own, not a test file: the processes import it.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -58,7 +59,7 @@ def _answer(receiver: Any, stop: float) -> Any:
     if not receiver.poll(max(stop - time.monotonic(), 0)):
         return TimeoutError("no answer in time")
     try:
-        return receiver.recv()
+        return pickle.loads(receiver.recv_bytes())
     except EOFError:
         return NO_ANSWER
 
@@ -72,7 +73,8 @@ def _run(program: Callable[..., Any], rank: int, size: int, folder: str, sender:
         answer = program(rank, *args)
     except Exception as error:
         answer = error
-    sender.send(answer)
+    # Tensors by value: `send` would share their memory, which is gone if this process ends before they are read
+    sender.send_bytes(pickle.dumps(answer))
     sender.close()
     dist.destroy_process_group()
 
