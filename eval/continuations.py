@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from kvcache_plugins.memory import MemoryReport, measure_memory
 
-from .fidelity import cache_stats
+from .caches import cache_stats, check_length
 
 
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
@@ -177,11 +177,7 @@ class ContinuationScorer:
                 logits = self.model(input_ids=part, past_key_values=cache, use_cache=True, **where, **keep).logits
             yield offset, logits
             offset += part.shape[1]
-        if cache.get_seq_length() != filled + offset:
-            raise RuntimeError(
-                f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {filled + offset}: the model "
-                "did not go through it, so nothing can be said about it"
-            )
+        check_length(cache, filled + offset)
 
     def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
         """Counts contexts that went through a cache, and keeps what it held if none before was longer."""

@@ -10,6 +10,11 @@ def make_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def stretch_stops(stretch: int, num_scored: int) -> list[int]:
+    """Where the stretches of `perplexity` end, in scored tokens."""
+    return [min(start + stretch, num_scored) for start in range(0, num_scored, stretch)]
+
+
 def render_fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
     """A row for each cache, the smallest first: see `fidelity_fields`."""
     head = ["cache", "MB", "% of 16 bits", "PPL / dense", "KL to dense", "same top token"]

@@ -231,12 +231,8 @@ def test_command_line_on_a_real_model(smollm2: object, tmp_path: Path, data_fold
 def test_the_stock_command_finds_the_model_through_a_file(
     saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoTokenizer
 
     folder = saved_with_tokenizer("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.pad_token = chr(0)
-    tokenizer.save_pretrained(folder)
     arguments = ["lm_eval", "run", "--model", "kvcache", "--model_args", f"pretrained={folder},cache=h2o"]
     arguments += ["--tasks", str(FOLDER / "copa.yaml"), "--limit", "2"]
     finished = run_command([*arguments, "--output_path", str(tmp_path / "out")], tmp_path, data_folder)
