@@ -3,6 +3,7 @@
 Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .markdown import stretch_stops
+from .markdown import standard_error_of_kl, stretch_stops
 
 
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
+_PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
+_BITS = re.compile(r"-(\d)bit")
 
 Content = Mapping[str, Any]
 
@@ -84,23 +87,48 @@ def _score(content: Content) -> tuple[str, float, float]:
         error = result["standard_errors"].get(metric)
         return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
     if kind == "fidelity":
-        return "KL to dense, nats", result["kl"], result["kl_spread"] / max(len(result["windows"]), 1) ** 0.5
+        return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
     if kind == "perplexity":
         return "perplexity", result["ppl"], 0.0
     return "answers right", result["accuracy"], result["standard_error"]
 
 
+def _percent_held(content: Content) -> float:
+    # As in the table of fidelity: before the scored tokens have filled a buffer by chance
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory["kv_percent"])
+
+
 def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
-    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", _score(group[0])[0])
-    for number, content in enumerate(each for each in group if each["memory"]):
-        _, value, error = _score(content)
-        percent = content["memory"]["kv_percent"]
-        axes.errorbar(
-            percent, value, yerr=error, linestyle="", capsize=2, label=content["settings"]["cache"], **_style(number)
+    """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
+    name = _score(group[0])[0]
+    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
+    # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
+    is_logarithmic = name.startswith("KL")
+    methods: dict[str, list[Content]] = defaultdict(list)
+    for content in group:
+        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
+            methods[_BITS.split(content["settings"]["cache"])[0]].append(content)
+    for number, contents in enumerate(methods.values()):
+        style = _style(number)
+        ordered = sorted(contents, key=_percent_held)
+        axes.plot(
+            [_percent_held(each) for each in ordered], [_score(each)[1] for each in ordered], color=style["color"]
         )
+        for content in ordered:
+            _, value, error = _score(content)
+            cache = content["settings"]["cache"]
+            face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
+            axes.errorbar(
+                _percent_held(content), value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style
+            )
     axes.set_xscale("log")
+    lowest, highest = axes.get_xlim()
+    axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    if is_logarithmic:
+        axes.set_yscale("log")
     _add_legend(axes)
     return figure
 
