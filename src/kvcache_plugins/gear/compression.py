@@ -4,7 +4,6 @@ groups."""
 import torch
 
 from kvcache_plugins.ops.compression_steps import choose_steps
-from kvcache_plugins.ops.conditions import is_true
 
 from .config import GEARConfig
 from .decomposition import decompose
@@ -125,9 +124,12 @@ def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor |
     Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or
     infinity.
     """
+    if keys.is_meta:
+        # Nothing is known of what has no data
+        return
     for name, states in (("keys", keys), ("values", values)):
         finite = states.isfinite().all(dim=3).all(dim=1)
-        if not is_true((finite if valid is None else finite | ~valid).all()):
+        if not bool((finite if valid is None else finite | ~valid).all()):
             raise ValueError(
                 f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
                 "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` "

@@ -161,6 +161,8 @@ class TokenPool:
 
     def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """States `[B, H, tokens, D]` into consecutive slots."""
+        if self._host.type == "meta":
+            return
         # Before anything is written: pages may have to be locked first
         addresses = self.addresses_for(keys) if self.pin_memory else None
         for page, start, stop in self._stretches(first, first + keys.shape[2]):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .conditions import is_true
 from .dispatch import choose_compression_kernel
 from .low_rank import power_iteration
 from .outliers import OutlierPlaces, select_key_outliers, select_value_outliers, sort_into_tiles
@@ -47,6 +46,11 @@ class Outliers:
 
 def choose_steps(states: torch.Tensor) -> "CompressionSteps":
     """What compresses `states` and others on the same device."""
+    if states.is_meta:
+        # Imported late, as it is a subclass of what stands below
+        from .shape_steps import ShapeSteps
+
+        return ShapeSteps()
     if choose_compression_kernel(states) == "triton":
         # Imported late, as it needs a package that may not be there
         from .triton_compression import TritonSteps
@@ -143,11 +147,9 @@ class CompressionSteps:
         residual = missing if keep is None else torch.where(keep, missing, 0)
         length = missing.shape[3]
         if recent_ratio < 1:
-            # Without padding the host knows, and need not ask the device
-            counts = torch.tensor([[length]]) if valid is None else valid.sum(dim=2)
+            counts = torch.tensor([[length]], device=missing.device) if valid is None else valid.sum(dim=2)
             recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
-            first_recent = (length - recent).to(missing.device)[:, :, None]
-            is_recent = torch.arange(length, device=missing.device) >= first_recent
+            is_recent = torch.arange(length, device=missing.device) >= (length - recent)[:, :, None]
             residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
             residual = residual[:, :, :, -int(recent.max()) :]
         a, b = (factor.to(STORAGE_DTYPE) for factor in power_iteration(residual, rank, num_iterations))
@@ -183,7 +185,7 @@ class CompressionSteps:
         Raises:
             ValueError: if something that was compressed does not fit float16.
         """
-        if self._in_range and not is_true(torch.stack(self._in_range).all()):
+        if self._in_range and not bool(torch.stack(self._in_range).all()):
             raise ValueError(OUT_OF_RANGE)
 
 

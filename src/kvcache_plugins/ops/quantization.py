@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .conditions import is_true
-
 
 SUPPORTED_NBITS = (2, 3, 4, 8)
 # Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
@@ -136,7 +134,7 @@ def quantize(
     levels = 2**nbits - 1
     zero = low.to(_METADATA_DTYPE)
     scale = ((high - zero.float()).clamp(min=0) / levels).to(_METADATA_DTYPE)
-    if not is_true((zero.isfinite() & scale.isfinite()).all()):
+    if not bool((zero.isfinite() & scale.isfinite()).all()):
         raise ValueError("the states exceed the range of float16 (65504), in which scales and zeros are stored")
     # A constant group has scale 0 and code 0 throughout
     step = expand_groups(scale, grouping, states.shape).float()
