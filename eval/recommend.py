@@ -93,8 +93,9 @@ def _show(found: Recommendation) -> None:
             markup=False,
             soft_wrap=True,
         )
-    for name, reason in found.not_sized.items():
-        console.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)
+    for reason in dict.fromkeys(found.not_sized.values()):
+        names = ", ".join(name for name, why in found.not_sized.items() if why == reason)
+        console.print(f"Left out: {names}: {reason}", markup=False, soft_wrap=True)
 
 
 def _title(found: Recommendation) -> str:

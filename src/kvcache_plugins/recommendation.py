@@ -13,7 +13,7 @@ import torch
 
 from .memory import MemoryReport
 from .registry import describe_caches
-from .sizing import CacheSizer, ModelSource, check_counts
+from .sizing import CacheSizer, CacheSizingError, ModelSource, check_counts
 
 
 # The most faithful first, by their KL to the dense cache: of the README's table, which a test compares, and of
@@ -56,7 +56,9 @@ class CacheFit:
         host_bytes (`int`): of that, in host memory while the model is on a GPU.
         fits (`bool`): whether both are within their budgets.
         largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
-            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do.
+            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. A cache that compresses
+            whole groups may hold some tokens less than a group in exact form: so nearby contexts of less than a group
+            more may fit again, or of less not.
         largest_batch_size (`int`, *optional*): the same of sequences at the same context; `None` if `MAX_BATCH_SIZE`
             do.
     """
@@ -179,10 +181,10 @@ def recommend(
             on_progress(spec)
         try:
             fits.append(search.fit(spec))
-        except (ImportError, ValueError) as error:
+        except (CacheSizingError, ImportError) as error:
             if caches:
                 raise
-            not_sized[spec] = str(error)
+            not_sized[spec] = error.reason if isinstance(error, CacheSizingError) else str(error)
     fits.sort(key=_rank)
     recommended, reason = _choose(fits)
     return Recommendation(

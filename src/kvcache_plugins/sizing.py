@@ -37,6 +37,20 @@ NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, Run
 ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
 
 
+class CacheSizingError(ValueError):
+    """
+    A cache cannot be sized for a model.
+
+    Attributes:
+        reason (`str`): why, without saying again which cache.
+    """
+
+    def __init__(self, cache: str, error: Exception) -> None:
+        is_refusal = isinstance(error, (ImportError, ValueError))
+        self.reason = str(error) if is_refusal else f"it cannot be sized without being run ({error})"
+        super().__init__(f"the cache `{cache}` cannot be sized for this model: {self.reason}")
+
+
 def predict_memory(
     model: ModelSource,
     cache: str,
@@ -71,7 +85,8 @@ def predict_memory(
         the buffers for fetching that the next step would make are counted (`staging`).
 
     Raises:
-        ValueError: if an argument is none of the accepted ones, there is no such model, or the cache cannot be sized.
+        ValueError: if an argument is none of the accepted ones, there is no such model, or the cache cannot be sized
+            for it, as one that looks at numbers while it stores them.
         ImportError: if what the cache needs is not installed.
 
     Example:
@@ -134,7 +149,7 @@ class CacheSizer:
             self._fill(filled, batch_size, context - new_tokens, new_tokens)
             report = filled.memory() if isinstance(filled, ReportingMixin) else measure_memory(filled)
         except NO_DATA_ERRORS as error:
-            raise ValueError(f"the cache `{cache}` cannot be sized for this model: {error}") from error
+            raise CacheSizingError(cache, error) from error
         return self._on_device(report, filled)
 
     @torch.no_grad()
@@ -293,11 +308,15 @@ def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def _listen(model: PreTrainedModel) -> list[list[_Call]]:
     """What every layer of a model hands to its cache for one token."""
-    cache = _ListeningCache(model.config)
+    cache, padding = _ListeningCache(model.config), getattr(model.config, "pad_token_id", None)
     try:
+        # Some models look for padding in what they are given
+        model.config.pad_token_id = None
         model(torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
     except NO_DATA_ERRORS as error:
         raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
+    finally:
+        model.config.pad_token_id = padding
     if not any(cache.calls):
         raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
     return cache.calls
