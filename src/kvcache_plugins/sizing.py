@@ -283,7 +283,9 @@ class _ListeningCache(DynamicCache):
         super().__init__(config=config)
         self.calls: list[list[_Call]] = [[] for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         self.calls[layer_idx].append(_Call("update", (key_states, value_states), 2))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -296,7 +298,9 @@ class _ListeningCache(DynamicCache):
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.calls[layer_idx].append(_Call("update_recurrent_state", (recurrent_states,), None, _options(args, kwargs)))
+        self.calls[layer_idx].append(
+            _Call("update_recurrent_state", (recurrent_states,), None, _options(args, kwargs))
+        )
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 

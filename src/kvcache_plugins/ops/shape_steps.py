@@ -27,7 +27,11 @@ class ShapeSteps(CompressionSteps):
         count = 2 * num_outliers_per_side(length if by_channel else num_heads * head_dim, sparsity)
         if count == 0:
             return None
-        shape = (batch_size, num_heads, num_chunks, count, head_dim) if by_channel else (batch_size, num_chunks, length, count)
+        shape = (
+            (batch_size, num_heads, num_chunks, count, head_dim)
+            if by_channel
+            else (batch_size, num_chunks, length, count)
+        )
         return Outliers(states.new_empty(shape, dtype=torch.int64), None, states)
 
     def quantize(
