@@ -52,7 +52,7 @@ BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "pr
 BENCHMARKS += ["runahead-simulation", "lm-eval"]
 MEASURES = ["fidelity", "perplexity", "retrieval", "sweep", "report"]
 COMMANDS = [
-    *("list", "generate", "compare", "plan"),
+    *("list", "generate", "compare", "plan", "recommend"),
     *(f"bench {name}" for name in BENCHMARKS),
     *(f"eval {name}" for name in MEASURES),
 ]

@@ -23,10 +23,11 @@ TIERS: tuple[set[str], ...] = (
     {"triton_kernels"},
     {"ops"},
     {"registry", "memory", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
-    {"transformers_caches"},
+    {"reference_model", "transformers_caches"},
     METHODS,
+    {"sizing", "recommendation"},
     {"__init__"},
-    {"reference_model", "cli", "eval", "contract"},
+    {"cli", "eval", "contract"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.
 ONLY_IN = {"lm_eval": "eval"}

@@ -13,7 +13,9 @@ from .gear import GEARCache
 from .infinigen import InfiniGenCache
 from .kv_runahead import runahead_generate, runahead_prefill
 from .memory import MemoryReport, measure_memory
+from .recommendation import recommend
 from .registry import create_cache, list_caches, register_cache
+from .sizing import predict_memory
 
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "create_cache",
     "list_caches",
     "measure_memory",
+    "predict_memory",
+    "recommend",
     "register_cache",
     "runahead_generate",
     "runahead_prefill",

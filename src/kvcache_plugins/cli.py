@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from transformers import TextStreamer
 
-from .eval import bench, evaluate
+from .eval import bench, evaluate, recommend
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
 from .eval.report import provenance
@@ -46,6 +46,7 @@ SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.command("plan")(plan.main)
+app.command("recommend")(recommend.main)
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,6 +70,7 @@ def kvcache_plugins(
         kvcache-plugins generate --cache gear-2bit --prompt "Once upon a time"
         kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
         kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks copa
+        kvcache-plugins recommend --memory 100MB --context 8192
         kvcache-plugins bench kernels
     """
     if context.invoked_subcommand is None:

@@ -241,6 +241,8 @@ class LazyLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
+    # Whether attention over one new token adds to what is stored, beside what `update` stores
+    stores_attention = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -282,6 +284,10 @@ class LazyLayer(CacheLayerMixin):
     @abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What of the same stands in host memory, wherever the model computes; nothing by default."""
+        return iter(())
 
     @abstractmethod
     def num_values(self) -> int:

@@ -16,8 +16,9 @@ from kvcache_plugins.ops.masking import slice_mask
 
 
 # Scores of a tile, over the whole batch and all heads, by device: what stays in the caches of a CPU (with tiles eight
-# times as large or small a prompt's weights take half as long again), and on others enough to pay for a launch
-_TILE_NUMBERS = {"cpu": 1 << 21}
+# times as large or small a prompt's weights take half as long again), and on others enough to pay for a launch.
+# Tensors without data (`meta`), on which caches are sized, fill no cache
+_TILE_NUMBERS = {"cpu": 1 << 21, "meta": 1 << 50}
 _MANY_NUMBERS = 1 << 25
 
 

@@ -35,6 +35,7 @@ class H2OLayer(PromptLayer):
     counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
 
     needs_prompt_attention = True
+    stores_attention = True
 
     def __init__(self, config: H2OConfig, layer_idx: int):
         self.config = config

@@ -124,6 +124,9 @@ def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor |
     Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or
     infinity.
     """
+    if keys.is_meta:
+        # Nothing is known of what has no data
+        return
     for name, states in (("keys", keys), ("values", values)):
         finite = states.isfinite().all(dim=3).all(dim=1)
         if not bool((finite if valid is None else finite | ~valid).all()):

@@ -22,7 +22,7 @@ from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
-from .prefetch import staging_bytes
+from .prefetch import expected_staging_bytes, staging_bytes
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
@@ -266,7 +266,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     def memory(self) -> MemoryReport:
         """
         What the cache holds. The calibration's corrections are counted as `correction`; as `staging`, the buffers for
-        what is fetched to a GPU, which all caches there share.
+        what is fetched to a GPU, which all caches there share. Of states without data (`meta`), on which a cache is
+        sized for a GPU, those that a next step would make.
         """
         report = super().memory()
         tensors = list(chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()))
@@ -276,10 +277,15 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             devices[str(tensor.device)] += tensor.nbytes
         used = {layer.device for layer in self.layers if isinstance(layer, InfiniGenLayer) and layer.is_initialized}
         for device in used:
-            if staging_bytes(device):
-                parts["staging"] += staging_bytes(device)
-                devices[str(device)] += staging_bytes(device)
+            size = staging_bytes(device) or (self._expected_staging() if device.type == "meta" else 0)
+            if size:
+                parts["staging"] += size
+                devices[str(device)] += size
         return replace(report, parts=dict(parts), devices=dict(devices))
+
+    def _expected_staging(self) -> int:
+        sizes = [layer.most_fetched_bytes() for layer in self.layers if isinstance(layer, InfiniGenLayer)]
+        return expected_staging_bytes(max(sizes), len(sizes), speculate=self.infinigen_config.speculate)
 
     def stats(self) -> Mapping[str, float]:
         """

@@ -23,7 +23,7 @@ from .counters import DeviceCounters, TransferTimes
 from .fetching import Fetch, attend_fetched, attended_columns
 from .offloaded_layer import OffloadedLayer
 from .prefetch import attend_staged, start_fetch
-from .selection import Selection, select_tokens
+from .selection import Selection, most_chosen, select_tokens
 
 
 class InfiniGenLayer(OffloadedLayer):
@@ -92,6 +92,24 @@ class InfiniGenLayer(OffloadedLayer):
         """Whether there is anything to fetch for a next single token."""
         return self._pending is None and self.pool is not None
 
+    @property
+    def _max_forced(self) -> int:
+        return self.config.sink + self.config.recent
+
+    def most_fetched_bytes(self) -> int:
+        """Bytes that a next step fetches at most."""
+        pool = self.pool
+        if pool is None:
+            return 0
+        most = most_chosen(self.config, self._length + 1, self._max_forced, pool.num_slots)
+        return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
+
+    def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
+        if self.pool is None:
+            # What is held does not depend on whether a token has been fetched yet
+            self._device_counters.add("tokens_fetched", torch.zeros((), dtype=torch.int64, device=keys.device))
+        super()._move_to_pool(keys, values, position)
+
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """
         Starts to fetch for the next token.
@@ -132,7 +150,7 @@ class InfiniGenLayer(OffloadedLayer):
             forced,
             length if columns is None else columns.sum(dim=1),
             length,
-            config.sink + config.recent,
+            self._max_forced,
             config,
         )
         return Fetch(selection, length, start_fetch(pool, selection, self._times))

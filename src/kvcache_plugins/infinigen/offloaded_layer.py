@@ -228,6 +228,9 @@ class OffloadedLayer(PromptLayer):
         if self.scoring is not None:
             yield from self.scoring.named_tensors()
 
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        return iter(()) if self.pool is None else self.pool.host_tensors()
+
     def offload(self) -> None:
         """Nothing: what can stand in host memory does so already."""
 

@@ -94,6 +94,8 @@ class TokenPool:
         self.row_dim = self.key_dim + value_states.shape[3]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pin_memory = is_gpu(self.device)
+        # States without data, on which caches are sized, have pages without
+        self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
         self.pages: list[torch.Tensor] = []
         # Where the pages lie, as the host knows it and for kernels
@@ -128,7 +130,10 @@ class TokenPool:
         if self.usage is not None:
             self.usage.add(self.num_slots, room, position)
         self.num_slots += room
-        taken = []
+        taken: list[torch.Tensor] = []
+        if self._host.type == "meta":
+            # Whose place a token takes changes no size
+            return taken
         at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
         for start in range(room, count, at_once):
             assert self.usage is not None
@@ -145,7 +150,8 @@ class TokenPool:
         missing = -(-max(num_slots - len(self.pages) * PAGE_TOKENS, 0) // PAGE_TOKENS)
         shape = (self.batch_size, self.num_heads, PAGE_TOKENS, self.row_dim)
         try:
-            new = [torch.zeros(shape, dtype=self.dtype, pin_memory=self.pin_memory) for _ in range(missing)]
+            options = {"dtype": self.dtype, "device": self._host, "pin_memory": self.pin_memory}
+            new = [torch.zeros(shape, **options) for _ in range(missing)]
         except (RuntimeError, MemoryError) as error:
             raise MemoryError(
                 f"the host has no memory for {num_slots} tokens of a layer; {self.num_slots} are held and usable. "
@@ -155,6 +161,8 @@ class TokenPool:
 
     def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """States `[B, H, tokens, D]` into consecutive slots."""
+        if self._host.type == "meta":
+            return
         # Before anything is written: pages may have to be locked first
         addresses = self.addresses_for(keys) if self.pin_memory else None
         for page, start, stop in self._stretches(first, first + keys.shape[2]):
@@ -293,6 +301,12 @@ class TokenPool:
                 yield "index", tensor
         if self._addresses is not None:
             yield "index", self._addresses[1]
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What of it stands in host memory."""
+        yield from self.pages
+        if self.usage is not None:
+            yield from self.usage.tensors()
 
     def __getstate__(self) -> dict[str, object]:
         # Who copies the pages reads them

@@ -107,10 +107,14 @@ class _Staging:
         if count > self.memory.shape[0]:
             # Outside of inference mode, so that it can be written to within it and without
             with torch.inference_mode(False):
-                self.memory = torch.empty(int(_GROWTH * count), dtype=torch.uint8, device=self.memory.device)
+                self.memory = torch.empty(_with_growth(count), dtype=torch.uint8, device=self.memory.device)
             # Freed only when that stream, which the allocator does not know of, is done
             self.memory.record_stream(stream)
         return self.memory[:count].view(dtype).view(shape)
+
+
+def _with_growth(num_bytes: int) -> int:
+    return int(_GROWTH * num_bytes)
 
 
 class Prefetcher:
@@ -213,6 +217,18 @@ def start_fetch(pool: TokenPool, selection: Selection, times: TransferTimes | No
 def staging_bytes(device: torch.device) -> int:
     """Bytes of the buffers that all caches on a device share; 0 where nothing was fetched to."""
     return _PREFETCHERS[device].staging_bytes if device in _PREFETCHERS else 0
+
+
+def expected_staging_bytes(num_bytes: int, num_layers: int, *, speculate: bool) -> int:
+    """
+    Bytes that the buffers of a GPU have once a step has fetched there.
+
+    Args:
+        num_bytes (`int`): the most that is fetched for a layer.
+        num_layers (`int`): layers that fetch.
+        speculate (`bool`): whether one layer fetches while another one attends.
+    """
+    return _with_growth(num_bytes) * (min(num_layers, 2) if speculate else 1)
 
 
 def free_staging() -> None:

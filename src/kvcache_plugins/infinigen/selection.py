@@ -83,7 +83,7 @@ def select_tokens(
     if isinstance(num_tokens, int):
         num_tokens = torch.full((1,), num_tokens, device=scores.device)
     # What is beyond an item's own cap, below, is filling
-    limit = min(max(int(config.max_fetch_ratio * most_tokens), max_forced, 1), num_slots)
+    limit = most_chosen(config, most_tokens, max_forced, num_slots)
     top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, num_tokens))
     is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
@@ -92,6 +92,11 @@ def select_tokens(
     wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], num_tokens)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
     return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+
+
+def most_chosen(config: InfiniGenConfig, most_tokens: int, max_forced: int, num_slots: int) -> int:
+    """The most tokens that a head is given, filling among them: see `select_tokens`."""
+    return min(max(int(config.max_fetch_ratio * most_tokens), max_forced, 1), num_slots)
 
 
 def _share_of(num_tokens: torch.Tensor, share: float) -> torch.Tensor:

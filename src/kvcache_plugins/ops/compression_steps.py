@@ -46,6 +46,11 @@ class Outliers:
 
 def choose_steps(states: torch.Tensor) -> "CompressionSteps":
     """What compresses `states` and others on the same device."""
+    if states.is_meta:
+        # Imported late, as it is a subclass of what stands below
+        from .shape_steps import ShapeSteps
+
+        return ShapeSteps()
     if choose_compression_kernel(states) == "triton":
         # Imported late, as it needs a package that may not be there
         from .triton_compression import TritonSteps

@@ -36,6 +36,11 @@ def index_dtype(head_dim: int) -> torch.dtype:
     return torch.int16 if OUTLIER_TILE << channel_bits(head_dim) <= 2**15 else torch.int32
 
 
+def num_offsets(length: int, num_heads: int) -> int:
+    """Of the outliers of a chunk: where those of every tile and head begin, and where the last ones end."""
+    return -(-length // OUTLIER_TILE) * num_heads + 1
+
+
 @dataclass(frozen=True, slots=True)
 class OutlierPlaces:
     """
@@ -69,7 +74,7 @@ def sort_into_tiles(
         (int32): the outliers of tile `t` and head `h` are those from `offsets[t * H + h]` on, up to the next offset.
         Entries that are not in use stand behind the last offset, with value 0.
     """
-    num_slots = -(-length // OUTLIER_TILE) * num_heads
+    num_slots = num_offsets(length, num_heads) - 1
     slots = places.tokens // OUTLIER_TILE * num_heads + places.heads
     indices = (places.tokens % OUTLIER_TILE << channel_bits(head_dim)) + places.channels
     if places.in_use is not None:

@@ -1,0 +1,138 @@
+"""`kvcache-plugins recommend`: what it prints, as a table and as JSON, and how it exits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+from typer.testing import CliRunner, Result
+
+from kvcache_plugins import cli, predict_memory
+
+
+ROW_FIELDS = {
+    "cache": str,
+    "fits": bool,
+    "device_bytes": int,
+    "host_bytes": int,
+    "total_bytes": int,
+    "kv_percent": float,
+    "parts": dict,
+    "largest_context": int,
+    "largest_batch_size": int,
+}
+FIELDS = {
+    "model": str,
+    "context": int,
+    "batch_size": int,
+    "new_tokens": int,
+    "dtype": str,
+    "device": str,
+    "memory_bytes": int,
+    "host_memory_bytes": (int, type(None)),
+    "weights_bytes": int,
+    "available_bytes": int,
+    "max_context": int,
+    "caches": list,
+    "not_sized": dict,
+    "recommended": (str, type(None)),
+    "reason": str,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config and nothing else."""
+    path: Path = tmp_path_factory.mktemp("config-alone")
+    tiny_model("llama").config.save_pretrained(path)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["recommend", *arguments])
+
+
+def run_small(folder: str, memory: str, *arguments: str) -> Result:
+    caches = ["--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen"]
+    return run("--model", folder, "--memory", memory, "--context", "1000", *caches, *arguments)
+
+
+def assert_schema(content: dict[str, object], fields: dict[str, object]) -> None:
+    assert content.keys() == fields.keys()
+    for name, kind in fields.items():
+        assert isinstance(content[name], kind), name
+
+
+def test_json_has_the_documented_fields(folder: str) -> None:
+    result = run_small(folder, "200kB", "--new-tokens", "2", "--host-memory", "1GiB", "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert_schema(content, FIELDS)
+    for row in content["caches"]:
+        assert_schema(row, ROW_FIELDS)
+        report = predict_memory(folder, row["cache"], 1000, new_tokens=2)
+        assert (row["total_bytes"], row["kv_percent"]) == (report.total_bytes, report.kv_percent)
+        assert row["device_bytes"] == report.devices["cuda"]
+        assert sum(row["parts"].values()) == row["total_bytes"]
+    assert content["host_memory_bytes"] == 2**30
+    assert content["recommended"] == "infinigen"
+    # Every field is named where a user looks for it
+    documented = run("--help").stdout
+    assert all(name in documented for name in [*FIELDS, *ROW_FIELDS])
+
+
+def test_table_marks_what_is_recommended(folder: str) -> None:
+    result = run_small(folder, "200kB")
+    assert result.exit_code == 0, result.output
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.split()}
+    assert " no " in lines["dynamic"]
+    assert " recommended " in lines["infinigen"]
+    assert " yes " in lines["gear-2bit"]
+    assert lines["cache"].split() == (
+        "cache fits on cuda in host memory % of 16 bits largest context largest batch".split()
+    )
+    assert "in 195.31 KiB" in result.stdout.splitlines()[0]
+    assert "`infinigen` is nearest to the dense cache in measured KL of what fits" in result.stdout
+    assert "made for" not in result.stdout
+    assert "infinigen" in result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+def test_limits_are_said(folder: str) -> None:
+    result = run("--model", folder, "--memory", "64GiB", "--context", "9000", "--cache", "h2o", "--with-weights")
+    assert "The model was made for 8,192 tokens: fewer than were asked for." in result.stdout
+    assert "beside weights of" in result.stdout
+    assert "over 16,777,216" in result.stdout
+
+
+def test_nothing_that_fits_exits_with_1(folder: str) -> None:
+    result = run_small(folder, "1kB")
+    assert result.exit_code == 1
+    assert "No cache fits: the smallest, `" in result.stdout
+    content = json.loads(run_small(folder, "1kB", "--json").stdout)
+    assert content["recommended"] is None
+    assert all(row["largest_batch_size"] == 0 for row in content["caches"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "8q"], "`memory` has to be a number of bytes"),
+        (["--host-memory", "much"], "`host_memory` has to be a number of bytes"),
+        (["--model", "/no/such"], "`model` is `/no/such`, but there is no such folder"),
+        (["--context", "0"], "`context` has to be an integer of at least 1"),
+        (["--cache", "gaer"], "Unknown cache `gaer`. Did you mean `gear`?"),
+        (["--dtype", "int4"], "`dtype` must be one of `float32`"),
+        (["--device", "gpu"], "`device` has to be one of ['cuda', 'cpu']"),
+        (["--new-tokens", "5"], "they have to be fewer than 5 but are 5"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_errors_are_one_line(arguments: list[str], message: str, folder: str) -> None:
+    given = {"--memory": "1GB", "--context": "5", "--model": folder, **dict([arguments])}
+    result = run(*(word for pair in given.items() for word in pair))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("Error: ")
+    assert result.stdout == ""
