@@ -12,7 +12,12 @@ from typing import ClassVar
 import torch
 
 from .lazy_states import LazyLayer, LazyStates
-from .ops.masking import leading_padding
+from .ops.masking import hides_all, leading_padding
+
+
+# Longer updates are prompts, whose masks are worth waiting for a device
+_MAX_NUM_DRAFTED = 16
+_FOR_ANOTHER_PROMPT = "For another prompt make a new cache, or call `reset()`"
 
 
 class PromptLayer(LazyLayer):
@@ -85,11 +90,17 @@ class PromptLayer(LazyLayer):
                 The new states, after the rotary embedding.
 
         Raises:
-            ValueError: if states to be stored cannot be; what is stored stays as it was.
+            ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
+            as it was.
         """
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._length and key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"the cache holds {self.batch_size} sequences of {self._length} tokens, but got states of "
+                f"{key_states.shape[0]}. {_FOR_ANOTHER_PROMPT}"
+            )
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
@@ -99,12 +110,16 @@ class PromptLayer(LazyLayer):
         self._num_new = count
         if is_first:
             self.batch_size = key_states.shape[0]
+        exact = (key_states, value_states) if is_first else (None, None)
+        # What is stored would otherwise keep the graph of every update alive
+        self.has_gradients = key_states.requires_grad or value_states.requires_grad
+        if self.has_gradients:
+            key_states, value_states = key_states.detach(), value_states.detach()
         if is_first or self._is_prompt(count):
             self._pending = (key_states, value_states)
         else:
             self._append(key_states, value_states)
         self._length += count
-        exact = (key_states, value_states) if is_first else (None, None)
         keys, values = (
             LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
             for side, states in zip(("keys", "values"), exact, strict=True)
@@ -163,6 +178,14 @@ class PromptLayer(LazyLayer):
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new = self._length - attn_mask.shape[-2]
+            is_prompt = attn_mask.shape[-2] == self._num_new > _MAX_NUM_DRAFTED
+            if first_new > 0 and is_prompt and hides_all(attn_mask, first_new):
+                self.crop_tokens(self._num_new)
+                raise ValueError(
+                    f"`attention_mask` hides all of the {attn_mask.shape[-2]} new tokens from themselves: it is not "
+                    f"that of the {first_new} tokens in the cache and of the new ones. `use_cache` may be `False`, or "
+                    f"the cache hold another prompt. {_FOR_ANOTHER_PROMPT}"
+                )
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
 
