@@ -12,12 +12,7 @@ from typing import ClassVar
 import torch
 
 from .lazy_states import LazyLayer, LazyStates
-from .ops.masking import hides_all, leading_padding
-
-
-# Longer updates are prompts, whose masks are worth waiting for a device
-_MAX_NUM_DRAFTED = 16
-_FOR_ANOTHER_PROMPT = "For another prompt make a new cache, or call `reset()`"
+from .ops.masking import leading_padding
 
 
 class PromptLayer(LazyLayer):
@@ -98,8 +93,8 @@ class PromptLayer(LazyLayer):
             self.lazy_initialization(key_states, value_states)
         if self._length and key_states.shape[0] != self.batch_size:
             raise ValueError(
-                f"the cache holds {self.batch_size} sequences of {self._length} tokens, but got states of "
-                f"{key_states.shape[0]}. {_FOR_ANOTHER_PROMPT}"
+                f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
+                f"{key_states.shape[0]}: for another prompt make a new cache, or call `reset()`"
             )
         if key_states.device != self.device:
             self._move_to(key_states.device)
@@ -178,14 +173,6 @@ class PromptLayer(LazyLayer):
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new = self._length - attn_mask.shape[-2]
-            is_prompt = attn_mask.shape[-2] == self._num_new > _MAX_NUM_DRAFTED
-            if first_new > 0 and is_prompt and hides_all(attn_mask, first_new):
-                self.crop_tokens(self._num_new)
-                raise ValueError(
-                    f"`attention_mask` hides all of the {attn_mask.shape[-2]} new tokens from themselves: it is not "
-                    f"that of the {first_new} tokens in the cache and of the new ones. `use_cache` may be `False`, or "
-                    f"the cache hold another prompt. {_FOR_ANOTHER_PROMPT}"
-                )
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
 

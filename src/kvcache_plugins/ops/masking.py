@@ -41,17 +41,6 @@ def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Ten
     return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -torch.inf)
 
 
-def hides_all(mask: torch.Tensor, first_new: int) -> bool:
-    """
-    Whether no new token of any item may attend to itself, as when a mask is not that of the cached and new tokens.
-
-    Args:
-        mask (`torch.Tensor`): the mask, with one row per new token.
-        first_new (`int`): position of the first new token.
-    """
-    return not bool(_attends_to_itself(mask, first_new).any())
-
-
 def leading_padding(
     mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int
 ) -> torch.Tensor | None:
@@ -72,15 +61,10 @@ def leading_padding(
     """
     if first_new > 0 and known is None:
         return None
-    real = _attends_to_itself(mask, first_new)
+    mask = _full_rank(mask, mask.shape[-1])[:, 0]
+    itself = mask.diagonal(offset=first_new, dim1=-2, dim2=-1)
+    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
     run = (real.cumsum(dim=1) == 0).sum(dim=1).expand(batch_size)
     if known is not None:
         run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
     return run.clone() if bool((run > 0).any()) else None
-
-
-def _attends_to_itself(mask: torch.Tensor, first_new: int) -> torch.Tensor:
-    """Whether each new token of each item may, `[batch_size or 1, new tokens]`."""
-    mask = _full_rank(mask, mask.shape[-1])[:, 0]
-    itself = mask.diagonal(offset=first_new, dim1=-2, dim2=-1)
-    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
