@@ -32,8 +32,13 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
 
     Raises:
         ValueError: if the model has no layer of full attention, or layers that hold full-length states of another
-        kind.
+        kind, or an encoder.
     """
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "`config` has an encoder, and what is attended to across would be stored among a layer's own tokens. "
+            "`EncoderDecoderCache(GEARCache(), DynamicCache())` keeps them apart, with a cache that needs no config"
+        )
     own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or [
         "full_attention" if type(layer) is DynamicLayer else "sliding_attention" for layer in own

@@ -83,6 +83,8 @@ class LazyStates(torch.Tensor):
         if dense.shape[2] < shape[-2]:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
         dense = dense[:, :, : shape[-2]]
+        if self.exact is None and self.layer.has_gradients and torch.is_grad_enabled():
+            dense = _without_gradients(dense)
         if len(shape) == 5:
             return dense.unsqueeze(2).expand(shape)
         return dense if self.num_repeats == 1 else dense.repeat_interleave(self.num_repeats, dim=1)
@@ -144,6 +146,20 @@ def _densify(value: Any) -> Any:
     return value
 
 
+def _without_gradients(states: torch.Tensor) -> torch.Tensor:
+    """`states` for a forward pass that autograd records. A backward pass to them raises."""
+    states = states.detach().requires_grad_()
+    states.register_hook(_refuse_gradients)
+    return states
+
+
+def _refuse_gradients(gradient: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "gradients do not flow through what a cache has stored: only the first forward through an empty one is exact. "
+        "Train without `past_key_values`, or with a `DynamicCache`"
+    )
+
+
 def _scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -173,7 +189,9 @@ def _scaled_dot_product_attention(
             layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
             return output
         if layer is not None and key.shape[-2] == layer.lazy_length():
-            return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+            with torch.no_grad():
+                output = layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+            return _without_gradients(output) if torch.is_grad_enabled() and query.requires_grad else output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
 
@@ -251,6 +269,8 @@ class LazyLayer(CacheLayerMixin):
         # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
         self.is_initialized = False
         self.dense_reads = 0
+        # Whether autograd records the newest states
+        self.has_gradients = False
 
     @abstractmethod
     def attend(

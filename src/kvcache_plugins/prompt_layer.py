@@ -85,11 +85,17 @@ class PromptLayer(LazyLayer):
                 The new states, after the rotary embedding.
 
         Raises:
-            ValueError: if states to be stored cannot be; what is stored stays as it was.
+            ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
+            as it was.
         """
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._length and key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
+                f"{key_states.shape[0]}: for another prompt make a new cache, or call `reset()`"
+            )
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
@@ -99,12 +105,16 @@ class PromptLayer(LazyLayer):
         self._num_new = count
         if is_first:
             self.batch_size = key_states.shape[0]
+        exact = (key_states, value_states) if is_first else (None, None)
+        # What is stored would otherwise keep the graph of every update alive
+        self.has_gradients = key_states.requires_grad or value_states.requires_grad
+        if self.has_gradients:
+            key_states, value_states = key_states.detach(), value_states.detach()
         if is_first or self._is_prompt(count):
             self._pending = (key_states, value_states)
         else:
             self._append(key_states, value_states)
         self._length += count
-        exact = (key_states, value_states) if is_first else (None, None)
         keys, values = (
             LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
             for side, states in zip(("keys", "values"), exact, strict=True)

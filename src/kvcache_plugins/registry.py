@@ -32,6 +32,8 @@ _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeErro
 OptionValue = bool | int | float | str | None
 CacheFactory = Callable[..., Cache]
 ModelOrConfig = PreTrainedModel | PreTrainedConfig | None
+# A model may also be wrapped
+WrappedOrConfig = torch.nn.Module | PreTrainedConfig | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,14 +218,14 @@ def check_cache(name: str, **options: object) -> CacheEntry:
     return entry
 
 
-def create_cache(name: str, model: ModelOrConfig = None, **options: object) -> Cache:
+def create_cache(name: str, model: WrappedOrConfig = None, **options: object) -> Cache:
     """
     Returns a fresh cache to pass as `past_key_values=`.
 
     Args:
         name (`str`): One of `list_caches()`. An unknown one raises a `ValueError` that lists the known ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
-            The model the cache is for. With it, sliding and hybrid models keep Transformers' own layers where a method
+            The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it, sliding and hybrid models keep Transformers' own layers where a method
             does not apply; caches that cannot do without it say so.
         options: Override the preset's. An unknown one raises a `ValueError` that names the accepted ones.
 
@@ -235,6 +237,8 @@ def create_cache(name: str, model: ModelOrConfig = None, **options: object) -> C
     ```
     """
     entry = check_cache(name, **options)
+    if isinstance(model, torch.nn.Module):
+        model = unwrap_model(model)
     cache = entry.factory(model, **{**entry.options, **options})
     if not isinstance(cache, Cache):
         raise TypeError(f"The factory of the cache `{name}` must return a Transformers `Cache`, but got {type(cache)}")
@@ -284,3 +288,22 @@ def get_config(model: ModelOrConfig) -> PreTrainedConfig | None:
     if isinstance(model, PreTrainedModel):
         return model.config
     raise ValueError(f"`model` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`, but got {type(model)}")
+
+
+def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
+    """
+    The model that a module is or holds: a `PeftModel`, what `torch.compile` returns and data-parallel modules hold it.
+
+    Raises:
+        ValueError: if there is none, or if it is prefix-tuned: such a prefix stands in a cache of its own.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"`model` must be a `PreTrainedModel` or a module that holds one, but got {type(model)}")
+    peft_config = getattr(model, "active_peft_config", None)
+    if peft_config is not None and peft_config.peft_type == "PREFIX_TUNING":
+        raise ValueError(
+            "`model`: prefix tuning is not supported, as PEFT keeps the prefix in a `DynamicCache` that it makes itself. "
+            "Adapters that change the model's weights or inputs (LoRA, IA3, prompt tuning) are"
+        )
+    return found

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layer_types import replace_full_attention
 from kvcache_plugins.memory import MemoryReport, ReportingMixin
+from kvcache_plugins.registry import unwrap_model
 
 from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
@@ -43,7 +44,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
 
     Args:
         model (`PreTrainedModel`):
-            The model that the cache is for: any decoder with query projections.
+            The model that the cache is for: any decoder with query projections, itself or in a wrapper such as a
+            `PeftModel`.
         min_weight (`float`, *optional*, defaults to 0.5):
             Rule 1, the default: a token is fetched for a key/value head if its speculated attention weight, averaged
             over the query heads of the group, is at least this many times the weight it would have if all tokens
@@ -112,7 +114,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | torch.nn.Module,
         *,
         min_weight: float | None = None,
         alpha: float | None = None,
@@ -133,11 +135,12 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
     ):
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(model, torch.nn.Module):
             raise ValueError(
                 f"`model` has to be a `PreTrainedModel`, whose layers tell what will be attended to, but got "
                 f"{type(model)}"
             )
+        model = unwrap_model(model)
         self.infinigen_config = InfiniGenConfig(
             min_weight=min_weight,
             alpha=alpha,

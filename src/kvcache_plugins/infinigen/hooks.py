@@ -127,6 +127,8 @@ class Attachment:
         if len(names) == 1:
             self._rotary[names[0]] = output
 
+    # Not for `torch.compile` to trace: which layer's tokens are fetched is the host's business
+    @torch.compiler.disable
     def _before_attention(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._settle_norm(index, args[0] if args else kwargs.get("hidden_states"))
         caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])

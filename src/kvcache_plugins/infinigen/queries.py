@@ -130,10 +130,8 @@ class QueryProjection:
         self.num_key_value_heads = self.num_heads if is_repeated else num_projected_heads
 
         self._projection_name: str = next(name for name in PROJECTION_NAMES if _first(module, (name,)) is not None)
-        # `Any`, because what wraps or replaces a layer is only known to be called like it
-        self._projection: Any = getattr(module, self._projection_name)
+        self._module = module
         self._num_groups = self._count_groups(module, num_projected_heads)
-        self._norm: Callable[[torch.Tensor], torch.Tensor] | None = _first(module, _NORM_NAMES)
         self._norm_stage = self._find_norm_stage(module)
         self._clip: float | None = _first(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
 
@@ -149,6 +147,16 @@ class QueryProjection:
         is_folded = config.model_type in _SCALES_QUERIES
         self._factor = scaling if is_folded else None
         self.scaling = 1.0 if is_folded else scaling
+
+    @property
+    def _projection(self) -> Any:
+        """The module's projection of now: quantization and adapters replace it, by what is only known to be called."""
+        return getattr(self._module, self._projection_name)
+
+    @property
+    def _norm(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        norm: Callable[[torch.Tensor], torch.Tensor] | None = _first(self._module, _NORM_NAMES)
+        return norm
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
         """
