@@ -24,7 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
-SOURCES := src triton_kernels eval tests docs
+SOURCES := src triton_kernels eval tests docs/extensions docs/figures
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
