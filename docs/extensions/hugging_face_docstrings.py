@@ -11,9 +11,12 @@ from typing import Any
 from griffe import Extension, Object
 
 
-# An entry of `Args:` or `Attributes:`; the parentheses may go over several lines
+# An entry of `Args:` or `Attributes:`: names, with commas between those that share a text, the type, and the text, which
+# goes on in lines that are indented further
 _ENTRY = re.compile(
-    r"^(?P<indent>[ ]{4,8})(?P<names>\w+(?:,\s+\w+)*) \((?P<type>(?:[^()]|\([^()]*\))*)\):[ \n]", re.MULTILINE
+    r"^(?P<indent>[ ]{4,8})(?P<names>\w+(?:,\s+\w+)*) \((?P<type>(?:[^()]|\([^()]*\))*)\):"
+    r"(?P<text>[^\n]*(?:\n(?P=indent)[ ]+[^\n]+)*)",
+    re.MULTILINE,
 )
 _SHAPE = re.compile(r"of shape `(?P<shape>[^`]*)`")
 # What is returned, with its type in front
@@ -36,12 +39,9 @@ def rewrite(text: str) -> str:
 
 def _entry(match: re.Match[str]) -> str:
     shape = _SHAPE.search(match["type"])
-    indent, said = match["indent"], f"Of shape `{shape['shape']}`. " if shape else ""
+    said = f" Of shape `{shape['shape']}`." if shape else ""
     names = re.split(r",\s+", match["names"])
-    # Several names share a text: it stands at the first one, and the others point there
-    rows = [f"{indent}{names[0]}: {said}"]
-    others = [f"{indent}{name}: As `{names[0]}`.\n" for name in names[1:]]
-    return "".join(others) + rows[0] + ("\n" if match[0].endswith("\n") else "")
+    return "\n".join(f"{match['indent']}{name}:{said}{match['text']}" for name in names)
 
 
 def _returned(match: re.Match[str]) -> str:

@@ -89,7 +89,7 @@ def draw_gear_parts(keys: torch.Tensor) -> Figure:
         "+ low rank 4": {"rank": 4, "sparsity": 0.0},
         "+ 2 % outliers": {"rank": 4, "sparsity": 0.02},
     }
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
     panels = figure.subplots(1, 4, sharey=True)
     largest = float(keys.abs().quantile(0.99))
     missing = {name: keys - reconstruct(keys, **options) for name, options in steps.items()}
@@ -101,6 +101,7 @@ def draw_gear_parts(keys: torch.Tensor) -> Figure:
         error = float(states.norm() / keys.norm())
         axes.set_title("keys" if name == "keys" else f"{name}\nmissing: {100 * error:.1f} %", fontsize=11)
         axes.set_xlabel("channel")
+        axes.set_xticks([0, 32, 63])
     panels[0].set_ylabel("token")
     return figure
 
@@ -130,7 +131,7 @@ def draw_gear_bytes() -> Figure:
     rows = {row["cache"]: row for row in read("fidelity_wikitext2_smollm2")["rows"]}
     names = ("kivi-2bit", "gear-l-2bit", "gear-2bit", "kcvt-4bit", "gear-l-4bit", "gear-4bit")
     parts = {"codes": BLUE, "scales": GREY, "low_rank": GREEN, "outliers": ORANGE}
-    figure = Figure(figsize=(8, 3.3), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(names, 0.0)
     for part, colour in parts.items():
@@ -143,14 +144,14 @@ def draw_gear_bytes() -> Figure:
     for name in names:
         axes.text(left[name] + 0.4, name, f"KL {rows[name]['kl']:.3f}", va="center", fontsize=10)
     axes.invert_yaxis()
-    axes.set(xlabel="bytes held, % of a cache at 16 bits", xlim=(0, 43))
+    axes.set(xlabel="bytes held, % of a cache at 16 bits", xlim=(0, 46))
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
 def draw_infinigen_timeline() -> Figure:
     """A decode step: what is fetched while a layer computes."""
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    figure = Figure(figsize=(6.6, 2.4), layout="constrained")
     axes = figure.subplots()
     for number in range(3):
         start = 4.0 * number
@@ -175,12 +176,12 @@ def box(axes: Axes, left: float, bottom: float, width: float, text: str, colour:
     """A bar of a timeline, with its text."""
     face = to_rgba(colour, 0.35)
     axes.add_patch(Rectangle((left, bottom), width - 0.05, 0.7, facecolor=face, edgecolor=colour))
-    axes.text(left + width / 2 - 0.02, bottom + 0.35, text, ha="center", va="center", fontsize=8.5)
+    axes.text(left + width / 2 - 0.02, bottom + 0.35, text, ha="center", va="center", fontsize=8)
 
 
 def draw_infinigen_rules() -> Figure:
     """What rules of choosing fetch, and how far from the dense cache they end, from the measured table."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
     groups = {"min_weight": BLUE, "share": GREEN, "alpha": ORANGE, "mass": PINK}
     for row in read("infinigen_rules_smollm2")["rows"]:
@@ -200,7 +201,7 @@ def draw_infinigen_rules() -> Figure:
 def draw_runahead_slices() -> Figure:
     """Which rank computes which part of a causal attention, with even slices and with planned ones."""
     ways = {row["method"]: row for row in runahead_rows()}
-    figure = Figure(figsize=(8, 3.7), layout="constrained")
+    figure = Figure(figsize=(6.8, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, way in zip(panels, ("even", "planned"), strict=True):
         begin, colours = 0, (BLUE, ORANGE)
@@ -210,8 +211,8 @@ def draw_runahead_slices() -> Figure:
             corners = [(0, begin), (0, end), (end, end), (begin, begin)]
             axes.add_patch(Polygon(corners, facecolor=to_rgba(colour, 0.45), edgecolor=colour))
             share = (end**2 - begin**2) / total
-            label = f"rank {rank}: {length} tokens\n{100 * share:.0f} % of attention"
-            axes.text(60, (begin + 2 * end) / 3, label, va="center", fontsize=9.5)
+            label = f"rank {rank}: {length}\n{100 * share:.0f} %"
+            axes.text(60, (begin + 2 * end) / 3, label, va="center", fontsize=10)
             begin = end
         axes.set(xlim=(0, RUNAHEAD_LENGTH), ylim=(RUNAHEAD_LENGTH, 0), xlabel="key", ylabel="query", title=way)
         axes.set_xticks([0, 2048, 4096])
@@ -224,7 +225,7 @@ def draw_runahead_times() -> Figure:
     """Seconds to the first token of each way, from the measured table."""
     rows = [row for row in runahead_rows() if not row["method"].startswith("shares")]
     colours = {"one rank": GREY, "TSP": PINK, "even": GREEN, "planned": BLUE}
-    figure = Figure(figsize=(8, 2.5), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.5), layout="constrained")
     axes = figure.subplots()
     for row in rows:
         median = row["median_s"]
@@ -234,7 +235,7 @@ def draw_runahead_times() -> Figure:
         label = f"{median:.1f} s, {row['speed_against_one_rank']:.2f} times"
         axes.text(row["upper_quartile_s"] + 0.4, row["method"], label, va="center", fontsize=10)
     axes.invert_yaxis()
-    axes.set(xlabel=f"seconds to the first token, prompt of {RUNAHEAD_LENGTH} tokens, 2 ranks", xlim=(0, 33))
+    axes.set(xlabel=f"seconds to the first token of {RUNAHEAD_LENGTH}, 2 ranks", xlim=(0, 36))
     return figure
 
 
