@@ -17,8 +17,8 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.memory import measure_memory
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
+from .caches import cache_stats
 from .command_line import load_for_evaluation
-from .fidelity import cache_stats
 from .report import provenance, write_json
 from .timing import spread, time_call
 

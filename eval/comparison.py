@@ -20,15 +20,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache_plugins.memory import MemoryReport, measure_memory
 
-from .fidelity import cache_factories, cache_stats, continuation_logits, fill_cache, score_logits
+from .caches import CACHE_FAILURES, REFERENCE, cache_factories, cache_stats, with_reference
+from .fidelity import continuation_logits, fill_cache, score_logits
 from .layer_errors import LayerErrors, record_attention
 from .report import memory_fields
-
-
-REFERENCE = "dynamic"
-
-# What a peer's cache is known to raise in the middle of a run. The other rows are worth having all the same.
-_CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
 
 
 class TokenTimer(BaseStreamer):
@@ -121,6 +116,16 @@ class ComparisonRow:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The reference's text, the tokens that are scored of it, and what the dense cache makes of them."""
+
+    generation: Generation
+    targets: torch.Tensor
+    logits: torch.Tensor
+    outputs: list[torch.Tensor]
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> torch.Tensor:
     """Token ids of a prompt, `[num_tokens]`, as the user's turn of the chat template if `chat`."""
     if chat:
@@ -211,7 +216,7 @@ class Comparison:
         self.model = model
         self.tokenizer = tokenizer
         self.token_ids = token_ids
-        self.factories = cache_factories(list(dict.fromkeys([REFERENCE, *caches])), model)
+        self.factories = cache_factories(with_reference(caches), model)
         self.max_new_tokens = max_new_tokens
         self.seed = seed
 
@@ -224,37 +229,40 @@ class Comparison:
         """The rows, `dynamic` first. A cache that fails on the way has a row with its error."""
         announce(REFERENCE)
         self._warm_up()
-        reference = self._generate(REFERENCE, announce)
-        continuation = torch.tensor(reference.token_ids)
+        generation = self._generate(REFERENCE, announce)
+        continuation = torch.tensor(generation.token_ids)
         # What follows the last token is nobody's text; a single token has nothing else
         fed = continuation[: max(1, continuation.numel() - 1)]
-        targets = continuation[-fed.numel() :]
-        dense_logits, dense_outputs = self._score(REFERENCE, fed)
-        rows = []
-        for name in self.factories:
+        dense = _Dense(generation, continuation[-fed.numel() :], *self._score(REFERENCE, fed))
+        rows = [self._row(REFERENCE, generation, dense.logits, dense.outputs, dense)]
+        for name in list(self.factories)[1:]:
+            announce(name)
             try:
-                generation = reference
-                if name != REFERENCE:
-                    announce(name)
-                    generation = self._generate(name, announce)
-                logits, outputs = self._score(name, fed)
-            except _CACHE_FAILURES as error:
+                rows.append(self._row(name, self._generate(name, announce), *self._score(name, fed), dense))
+            except CACHE_FAILURES as error:
                 rows.append(ComparisonRow(cache=name, error=f"{type(error).__name__}: {error}"))
-                continue
-            score = score_logits(dense_logits, logits, targets)
-            errors = LayerErrors()
-            errors.add(dense_outputs, outputs)
-            row = ComparisonRow(
-                cache=name,
-                text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
-                generation=generation,
-                first_difference=first_difference(reference.token_ids, generation.token_ids),
-                kl=score.mean_kl,
-                top1_agreement=score.num_agreeing / score.num_scored,
-                layer_errors=errors.relative(),
-            )
-            rows.append(row)
         return rows
+
+    def _row(
+        self,
+        name: str,
+        generation: Generation,
+        logits: torch.Tensor,
+        outputs: list[torch.Tensor],
+        dense: _Dense,
+    ) -> ComparisonRow:
+        score = score_logits(dense.logits, logits, dense.targets)
+        errors = LayerErrors()
+        errors.add(dense.outputs, outputs)
+        return ComparisonRow(
+            cache=name,
+            text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
+            generation=generation,
+            first_difference=first_difference(dense.generation.token_ids, generation.token_ids),
+            kl=score.mean_kl,
+            top1_agreement=score.num_agreeing / score.num_scored,
+            layer_errors=errors.relative(),
+        )
 
     def _warm_up(self) -> None:
         # The first forward of a process is slower than any later one; without this the reference would pay for it

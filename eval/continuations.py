@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations through a cache that their contexts fill once.
 
 Several contexts are prefilled together, the shorter ones padded on their left, all but the last token of each. Then
-their continuations are fed, one of every context at a time, each time through a copy of the filled cache: so no
-continuation sees another's tokens, whatever the cache is able to forget. The last token of the context is fed with the
-continuation, as its logits are the first to be scored:
+their continuations are fed, one of every context at a time, each time through a copy of the filled cache, or one that
+is filled anew if it cannot be copied: so no continuation sees another's tokens, whatever the cache is able to forget.
+The last token of the context is fed with the continuation, as its logits are the first to be scored:
 
     filled                fed                           scored
     c[0] ... c[n-2]       c[n-1] t[0] ... t[m-2]        t[0] ... t[m-1]
@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from kvcache_plugins.memory import MemoryReport, measure_memory
 
-from .fidelity import cache_stats
+from .caches import cache_stats, check_length
 
 
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
@@ -135,11 +135,17 @@ class ContinuationScorer:
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
         padding = _Padding([width - len(each) for each in filled], self.model.device)
-        cache = self._create_cache()
-        if width:
-            rows = [[0] * (width - len(each)) + each for each in filled]
-            for _ in self._feed(rows, cache, padding, feeding.context_chunk, logits_wanted=False):
-                pass
+
+        def fill_cache() -> Cache:
+            cache = self._create_cache()
+            if width:
+                rows = [[0] * (width - len(each)) + each for each in filled]
+                for _ in self._feed(rows, cache, padding, feeding.context_chunk, logits_wanted=False):
+                    pass
+                self.counters.update(tokens_filled=sum(map(len, filled)))
+            return cache
+
+        cache = fill_cache()
         groups = [_group_by_fed(context, wanted) for context, wanted in zip(contexts, continuations, strict=True)]
         running = [[_RunningScore(each) for each in wanted] for wanted in continuations]
         num_rounds, exercised = max(map(len, groups)), False
@@ -148,7 +154,7 @@ class ContinuationScorer:
             fed = [each[number] if number < len(each) else ((), []) for each in groups]
             longest = max(len(tokens) for tokens, _ in fed)
             rows = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in fed]
-            fork = copy.deepcopy(cache) if number < num_rounds - 1 else cache
+            fork = _copy_or_fill(cache, fill_cache) if number < num_rounds - 1 else cache
             for offset, logits in self._feed(rows, fork, padding, feeding.continuation_chunk, logits_wanted=True):
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
@@ -157,7 +163,6 @@ class ContinuationScorer:
             exercised = exercised or was_exercised(fork)
         self.counters.update(
             continuations=sum(map(len, continuations)),
-            tokens_filled=sum(map(len, filled)),
             tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),
         )
         self.note(cache, num_contexts=len(contexts), exercised=exercised)
@@ -177,11 +182,7 @@ class ContinuationScorer:
                 logits = self.model(input_ids=part, past_key_values=cache, use_cache=True, **where, **keep).logits
             yield offset, logits
             offset += part.shape[1]
-        if cache.get_seq_length() != filled + offset:
-            raise RuntimeError(
-                f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {filled + offset}: the model "
-                "did not go through it, so nothing can be said about it"
-            )
+        check_length(cache, filled + offset)
 
     def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
         """Counts contexts that went through a cache, and keeps what it held if none before was longer."""
@@ -190,6 +191,14 @@ class ContinuationScorer:
         if length > self.largest_length:
             self.largest_length = length
             self.largest, self.stats = measure_memory(cache), cache_stats(cache)
+
+
+def _copy_or_fill(cache: Cache, fill_cache: Callable[[], Cache]) -> Cache:
+    """A copy of a filled cache, or one that is filled anew where tensors cannot be copied (quanto's)."""
+    try:
+        return copy.deepcopy(cache)
+    except RuntimeError:
+        return fill_cache()
 
 
 class _Padding:

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import fidelity, perplexity, retrieval, sweep, sweep_report
+from . import fidelity, perplexity, report_command, retrieval, sweep
 from .command_line import user_errors, with_user_errors
 from .tasks import FOLDER, task_files
 
@@ -29,7 +29,7 @@ _MEASURES: dict[str, Callable[..., None]] = {
     "perplexity": perplexity.main,
     "retrieval": retrieval.main,
     "sweep": sweep.main,
-    "report": sweep_report.main,
+    "report": report_command.main,
 }
 
 

@@ -19,7 +19,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +27,9 @@ import typer
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
-from kvcache_plugins.memory import MemoryReport, ReportingMixin, measure_memory
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.memory import MemoryReport, measure_memory
 
+from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
 from .layer_errors import LayerErrors, record_attention
 from .report import memory_fields, provenance, write_json
@@ -39,8 +38,6 @@ from .windows import encode_text, spread_windows
 
 # Rows of logits turned into float64 at a time: a vocabulary of 50k takes 25 MB for them.
 _ROWS_AT_A_TIME = 64
-
-CacheFactory = Callable[[], Cache]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,12 +148,11 @@ def _spread(values: Sequence[float]) -> float:
 @torch.no_grad()
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
     """Feeds `[num_tokens]` to the model in one forward through an empty cache, which must then hold all of them."""
-    if cache.get_seq_length() != 0:
-        raise ValueError("A cache factory must return a fresh, empty cache every time")
+    check_is_empty(cache)
     # Only the last logits are computed where the model can do so: the others are a vocabulary each and nobody's.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(input_ids=token_ids[None].to(model.device), past_key_values=cache, use_cache=True, **keep)
-    _check_length(cache, token_ids.numel())
+    check_length(cache, token_ids.numel())
 
 
 @torch.no_grad()
@@ -179,16 +175,8 @@ def continuation_logits(
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
     parts = token_ids.to(model.device).split(chunk or token_ids.numel())
     logits = [model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0] for part in parts]
-    _check_length(cache, length_before + token_ids.numel())
+    check_length(cache, length_before + token_ids.numel())
     return torch.cat(logits)
-
-
-def _check_length(cache: Cache, expected: int) -> None:
-    if cache.get_seq_length() != expected:
-        raise RuntimeError(
-            f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {expected}: the model did not go "
-            "through it, so nothing can be said about it."
-        )
 
 
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
@@ -214,11 +202,6 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
         num_agreeing=sum(agreeing),
         first_difference=None if all(agreeing) else agreeing.index(False),
     )
-
-
-def cache_stats(cache: Cache) -> dict[str, float]:
-    """The cache's own counters; empty for a third party's cache that keeps none."""
-    return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 
 
 def measure_fidelity(
@@ -276,20 +259,6 @@ def measure_fidelity(
         )
         for name in reports
     }
-
-
-def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
-    """
-    Factories of caches given as `name` or `name:key=value,key=value`, by that text.
-
-    Each is called once and its cache thrown away, so that a wrong name or option is an error before anything has run.
-    """
-    factories: dict[str, CacheFactory] = {}
-    for spec in specs:
-        name, options = parse_cache_spec(spec)
-        factories[spec] = partial(create_cache, name, model, **options)
-        factories[spec]()
-    return factories
 
 
 def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:

@@ -3,26 +3,29 @@
 Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
 """
 
-import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib
-import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from .markdown import standard_error_of_kl, stretch_stops
 
 
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
+_PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
+_BITS = re.compile(r"-(\d)bit")
 
 Content = Mapping[str, Any]
 
 
-def draw_figures(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
+def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
     """
     Draws all figures that a sweep's results allow, as PNG.
 
@@ -72,6 +75,10 @@ def _style(number: int) -> dict[str, Any]:
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 6}
 
 
+def _add_legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def _score(content: Content) -> tuple[str, float, float]:
     """What a result is judged by: its name, value and standard error."""
     result, kind = content["result"], content["settings"]["kind"]
@@ -80,24 +87,49 @@ def _score(content: Content) -> tuple[str, float, float]:
         error = result["standard_errors"].get(metric)
         return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
     if kind == "fidelity":
-        return "KL to dense, nats", result["kl"], result["kl_spread"] / max(len(result["windows"]), 1) ** 0.5
+        return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
     if kind == "perplexity":
         return "perplexity", result["ppl"], 0.0
     return "answers right", result["accuracy"], result["standard_error"]
 
 
+def _percent_held(content: Content) -> float:
+    # As in the table of fidelity: before the scored tokens have filled a buffer by chance
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory["kv_percent"])
+
+
 def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
-    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", _score(group[0])[0])
-    for number, content in enumerate(each for each in group if each["memory"]):
-        _, value, error = _score(content)
-        percent = content["memory"]["kv_percent"]
-        axes.errorbar(
-            percent, value, yerr=error, linestyle="", capsize=2, label=content["settings"]["cache"], **_style(number)
+    """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
+    name = _score(group[0])[0]
+    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
+    # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
+    is_logarithmic = name.startswith("KL")
+    methods: dict[str, list[Content]] = defaultdict(list)
+    for content in group:
+        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
+            methods[_BITS.split(content["settings"]["cache"])[0]].append(content)
+    for number, contents in enumerate(methods.values()):
+        style = _style(number)
+        ordered = sorted(contents, key=_percent_held)
+        axes.plot(
+            [_percent_held(each) for each in ordered], [_score(each)[1] for each in ordered], color=style["color"]
         )
+        for content in ordered:
+            _, value, error = _score(content)
+            cache = content["settings"]["cache"]
+            face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
+            axes.errorbar(
+                _percent_held(content), value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style
+            )
     axes.set_xscale("log")
+    lowest, highest = axes.get_xlim()
+    axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    if is_logarithmic:
+        axes.set_yscale("log")
+    _add_legend(axes)
     return figure
 
 
@@ -105,11 +137,9 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
     figure, axes = _new(title, "position, tokens", "perplexity of the stretch")
     for number, content in enumerate(group):
         result = content["result"]
-        stops = [
-            min((each + 1) * result["stretch"], result["num_scored"]) for each in range(len(result["ppl_by_stretch"]))
-        ]
+        stops = stretch_stops(result["stretch"], result["num_scored"])
         axes.plot(stops, result["ppl_by_stretch"], label=content["settings"]["cache"], **_style(number))
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _add_legend(axes)
     return figure
 
 
@@ -123,12 +153,22 @@ def _draw_parts(group: Sequence[Content], title: str) -> Figure:
         axes.barh(names, widths, left=left, label=part, color=_COLOURS[number % len(_COLOURS)])
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _add_legend(axes)
     return figure
 
 
-def draw_steps(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Time of a decoded token against the context, from the rows of `bench step`."""
+def draw_steps(content: Content, path: Path) -> Path:
+    """
+    Draws the time of a decoded token against the context, as PNG.
+
+    Args:
+        content (`Content`): A result of `bench step`; any other is a `ValueError`.
+        path (`Path`): The file, its folder made if need be.
+    """
+    if content.get("benchmark") != "step":
+        raise ValueError("`figures` can be drawn of a sweep's folder and of a result of `bench step` only")
+    rows = content["rows"]
+    title = f"{content['settings']['model']}, {content['device']}"
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
@@ -137,16 +177,7 @@ def draw_steps(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
         contexts = [row["context"] for row in own]
         axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
-
-
-def main(
-    result: Annotated[Path, typer.Argument(help="JSON file of `bench step`.")],
-    out: Annotated[Path, typer.Option(help="PNG file to write.")],
-) -> None:
-    """Draw the time of a decoded token against the context, from a result of `bench step`."""
-    content = json.loads(result.read_text(encoding="utf-8"))
-    if content.get("benchmark") != "step":
-        raise ValueError(f"`result`: {result} is no result of `bench step`")
-    _save(draw_steps(content["rows"], f"{content['settings']['model']}, {content['device']}"), out)
+    axes.set_ylim(bottom=0)
+    _add_legend(axes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)

@@ -68,8 +68,8 @@ class KVCacheLM(HFLM):
 
     Raises:
         ValueError: for an unknown cache, option or mode, naming what is accepted, before the model is loaded; for
-            `cache_implementation` among a task's generation arguments; for a file of `use_cache` of another setting.
-        ValueError: also if the cache was never exercised, with the reason.
+            `cache_implementation` among a task's generation arguments; for a file of `use_cache` of another setting;
+            if the cache was never exercised, with the reason.
 
     Example:
 

@@ -19,13 +19,11 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.memory import MemoryReport, measure_memory
 
+from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
-from .fidelity import CacheFactory, cache_factories, cache_stats
+from .markdown import stretch_stops
 from .report import memory_fields, provenance, write_json
 from .windows import encode_text, spread_windows
-
-
-REFERENCE = "dynamic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,15 +67,13 @@ def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, ch
     Returns:
         `torch.Tensor` of shape `[num_tokens - 1]`: negative log-likelihood in nats of all but the first, float64.
     """
-    if cache.get_seq_length() != 0:
-        raise ValueError("A cache factory must return a fresh, empty cache every time")
+    check_is_empty(cache)
     fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
     parts = []
     for part, wanted in zip(fed.split(chunk), targets.split(chunk), strict=True):
         logits = model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
         parts.append(F.cross_entropy(logits.double(), wanted, reduction="none").cpu())
-    if cache.get_seq_length() != fed.numel():
-        raise RuntimeError(f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {fed.numel()}")
+    check_length(cache, fed.numel())
     return torch.cat(parts)
 
 
@@ -161,11 +157,10 @@ def main(
     token_ids, start_ids = encode_text(tokenizer, text_file.read_text(encoding="utf-8"))
     # One token comes before the first that is scored
     cut = spread_windows(token_ids, windows, 1 + len(start_ids), length - 1 - len(start_ids), start_ids)
-    factories = cache_factories(list(dict.fromkeys([REFERENCE, *cache])), loaded)
+    factories = cache_factories(with_reference(cache), loaded)
     with track_progress(len(cut) * len(factories)) as announce:
         results = measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)
-    num_stretches = len(next(iter(results.values())).ppl_by_stretch)
-    headings = [f"to {min((number + 1) * stretch, length)}" for number in range(num_stretches)]
+    headings = [f"to {stop}" for stop in stretch_stops(stretch, cut[0].numel() - 1)]
     cells = [
         [
             name,

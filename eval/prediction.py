@@ -19,12 +19,12 @@ from kvcache_plugins.memory import measure_memory
 from kvcache_plugins.registry import create_cache
 
 from .benchmark_kernels import Shape, random_states
+from .caches import REFERENCE, with_reference
 from .command_line import parse_dtype
 from .report import provenance, write_json
 
 
-_REFERENCE = "dynamic"
-_CACHES = (_REFERENCE, "gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
+_CACHES = (REFERENCE, "gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
 # One for a prompt that is one compressed part, one that merges its splits and attends to the exact tokens
 _GEAR_LAUNCHES = 2
 
@@ -40,7 +40,7 @@ def bytes_of_item(cache_name: str, shape: Shape, dtype: torch.dtype) -> int:
 
 def predict(caches: Sequence[str], shape: Shape, dtype: torch.dtype, bytes_per_second: float) -> list[dict[str, Any]]:
     """A row for `dynamic` and one for each cache: bytes of a layer, and the seconds that reading them once takes."""
-    item_bytes = {name: bytes_of_item(name, shape, dtype) for name in dict.fromkeys([_REFERENCE, *caches])}
+    item_bytes = {name: bytes_of_item(name, shape, dtype) for name in with_reference(caches)}
     return [
         {
             "cache": name,
@@ -48,8 +48,8 @@ def predict(caches: Sequence[str], shape: Shape, dtype: torch.dtype, bytes_per_s
             "context": shape.context,
             "bytes": size * shape.batch_size,
             "predicted_s": size * shape.batch_size / bytes_per_second,
-            "predicted_speed_against_dense": item_bytes[_REFERENCE] / size,
-            "launches": None if name == _REFERENCE else _GEAR_LAUNCHES,
+            "predicted_speed_against_dense": item_bytes[REFERENCE] / size,
+            "launches": None if name == REFERENCE else _GEAR_LAUNCHES,
         }
         for name, size in item_bytes.items()
     ]
@@ -96,7 +96,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for each in shapes:
         rows += predict(cache, each, kind, bandwidth * 1e9)
-        for row in rows[-len(dict.fromkeys([_REFERENCE, *cache])) :]:
+        for row in rows[-len(with_reference(cache)) :]:
             typer.echo(describe(row))
     if out is not None:
         settings = {"bandwidth_gb_s": bandwidth, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}

@@ -19,13 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.memory import MemoryReport
 
+from .caches import CacheFactory, cache_factories, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
 from .continuations import DECODE, ContinuationScorer, Score
-from .fidelity import CacheFactory, cache_factories
 from .report import provenance, write_json
-
-
-REFERENCE = "dynamic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +167,7 @@ def main(
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    factories = cache_factories(list(dict.fromkeys([REFERENCE, *cache])), loaded)
+    factories = cache_factories(with_reference(cache), loaded)
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
         results = answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
     columns = {"cache": "name", "right": "number", "+-": "number", "tokens right": "number"}

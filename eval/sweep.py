@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
+from .caches import CACHE_FAILURES
 from .command_line import load_for_evaluation, open_console, track_progress
 from .report import provenance, write_json
 from .sweep_measures import MEASURES, measure
@@ -36,7 +37,7 @@ from .sweep_measures import MEASURES, measure
 
 _FIELDS = {"models", "caches", "out", "measures", "dtype", "device"}
 # What a cache may raise without taking the other runs with it
-_FAILURES = (ValueError, RuntimeError, ImportError, IndexError, AssertionError, NotImplementedError, OSError)
+_FAILURES = (*CACHE_FAILURES, ImportError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """All that the result depends on."""
-        fields = ("model", "cache", "name", "kind", "dtype", "device")
-        return {**{name: getattr(self, name) for name in fields}, "options": dict(self.options)}
+        return asdict(self)
 
     def file_name(self) -> str:
         """A name that differs whenever a setting does."""
@@ -195,8 +195,8 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins eval sweep eval/sweeps/small.yaml
-        kvcache-plugins eval sweep eval/sweeps/small.yaml --only 'copa/smollm2/gear-2bit' --again
+        kvcache-plugins eval sweep eval/sweeps/gear.yaml
+        kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
     """
     sweep = Sweep.read(config)
     runs = sweep.pending(only, again)

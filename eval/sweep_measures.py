@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from .fidelity import cache_factories, fidelity_fields, measure_fidelity
+from .caches import cache_factories
+from .fidelity import fidelity_fields, measure_fidelity
 from .perplexity import measure_perplexity, perplexity_fields
 from .report import memory_fields
 from .retrieval import answer_questions, read_questions
@@ -24,7 +25,6 @@ SEED = 42
 _BOOTSTRAPS = 1000
 
 Found = dict[str, Any]
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def measure(

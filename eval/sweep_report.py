@@ -1,6 +1,6 @@
-"""Tables and figures of a sweep, from the JSON files that it has left in a folder.
+"""Tables of a sweep, from the JSON files that it has left in a folder.
 
-`kvcache-plugins eval report FOLDER` prints the tables; `tables.py` puts the same ones into the docs.
+`kvcache-plugins eval report FOLDER` prints them; `tables.py` puts the same ones into the docs.
 """
 
 import json
@@ -9,14 +9,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from .caches import REFERENCE
+from .markdown import make_markdown_table, render_fidelity, stretch_stops
 
-from .markdown import make_markdown_table, render_fidelity
-
-
-REFERENCE = "dynamic"
 
 Content = Mapping[str, Any]
 
@@ -95,9 +92,7 @@ def _render_fidelity(contents: Sequence[Content]) -> str:
 
 def _render_perplexity(contents: Sequence[Content]) -> str:
     first = contents[0]["result"]
-    stops = [
-        min((number + 1) * first["stretch"], first["num_scored"]) for number in range(len(first["ppl_by_stretch"]))
-    ]
+    stops = stretch_stops(first["stretch"], first["num_scored"])
     head = ["cache", "MB", "% of 16 bits", "PPL", *(f"to {stop}" for stop in stops)]
     rows = [
         [
@@ -131,26 +126,3 @@ _RENDERERS: dict[str, Callable[[Sequence[Content]], str]] = {
     "perplexity": _render_perplexity,
     "retrieval": _render_retrieval,
 }
-
-
-def main(
-    folder: Annotated[Path, typer.Argument(help="Where a sweep has left its results.")],
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write; printed by default.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Folder to draw figures into.")] = None,
-) -> None:
-    """Markdown tables of a sweep, and figures: accuracy against bytes, perplexity against position, memory by part.
-
-    \b
-    Examples:
-        kvcache-plugins eval report eval/results/small --figures docs/figures
-    """
-    text = render_sweep(folder)
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text, encoding="utf-8")
-    if figures is not None:
-        from .figures import draw_figures
-
-        for path in draw_figures(read_sweep(folder), figures, folder.name):
-            typer.echo(f"drew {path}", err=True)

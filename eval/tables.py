@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .markdown import add_fetched_share, make_markdown_table, render_fidelity
+from .markdown import add_fetched_share, make_markdown_table, render_fidelity, stretch_stops
 from .sweep_report import render_sweep
 
 
@@ -72,10 +72,7 @@ def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
-    stops = [
-        min((number + 1) * rows[0]["stretch"], rows[0]["num_scored"])
-        for number in range(len(rows[0]["ppl_by_stretch"]))
-    ]
+    stops = stretch_stops(rows[0]["stretch"], rows[0]["num_scored"])
     head = ["cache", "MB", "PPL", *(f"to {stop}" for stop in stops)]
     cells = [
         [

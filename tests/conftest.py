@@ -16,6 +16,7 @@ if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenize
             pytest.fail(reason)
         pytest.skip(reason)
     return load_model(name, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quanto_without_compiling() -> None:
+    """quanto compiles C++ for a minute and a half before it first unpacks bits; this unpacks them alike."""
+
+    class Library:
+        @staticmethod
+        def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+            return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+    if find_spec("optimum") is not None and find_spec("optimum.quanto") is not None:
+        from optimum.quanto.library.extensions.cpp import ext
+
+        ext._lib = Library
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
@@ -18,9 +17,6 @@ ROW = {"question": "cause", "premise": "The glass fell down to the floor.", "cho
 
 def test_rows(saved_with_tokenizer: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved_with_tokenizer("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.pad_token = chr(0)
-    tokenizer.save_pretrained(folder)
     (tmp_path / "copa").mkdir()
     for file in ("dev.jsonl", "test.jsonl"):
         rows = [{**ROW, "premise": f"{ROW['premise'][:-1]} {number}.", "label": number % 2} for number in range(6)]

@@ -110,6 +110,21 @@ def test_what_counts_as_exercised(tiny_llama: PreTrainedModel, cache: str) -> No
     assert scorer.counters["contexts_exercised"] == 1
 
 
+@pytest.mark.parametrize("feeding", FEEDINGS.values(), ids=FEEDINGS.keys())
+def test_a_cache_that_cannot_be_copied_is_filled_anew(tiny_llama: PreTrainedModel, feeding: Feeding) -> None:
+    class Uncopied(DynamicCache):
+        def __deepcopy__(self, memo: dict[int, object]) -> "Uncopied":
+            raise RuntimeError("cannot be copied")
+
+    context, continuations = draw(40, 1), [draw(6, seed) for seed in range(2, 5)]
+    scorer = ContinuationScorer(tiny_llama, Uncopied)
+    (scores,) = scorer.score([context], [continuations], feeding)
+    for continuation, score in zip(continuations, scores, strict=True):
+        expected = one_forward(tiny_llama, context, continuation).log_likelihood
+        assert score.log_likelihood == pytest.approx(expected, abs=1e-3)
+    assert scorer.counters["tokens_filled"] == 3 * 39
+
+
 def test_buffer_longer_than_the_context(tiny_llama: PreTrainedModel) -> None:
     scorer = ContinuationScorer(tiny_llama, partial(create_cache, "h2o", tiny_llama.config))
     ((score,),) = scorer.score([draw(20, 1)], [[draw(5, 2)]], Feeding())

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval import evaluate, fidelity
-from kvcache_plugins.eval.fidelity import cache_factories, continuation_logits, fill_cache, measure_fidelity
+from kvcache_plugins.eval.caches import cache_factories
+from kvcache_plugins.eval.fidelity import continuation_logits, fill_cache, measure_fidelity
 from kvcache_plugins.eval.windows import encode_text, spread_windows
 from kvcache_plugins.registry import describe_caches
 

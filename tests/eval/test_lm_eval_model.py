@@ -42,7 +42,6 @@ def loaded(saved_with_tokenizer: Callable[..., str]) -> Loaded:
     """A tiny Llama, and a tokenizer of one character a token that knows an end of text."""
     folder = saved_with_tokenizer("llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.pad_token = chr(0)
     return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
@@ -177,9 +176,6 @@ def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) ->
     # lm-eval's own models are there all the same
     assert get_model("hf") is HFLM
     folder = saved_with_tokenizer("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.pad_token = chr(0)
-    tokenizer.save_pretrained(folder)
     lm = KVCacheLM.create_from_arg_string(
         f"pretrained={folder},cache=gear,cache_nbits=2,cache_rank=3,dtype=bfloat16",
         {"batch_size": 2, "device": None},

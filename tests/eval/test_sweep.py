@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
@@ -118,9 +117,6 @@ def test_a_task_of_lm_eval(config: Path, saved_with_tokenizer: Callable[..., str
     pytest.importorskip("lm_eval")
     content = yaml.safe_load(config.read_text())
     (folder,) = content["models"]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.pad_token = chr(0)
-    tokenizer.save_pretrained(folder)
     rows = [{"text": f"Call me number {number}. " * 9, "label": number % 2} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     own = {
@@ -189,3 +185,18 @@ def test_a_result_is_known_by_every_setting(config: Path) -> None:
     content["dtype"] = "bfloat16"
     config.write_text(yaml.safe_dump(content))
     assert not names & {run.file_name() for run in Sweep.read(config).runs}
+
+
+def test_time_against_context(tmp_path: Path) -> None:
+    result = Path(__file__).parents[2] / "eval" / "results" / "step_smollm2_cpu.json"
+    finished = run("report", str(result), "--figures", str(tmp_path))
+    assert finished.exit_code == 0, finished.output
+    rows = json.loads(result.read_text())["rows"]
+    assert all(f"| {row['context']} | `{row['cache']}` |" in finished.stdout for row in rows)
+    assert (tmp_path / "step_smollm2_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_figure_of_other_results(tmp_path: Path) -> None:
+    result = Path(__file__).parents[2] / "eval" / "results" / "memory_4096_smollm2.json"
+    finished = run("report", str(result), "--figures", str(tmp_path))
+    assert finished.exit_code == 2 and "`bench step` only" in finished.stderr
