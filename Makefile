@@ -24,12 +24,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
-SOURCES := src triton_kernels eval tests
+SOURCES := src triton_kernels eval tests docs/extensions docs/figures
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench check style types format clean
+.PHONY: help demo test bench check style types docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -62,12 +62,15 @@ types: $(VENV)/.installed  ## mypy, strict, on the package as it is installed
 	rm -rf build
 	MYPYPATH=$(VENV)/types $(BIN)/mypy --config-file pyproject.toml
 
+docs: $(VENV)/.installed  ## the documentation site, into `site/`; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(VENV)/.installed  ## mend style
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## remove the virtual environment and what tools left behind
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # One stamp for each step, so that a second run is quick and a change of the requirements repeats only what it must.
 $(VENV)/.created:
@@ -84,5 +87,5 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers,eval]"
+	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs]"
 	touch $@

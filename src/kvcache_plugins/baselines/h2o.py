@@ -54,7 +54,7 @@ class H2OCache(ReportingMixin, Cache):
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
-        tokens cannot be dropped of.
+            tokens cannot be dropped of.
 
     Example:
 

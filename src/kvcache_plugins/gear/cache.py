@@ -69,7 +69,7 @@ class GEARCache(ReportingMixin, Cache):
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
-        cannot be compressed.
+            cannot be compressed.
 
     Example:
 
