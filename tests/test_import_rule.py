@@ -26,7 +26,7 @@ TIERS: tuple[set[str], ...] = (
     {"transformers_caches"},
     METHODS,
     {"__init__"},
-    {"reference_model", "cli", "eval", "contract"},
+    {"reference_model", "cli", "eval", "contract", "doctor"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.
 ONLY_IN = {"lm_eval": "eval"}
