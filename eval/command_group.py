@@ -13,6 +13,8 @@ An error that nobody foresaw keeps its traceback: it is a bug.
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import typer
@@ -27,6 +29,14 @@ _ClickException = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
 class CommandGroup(TyperGroup):
     """A group of commands that ends with the exit codes above; a group inside a group shows its help alike."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _reader_may_go():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _reader_may_go():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Newer releases of click take that for an error, with exit code 2
@@ -46,12 +56,23 @@ class CommandGroup(TyperGroup):
         except _ClickException as error:
             code = _report_usage(error)
         except BrokenPipeError:
-            code = _let_go_of_output()
+            code = READER_GONE
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         if code == INTERRUPTED:
             typer.echo("Interrupted", err=True)
+        if code == READER_GONE:
+            _let_go_of_output()
         raise SystemExit(code or DONE)
+
+
+@contextmanager
+def _reader_may_go() -> Iterator[None]:
+    # Typer would end the process by itself, with exit code 1
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise typer.Exit(READER_GONE) from error
 
 
 def _report_usage(error: Any) -> int:
@@ -62,8 +83,7 @@ def _report_usage(error: Any) -> int:
     return USER_ERROR
 
 
-def _let_go_of_output() -> int:
+def _let_go_of_output() -> None:
     # The interpreter flushes once more when it ends, and would complain
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, sys.stdout.fileno())
-    return READER_GONE
