@@ -14,6 +14,7 @@ from . import (
     benchmark_step,
     prediction,
 )
+from .command_group import CommandGroup
 from .command_line import with_user_errors
 from .gpu import command as gpu
 from .runahead import benchmark as benchmark_runahead
@@ -35,12 +36,18 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
+_HELP = """Benchmarks: attention alone, whole decode steps, long decodes, memory.
+
+Each writes its numbers as JSON: to a file with --out, to standard output with --json (`gpu`: files in a folder).
+
+\b
+Examples:
+    kvcache-plugins bench kernels
+    kvcache-plugins bench step --cache dynamic --cache gear-2bit --text-file book.txt --json | jq .rows
+"""
+
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Benchmarks: attention alone, whole decode steps, long decodes, memory. Each writes JSON with --out.",
+    cls=CommandGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
 )
 for _name, _function in _COMMANDS.items():
     app.command(_name)(with_user_errors(_function))

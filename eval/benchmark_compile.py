@@ -17,7 +17,8 @@ from transformers import Cache, StaticCache
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .command_line import load_for_evaluation
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 from .timing import spread, time_call
 
 
@@ -25,6 +26,7 @@ from .timing import spread, time_call
 _WARM_UP = 6
 
 
+@with_results
 @torch.inference_mode()
 def main(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps + 6 tokens.")],
@@ -33,8 +35,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 20,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time decode steps of a model as it is and compiled. Caches take turns. On a CPU this needs a C++ compiler.
 
     \b
@@ -62,9 +63,11 @@ def main(
         cache: (create_cache(name, network, **options), forward),
         f"{cache}, compiled": (create_cache(name, network, **options), torch.compile(forward, dynamic=True)),
     }
-    for instance, _ in runs.values():
+    for run, (instance, _) in runs.items():
+        typer.echo(f"{run} reads {context} tokens", err=True)
         network(token_ids[:, :context], past_key_values=instance, logits_to_keep=1)
     seconds: dict[str, list[float]] = {run: [] for run in runs}
+    typer.echo(f"{_WARM_UP} steps that compile, then {steps} that count", err=True)
     for position in range(context, total):
         place = torch.tensor([[position]], device=network.device)
         for run, (instance, function) in runs.items():
@@ -82,9 +85,8 @@ def main(
             f"{run:<24} {1e3 * row['median_s']:8.1f} ms a token ({1e3 * row['lower_quartile_s']:.1f} to "
             f"{1e3 * row['upper_quartile_s']:.1f}), first step {times[0]:.1f} s"
         )
-    if out is not None:
-        settings = {"model": model, "context": context, "steps": steps, "text_file": text_file.name}
-        write_json(out, {"benchmark": "compile", **provenance(network.device), "settings": settings, "rows": rows})
+    settings = {"model": model, "context": context, "steps": steps, "text_file": text_file.name}
+    return {"benchmark": "compile", **provenance(network.device), "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from kvcache_plugins.memory import measure_memory
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .command_line import load_for_evaluation
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 from .timing import spread, time_call
 
 
@@ -53,6 +54,7 @@ def summarize(seconds: list[float], prompt_length: int, bin_length: int) -> list
     return bins
 
 
+@with_results
 def main(
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable.")],
     text_file: Annotated[Path, typer.Option(help="A text of at least --prompt + --steps tokens.")],
@@ -61,8 +63,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens to decode.")] = 5000,
     bin_length: Annotated[int, typer.Option(help="Steps that one median is over.", min=3)] = 500,
     num_layers: Annotated[int | None, typer.Option(help="Keep the model's first layers only, to save time.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time every step of a long decode. Shows whether a cache copies its history again and again.
 
     \b
@@ -92,16 +93,15 @@ def main(
         typer.echo(f"{spec}: context x{context:.1f}, time per token x{growth:.2f}; {stats}")
         for each in bins:
             typer.echo(f"  {each['context']:6.0f} tokens: {each['median_s'] * 1e3:7.1f} ms")
-    if out is not None:
-        settings = {
-            "model": model,
-            "num_layers": network.config.num_hidden_layers,
-            "prompt": prompt,
-            "steps": steps,
-            "text_file": text_file.name,
-            "dtype": str(network.dtype).removeprefix("torch."),
-        }
-        write_json(out, {"benchmark": "decode", **provenance(network.device), "settings": settings, "rows": rows})
+    settings = {
+        "model": model,
+        "num_layers": network.config.num_hidden_layers,
+        "prompt": prompt,
+        "steps": steps,
+        "text_file": text_file.name,
+        "dtype": str(network.dtype).removeprefix("torch."),
+    }
+    return {"benchmark": "decode", **provenance(network.device), "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":

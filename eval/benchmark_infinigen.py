@@ -21,7 +21,8 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .benchmark_step import describe, step_rows, time_turns
 from .command_line import load_for_evaluation
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 
 
 # What is timed, by name: where it stands, and what it is called there. Those of the second column contain others.
@@ -78,6 +79,7 @@ def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float
     return {part: value / num_steps for part, value in parts.items()}
 
 
+@with_results
 @torch.inference_mode()
 def main(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + 2 * --steps tokens.")],
@@ -90,8 +92,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 8000,
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time whole decode steps of caches that take turns, and the parts of those of InfiniGen.
 
     \b
@@ -125,11 +126,10 @@ def main(
         row["parts_s"] = time_parts(step, steps)
         for part, seconds in row["parts_s"].items():
             typer.echo(f"    {part:<24} {1e3 * seconds:7.2f} ms")
-    if out is not None:
-        dtype = str(network.dtype).removeprefix("torch.")
-        settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
-        settings["num_threads"] = torch.get_num_threads()
-        write_json(out, {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows})
+    dtype = str(network.dtype).removeprefix("torch.")
+    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
+    settings["num_threads"] = torch.get_num_threads()
+    return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":

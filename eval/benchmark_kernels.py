@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +26,8 @@ from kvcache_plugins.registry import create_cache
 
 from .checking import require_close
 from .command_line import parse_device, parse_dtype
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 from .timing import spread, time_call, time_on_gpu
 
 
@@ -214,6 +214,7 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
+@with_results
 @torch.inference_mode()
 def main(
     context: Annotated[int, typer.Option(help="Tokens, a multiple of 64.")] = 16384,
@@ -226,8 +227,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
     rounds: Annotated[int, typer.Option(help="Times that each is timed.", min=3)] = 25,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time decode attention alone. From compressed storage, dense, and a copy, taking turns; checked first.
 
     \b
@@ -247,12 +247,12 @@ def main(
             typer.echo(f"{backend}: left out ({str(error).splitlines()[0]})", err=True)
     for name in cache:
         contest.add(name)
+    typer.echo(f"{rounds} rounds, in which each is timed once", err=True)
     rows = contest.run(rounds)
     for row in rows:
         typer.echo(describe(row))
-    if out is not None:
-        content = {**provenance(place), "settings": contest.settings(rounds), "rows": rows}
-        write_json(out, {"benchmark": "kernels", **content})
+    content = {**provenance(place), "settings": contest.settings(rounds), "rows": rows}
+    return {"benchmark": "kernels", **content}
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ costs. Tasks of log-likelihoods only: multiple choice and rolling perplexity.
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .command_line import Announce, load_for_evaluation, make_table, open_console, track_progress
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 from .tasks import find_task
 from .timing import spread
 
@@ -112,6 +112,7 @@ def compare_models(
     return rows
 
 
+@with_results
 def main(
     task: Annotated[str, typer.Option(help="A task of log-likelihoods: kv_piqa, a YAML file, or one of lm-eval's.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable.")] = ["dynamic"],  # noqa: B006
@@ -124,8 +125,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Runs of every model, taking turns.", min=1)] = 3,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """lm-eval's own model beside `kvcache` on one task: seconds, and the largest difference of their scores.
 
     \b
@@ -133,7 +133,7 @@ def main(
         kvcache-plugins bench lm-eval --task kv_openbookqa --limit 50
         kvcache-plugins bench lm-eval --task kv_copa --limit 200 --mode prefix --mode chunk --mode decode --rounds 1
     """
-    settings = {name: value for name, value in locals().items() if name != "out"}
+    settings = dict(locals())
     kind, requests = build_requests(task, limit, num_fewshot)
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     with track_progress(rounds * (1 + len(cache) * len(mode))) as announce:
@@ -164,5 +164,4 @@ def main(
     ]
     title = f"{model} on {task}: {len(requests)} requests, medians of {rounds}"
     open_console().print(make_table(title, {"model": "name", **dict.fromkeys(headings, "number")}, cells))
-    if out is not None:
-        write_json(out, {"benchmark": "lm-eval", **provenance(loaded.device), "settings": settings, "rows": rows})
+    return {"benchmark": "lm-eval", **provenance(loaded.device), "settings": settings, "rows": rows}

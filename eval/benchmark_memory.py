@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcache_plugins.memory import measure_memory
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .command_line import load_for_evaluation
-from .report import provenance, write_json
+from .command_line import interrupts_are_ours, load_for_evaluation
+from .json_output import with_results
+from .report import provenance
 
 
 class LiveBytes(TorchDispatchMode):
@@ -106,13 +107,13 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@with_results
 def main(
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable.")],
     text_file: Annotated[Path, typer.Option(help="A text of at least --context tokens.")],
     model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 4096,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
 
     \b
@@ -127,13 +128,14 @@ def main(
     rows = []
     for spec in cache:
         # A process each: a peak never falls again
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with interrupts_are_ours():
+            pool = multiprocessing.get_context("spawn").Pool(1)
+        with pool:
+            typer.echo(f"{spec}, in a process of its own", err=True)
             rows.append(pool.apply(measure_cache, (model, str(text_file), context, spec, num_threads)))
         typer.echo(describe(rows[-1]))
-    if out is not None:
-        settings = {"model": model, "context": context, "text_file": text_file.name}
-        content = {"benchmark": "memory", **provenance(torch.device("cpu")), "settings": settings, "rows": rows}
-        write_json(out, content)
+    settings = {"model": model, "context": context, "text_file": text_file.name}
+    return {"benchmark": "memory", **provenance(torch.device("cpu")), "settings": settings, "rows": rows}
 
 
 def describe(row: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .caches import cache_stats
 from .command_line import load_for_evaluation
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 from .timing import spread, time_call
 
 
@@ -83,6 +84,7 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
+@with_results
 @torch.inference_mode()
 def main(
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
@@ -91,8 +93,7 @@ def main(
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.")] = [4096],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time whole decode steps of a model. Caches take turns.
 
     \b
@@ -117,10 +118,9 @@ def main(
         rows += step_rows(time_turns(network, caches, token_ids[:, length : length + steps]), caches, length)
         for row in rows[-len(caches) :]:
             typer.echo(describe(row))
-    if out is not None:
-        dtype = str(network.dtype).removeprefix("torch.")
-        settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
-        write_json(out, {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows})
+    dtype = str(network.dtype).removeprefix("torch.")
+    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
+    return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ Results go to standard output; progress and errors go to standard error, so that
 """
 
 import itertools
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +26,17 @@ from transformers.utils import logging
 
 from kvcache_plugins.reference_model import load_model
 
+from .command_group import USER_ERROR
+
 
 # A pipe has no width to fit, so nothing is cut or folded there; every table fits 100 columns on its own.
 PIPE_WIDTH = 160
 MIN_NAME_WIDTH = 10
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Too large a model, prompt or cache is the user's matter as well
+_USER_ERRORS = (ValueError, ImportError, OSError, NotImplementedError, torch.OutOfMemoryError)
 
 Announce = Callable[[str], None]
 
@@ -80,9 +87,12 @@ def user_errors() -> Iterator[None]:
     """Turns what a user can cause (a wrong option, a missing package or file) into one line and exit code 2."""
     try:
         yield
-    except (ValueError, ImportError, OSError) as error:
+    except BrokenPipeError:
+        # Nobody's error: the reader has what it wanted
+        raise
+    except _USER_ERRORS as error:
         open_console(stderr=True).print(f"Error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(USER_ERROR) from error
 
 
 def with_user_errors(function: Callable[..., None]) -> Callable[..., None]:
@@ -98,8 +108,14 @@ def with_user_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 def open_console(stderr: bool = False) -> Console:
     """A console that is plain, and wide enough for every column, where there is no terminal."""
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    console = _Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process by itself, with exit code 1
+        raise
 
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
@@ -144,6 +160,23 @@ def track_progress(total: int) -> Iterator[Announce]:
         task = progress.add_task("", total=total)
         steps = itertools.count()
         yield lambda description: progress.update(task, description=description, completed=next(steps))
+
+
+@contextmanager
+def interrupts_are_ours() -> Iterator[None]:
+    """
+    Processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this one ends them.
+
+    Otherwise each would print a traceback of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _LineProgress:

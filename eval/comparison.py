@@ -295,23 +295,29 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
     return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
 
 
-def row_fields(row: ComparisonRow) -> dict[str, object]:
-    """A row for `compare --json`."""
-    fields: dict[str, object] = {"cache": row.cache, "error": row.error}
-    if row.generation is None:
-        return fields
-    generation = row.generation
+def generation_fields(generation: Generation) -> dict[str, object]:
+    """What a generation is in JSON, but for its text."""
     return {
-        **fields,
-        "text": row.text,
         "token_ids": list(generation.token_ids),
-        "first_difference": row.first_difference,
-        "kl": row.kl,
-        "top1_agreement": row.top1_agreement,
-        "layer_errors": row.layer_errors,
         "memory": memory_fields(generation.memory),
         "stats": generation.stats,
         "prefill_seconds": generation.prefill_seconds,
         "seconds_per_token": generation.seconds_per_token,
         "tokens_per_second": generation.tokens_per_second,
+    }
+
+
+def row_fields(row: ComparisonRow) -> dict[str, object]:
+    """A row for `compare --json`."""
+    fields: dict[str, object] = {"cache": row.cache, "error": row.error}
+    if row.generation is None:
+        return fields
+    return {
+        **fields,
+        "text": row.text,
+        "first_difference": row.first_difference,
+        "kl": row.kl,
+        "top1_agreement": row.top1_agreement,
+        "layer_errors": row.layer_errors,
+        **generation_fields(row.generation),
     }

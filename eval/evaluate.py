@@ -11,18 +11,34 @@ from importlib.util import find_spec
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from . import fidelity, perplexity, report_command, retrieval, sweep
+from .command_group import CommandGroup
 from .command_line import user_errors, with_user_errors
 from .tasks import FOLDER, task_files
 
 
 # The commands of lm-eval that are handed on as they are
 LM_EVAL_COMMANDS = {
-    "run": "Evaluate a model on tasks: lm-eval's own command, with the model `kvcache`.",
-    "ls": "List lm-eval's tasks, this project's (kv_*) among them.",
-    "validate": "Check files of tasks.",
+    "run": """Evaluate a model on tasks: lm-eval's own command, with the model `kvcache`.
+
+\b
+Examples:
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100
+""",
+    "ls": """List lm-eval's tasks, this project's (kv_*) among them.
+
+\b
+Examples:
+    kvcache-plugins eval ls tasks
+""",
+    "validate": """Check files of tasks.
+
+\b
+Examples:
+    kvcache-plugins eval validate --tasks kv_copa
+""",
 }
 _MEASURES: dict[str, Callable[..., None]] = {
     "fidelity": fidelity.main,
@@ -33,7 +49,7 @@ _MEASURES: dict[str, Callable[..., None]] = {
 }
 
 
-class _Group(TyperGroup):
+class _Group(CommandGroup):
     """Options without a command are those of `run`, as in lm-eval."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -42,14 +58,17 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=_Group,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Evaluation with the cache in the loop: lm-eval's tasks, fidelity, perplexity, retrieval, sweeps.",
-)
+_HELP = """Evaluation with the cache in the loop: lm-eval's tasks, fidelity, perplexity, retrieval, sweeps.
+
+`fidelity`, `perplexity` and `retrieval` write JSON: to a file with --out, to standard output with --json.
+
+\b
+Examples:
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks kv_copa
+    kvcache-plugins eval fidelity --text-file book.txt --cache gear-2bit --json
+"""
+
+app = typer.Typer(cls=_Group, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP)
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:
@@ -95,6 +114,9 @@ def _add_lm_eval_command(name: str, help_text: str) -> None:
 
     @app.command(name, help=help_text, context_settings=settings, add_help_option=False)
     def command(context: typer.Context) -> None:
+        # lm-eval's own help knows its options; ours stands before it
+        if {"--help", "-h"} & {*context.args}:
+            typer.echo(f"{context.get_help()}\n")
         with user_errors():
             run_lm_eval([name, *context.args])
 

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -31,8 +31,9 @@ from kvcache_plugins.memory import MemoryReport, measure_memory
 
 from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
+from .json_output import with_results
 from .layer_errors import LayerErrors, record_attention
-from .report import memory_fields, provenance, write_json
+from .report import memory_fields, provenance
 from .windows import encode_text, spread_windows
 
 
@@ -309,6 +310,7 @@ _COLUMNS = {
 }
 
 
+@with_results
 def main(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; may be given several times.")],
@@ -320,8 +322,7 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 42,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Measure how far caches are from the dense cache on a text: perplexity, KL and agreement, against bytes held.
 
     "differs at" is the first scored token whose most likely one is not the dense cache's, the median over windows;
@@ -333,7 +334,7 @@ def main(
         kvcache-plugins eval fidelity --text-file book.txt --windows 2 --chunk 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
     """
-    settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
+    settings = {name: value for name, value in locals().items() if name != "cache"}
     text = text_file.read_text(encoding="utf-8")
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids, start_ids = encode_text(tokenizer, text)
@@ -347,9 +348,8 @@ def main(
         f"{model} on {text_file.name}: {windows} windows, {scored} tokens scored after {prefix}; bytes of the prefix"
     )
     open_console().print(make_table(title, _COLUMNS, [_fidelity_cells(*row) for row in rows]))
-    if out is not None:
-        settings.update(
-            text_file=text_file.name, dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type
-        )
-        rows_as_json = [fidelity_fields(*row) for row in rows]
-        write_json(out, {**provenance(loaded.device), "settings": settings, "rows": rows_as_json})
+    settings.update(
+        text_file=text_file.name, dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type
+    )
+    rows_as_json = [fidelity_fields(*row) for row in rows]
+    return {**provenance(loaded.device), "settings": settings, "rows": rows_as_json}

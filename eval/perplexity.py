@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,8 +21,9 @@ from kvcache_plugins.memory import MemoryReport, measure_memory
 
 from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
+from .json_output import with_results
 from .markdown import stretch_stops
-from .report import memory_fields, provenance, write_json
+from .report import memory_fields, provenance
 from .windows import encode_text, spread_windows
 
 
@@ -133,6 +134,7 @@ def perplexity_fields(cache: str, result: Perplexity) -> dict[str, object]:
     }
 
 
+@with_results
 def main(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
@@ -143,15 +145,14 @@ def main(
     stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.")] = 256,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Perplexity against position, decoded through each cache from the first token on.
 
     \b
     Examples:
         kvcache-plugins eval perplexity --text-file book.txt --cache gear-2bit --cache kivi-2bit --chunk 64
     """
-    settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
+    settings = {name: value for name, value in locals().items() if name != "cache"}
     settings["text_file"] = text_file.name
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids, start_ids = encode_text(tokenizer, text_file.read_text(encoding="utf-8"))
@@ -172,6 +173,5 @@ def main(
     ]
     columns = {"cache": "name", **dict.fromkeys(["MB", "PPL", *headings], "number")}
     open_console().print(make_table(f"{model}, {length} tokens of {text_file.name}", columns, cells))
-    if out is not None:
-        rows = [perplexity_fields(name, each) for name, each in results.items()]
-        write_json(out, {"benchmark": "perplexity", **provenance(loaded.device), "settings": settings, "rows": rows})
+    rows = [perplexity_fields(name, each) for name, each in results.items()]
+    return {"benchmark": "perplexity", **provenance(loaded.device), "settings": settings, "rows": rows}

@@ -9,7 +9,6 @@ kernel that reads all of it is faster. Left out are the query, the output and th
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +20,8 @@ from kvcache_plugins.registry import create_cache
 from .benchmark_kernels import Shape, random_states
 from .caches import REFERENCE, with_reference
 from .command_line import parse_dtype
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 
 
 _CACHES = (REFERENCE, "gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
@@ -72,6 +72,7 @@ def _parse_shape(text: str, **layer: int) -> Shape:
     return Shape(batch_size=int(batch_size), context=int(context), **layer)
 
 
+@with_results
 def main(
     bandwidth: Annotated[float, typer.Option(help="GB/s (1e9 bytes) that reading is assumed to reach.")],
     shape: Annotated[list[str], typer.Option(help="BATCHxTOKENS; repeatable.")] = ["16x32768"],  # noqa: B006
@@ -79,8 +80,7 @@ def main(
     num_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of dense and exact states.")] = "bfloat16",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Predict attention times from bytes. The least time of one layer at a stated bandwidth; not a measurement.
 
     \b
@@ -98,11 +98,10 @@ def main(
         rows += predict(cache, each, kind, bandwidth * 1e9)
         for row in rows[-len(with_reference(cache)) :]:
             typer.echo(describe(row))
-    if out is not None:
-        settings = {"bandwidth_gb_s": bandwidth, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-        # Nothing depends on the machine that added the bytes up
-        origin = {**provenance(torch.device("cpu")), "device": "predicted, not measured"}
-        write_json(out, {"benchmark": "prediction", **origin, "settings": settings, "rows": rows})
+    settings = {"bandwidth_gb_s": bandwidth, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
+    # Nothing depends on the machine that added the bytes up
+    origin = {**provenance(torch.device("cpu")), "device": "predicted, not measured"}
+    return {"benchmark": "prediction", **origin, "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from kvcache_plugins.memory import MemoryReport
 from .caches import CacheFactory, cache_factories, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
 from .continuations import DECODE, ContinuationScorer, Score
-from .report import provenance, write_json
+from .json_output import with_results
+from .report import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +146,7 @@ def answer_questions(
     }
 
 
+@with_results
 def main(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
@@ -154,15 +156,14 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Questions decoded together.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Ask for one line, or one value, of a long context, through each cache.
 
     \b
     Examples:
         kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
     """
-    settings = {name: value for name, value in locals().items() if name not in ("cache", "out")}
+    settings = {name: value for name, value in locals().items() if name != "cache"}
     asked = read_questions(data_file, records)[:questions]
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
@@ -176,17 +177,16 @@ def main(
         for name, each in results.items()
     ]
     open_console().print(make_table(f"{model} on {data_file.name}, {len(asked)} questions", columns, cells))
-    if out is not None:
-        rows = [
-            {
-                "cache": name,
-                "accuracy": each.accuracy,
-                "standard_error": each.standard_error,
-                "token_accuracy": each.token_accuracy,
-                "correct": list(each.correct),
-                "stats": each.stats,
-            }
-            for name, each in results.items()
-        ]
-        settings |= {"data_file": data_file.name, "num_questions": len(asked)}
-        write_json(out, {"benchmark": "retrieval", **provenance(loaded.device), "settings": settings, "rows": rows})
+    rows = [
+        {
+            "cache": name,
+            "accuracy": each.accuracy,
+            "standard_error": each.standard_error,
+            "token_accuracy": each.token_accuracy,
+            "correct": list(each.correct),
+            "stats": each.stats,
+        }
+        for name, each in results.items()
+    ]
+    settings |= {"data_file": data_file.name, "num_questions": len(asked)}
+    return {"benchmark": "retrieval", **provenance(loaded.device), "settings": settings, "rows": rows}

@@ -30,7 +30,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
 from .caches import CACHE_FAILURES
+from .command_group import FAILED
 from .command_line import load_for_evaluation, open_console, track_progress
+from .json_output import JsonOption, free_stdout, print_json
 from .report import provenance, write_json
 from .sweep_measures import MEASURES, measure
 
@@ -190,8 +192,12 @@ def main(
     only: Annotated[str, typer.Option(help="Shell pattern of measure/model/cache, such as 'copa/*/gear*'.")] = "*",
     again: Annotated[bool, typer.Option("--again", help="Repeat runs that have a result.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure caches x models x tasks, one JSON file each. Interrupted, it goes on where it was.
+
+    --json lists what was run, or with --dry-run would be: each with its file and, where it failed, its error, which
+    makes exit code 1.
 
     \b
     Examples:
@@ -203,15 +209,26 @@ def main(
     console = open_console(stderr=True)
     console.print(f"{len(runs)} of {len(sweep.runs)} runs to do, results in {sweep.out}", markup=False)
     if dry_run:
+        if as_json:
+            print_json(_listing(sweep, [(run, None) for run in runs]))
+            return
         for run in runs:
             typer.echo(run.label)
         return
-    failures = []
-    with track_progress(len(runs)) as announce:
+    done: list[tuple[Run, str | None]] = []
+    with free_stdout(as_json), track_progress(len(runs)) as announce:
         for run, error in run_sweep(sweep, runs, announce):
+            done.append((run, error))
             if error is not None:
-                failures.append(run)
                 console.print(f"{run.label} failed: {error}", markup=False, soft_wrap=True)
-    if failures:
-        console.print(f"{len(failures)} runs failed; run the same again to retry them", markup=False)
-        raise typer.Exit(1)
+    if as_json:
+        print_json(_listing(sweep, done))
+    num_failed = sum(error is not None for _, error in done)
+    if num_failed:
+        console.print(f"{num_failed} runs failed; run the same again to retry them", markup=False)
+        raise typer.Exit(FAILED)
+
+
+def _listing(sweep: Sweep, runs: list[tuple[Run, str | None]]) -> dict[str, object]:
+    rows = [{"run": run.label, "file": str(sweep.out / run.file_name()), "error": error} for run, error in runs]
+    return {"num_runs": len(sweep.runs), "runs": rows}

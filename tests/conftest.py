@@ -21,7 +21,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 
 SEED = 42
@@ -98,6 +106,31 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 def tiny_llama(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """A random Llama of 2 layers, 4 query and 2 key/value heads of 32, vocabulary of 128, in eval mode."""
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def saved_with_tokenizer(
+    tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """A factory of folders with a tiny model and a tokenizer of one ASCII character a token; code 0 ends a text."""
+
+    def save(architecture: str, **fields: object) -> str:
+        folder: Path = tmp_path_factory.mktemp(architecture)
+        end = chr(0)
+        characters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
+        characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        characters.decoder = decoders.Fuse()
+        PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=end, pad_token=end).save_pretrained(folder)
+        tiny_model(architecture, **fields).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(saved_with_tokenizer: Callable[..., str]) -> str:
+    """A folder with the tiny random Llama and a tokenizer of one ASCII character a token."""
+    return saved_with_tokenizer("llama")
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner, Result
 
@@ -17,17 +16,6 @@ from kvcache_plugins import cli, list_caches, register_cache, registry
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROMPT = "It was the best of times, it was the worst of times. " * 3
 HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "tokens/s", "text"]
-
-
-@pytest.fixture
-def tiny_folder(tiny_llama: PreTrainedModel, tmp_path: Path) -> str:
-    """A folder with the tiny random Llama and a tokenizer of one ASCII character a token."""
-    characters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=characters).save_pretrained(tmp_path / "tiny")
-    tiny_llama.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
 
 
 def run(*arguments: str, **options: object) -> Result:
@@ -42,27 +30,8 @@ def assert_one_line_error(result: Result, message: str) -> None:
     assert result.stdout == ""
 
 
-def test_no_arguments_show_help() -> None:
-    result = run()
-    assert result.exit_code == 0
-    assert all(command in result.stdout for command in ("list", "generate", "compare", "Examples:"))
-
-
 BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead"]
 BENCHMARKS += ["runahead-simulation", "lm-eval"]
-MEASURES = ["fidelity", "perplexity", "retrieval", "sweep", "report"]
-COMMANDS = [
-    *("list", "generate", "compare", "plan", "recommend"),
-    *(f"bench {name}" for name in BENCHMARKS),
-    *(f"eval {name}" for name in MEASURES),
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_examples(command: str) -> None:
-    result = run(*command.split(), "--help")
-    assert result.exit_code == 0
-    assert f"      kvcache-plugins {command}" in result.stdout
 
 
 def test_benchmarks_are_listed() -> None:

@@ -27,7 +27,7 @@ TIERS: tuple[set[str], ...] = (
     METHODS,
     {"sizing", "recommendation"},
     {"__init__"},
-    {"cli", "eval", "contract"},
+    {"cli", "eval", "contract", "doctor"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.
 ONLY_IN = {"lm_eval": "eval"}

@@ -17,7 +17,8 @@ import torch
 import typer
 
 from kvcache_plugins.eval.command_line import make_table, open_console, track_progress
-from kvcache_plugins.eval.report import provenance, write_json
+from kvcache_plugins.eval.json_output import with_results
+from kvcache_plugins.eval.report import provenance
 from kvcache_plugins.eval.timing import spread
 from kvcache_plugins.kv_runahead.cost import CostModel, Link
 from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
@@ -238,6 +239,7 @@ def _show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     open_console().print(make_table(title, columns, cells))
 
 
+@with_results
 def main(
     text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
     length: Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.")] = [4096, 8192],  # noqa: B006
@@ -253,8 +255,7 @@ def main(
     throttle: Annotated[
         float | None, typer.Option(help="Bytes a second of every link, or, below 1, share of what it has. Needs root.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time to first token of one rank alone, of TSP and of KV-Runahead, on ranks of this machine that take turns.
 
     \b
@@ -288,10 +289,9 @@ def main(
             benchmark.run(token_ids, benchmark.measure_link(THROTTLED), THROTTLED)
             compare_links(benchmark.rows)
     _show(benchmark.rows, f"{model}: seconds to the first token, medians of {rounds}")
-    if out is not None:
-        settings = {"model": model, "world_size": world_size, "rounds": rounds, "text_file": text_file.name}
-        settings |= {"machine": ranks.describe_machine(benchmark.facts.dtype), "throttle": throttle}
-        settings |= {"table": None if table is None else table.name}
-        cost = None if benchmark.cost is None else asdict(benchmark.cost)
-        content = {"benchmark": "runahead", **provenance(torch.device("cpu")), "settings": settings, "cost": cost}
-        write_json(out, {**content, **benchmark.found, "rows": benchmark.rows})
+    settings = {"model": model, "world_size": world_size, "rounds": rounds, "text_file": text_file.name}
+    settings |= {"machine": ranks.describe_machine(benchmark.facts.dtype), "throttle": throttle}
+    settings |= {"table": None if table is None else table.name}
+    cost = None if benchmark.cost is None else asdict(benchmark.cost)
+    content = {"benchmark": "runahead", **provenance(torch.device("cpu")), "settings": settings, "cost": cost}
+    return {**content, **benchmark.found, "rows": benchmark.rows}

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from kvcache_plugins.eval.command_line import make_table, open_console, track_progress, user_errors
+from kvcache_plugins.eval.json_output import JsonOption, print_json
 from kvcache_plugins.eval.report import provenance
 from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
 from kvcache_plugins.kv_runahead.partition import searched
@@ -159,7 +160,9 @@ def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:
 def main(
     world_size: Annotated[int, typer.Option(help="Ranks to plan for, all started on this machine's CPUs.", min=1)],
     lengths: Annotated[str, typer.Option(help="Tokens of the contexts, such as 4096,8192.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write, for `runahead_prefill(..., partition=...)`.")],
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write, for `runahead_prefill(..., partition=...)`.")
+    ] = None,
     model: Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
     search: Annotated[
         bool, typer.Option("--search", help="Search around what is planned, by whole prefills.")
@@ -167,6 +170,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Runs that a median is over.", min=1)] = 3,
     num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a model on this machine, and plan which slice of a prompt each rank of KV-Runahead prefills.
 
@@ -177,10 +181,13 @@ def main(
     Examples:
         kvcache-plugins plan --world-size 2 --lengths 4096,8192 --out table.json
         kvcache-plugins plan --model gemma3-270m --world-size 4 --lengths 2048,4096 --search --out table.json
+        kvcache-plugins plan --world-size 2 --lengths 4096 --json | jq .entries
     """
     with user_errors():
         parsed = parse_lengths(lengths, world_size)
-        if not out.absolute().parent.is_dir():
+        if out is None and not as_json:
+            raise ValueError("Give `--out`, `--json` or both, or the table would be lost")
+        if out is not None and not out.absolute().parent.is_dir():
             raise ValueError(f"`out`: there is no folder {out.absolute().parent}")
         open_console(stderr=True).print(f"starting {world_size} ranks", markup=False)
         with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
@@ -189,6 +196,10 @@ def main(
             with track_progress(rounds * len(slices)) as announce:
                 timings = time_slices(ranks, facts, slices, rounds, announce)
             table = plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
-        table.save(out)
-        assert table.cost is not None
-        show_plan(table, worst_error(table.timings, table.cost), facts)
+        if out is not None:
+            table.save(out)
+    if as_json:
+        print_json(table.document())
+        return
+    assert table.cost is not None
+    show_plan(table, worst_error(table.timings, table.cost), facts)

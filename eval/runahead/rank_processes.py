@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.eval.command_line import load_for_evaluation
+from kvcache_plugins.eval.command_line import interrupts_are_ours, load_for_evaluation
 
 from .isolated_network import INTERFACE, enter_namespace
 
@@ -103,7 +103,8 @@ class Ranks:
             for setup in self._setups:
                 pipe, other_end = context.Pipe()
                 process = context.Process(target=_serve, args=(setup, self._folder.name, other_end), daemon=True)
-                process.start()
+                with interrupts_are_ours():
+                    process.start()
                 other_end.close()
                 self._processes.append(process)
                 self._pipes.append(pipe)

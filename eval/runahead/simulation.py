@@ -17,7 +17,8 @@ import torch
 import typer
 
 from kvcache_plugins.eval.command_line import make_table, open_console
-from kvcache_plugins.eval.report import provenance, write_json
+from kvcache_plugins.eval.json_output import with_results
+from kvcache_plugins.eval.report import provenance
 from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_tsp_ttft, predict_ttft
 from kvcache_plugins.kv_runahead.partition import planned
 
@@ -181,6 +182,7 @@ def _show_measured(rows: Sequence[Mapping[str, Any]]) -> None:
     typer.echo(f"off by {100 * statistics.median(errors):.1f} % (median), {100 * max(errors):.1f} % at most")
 
 
+@with_results
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = FITTED,
     ranks: Annotated[list[int], typer.Option(help="Repeatable.")] = [2, 4, 8, 16, 32, 64],  # noqa: B006
@@ -194,8 +196,7 @@ def main(
     num_layers: Annotated[int, typer.Option(help="Layers of the model that was measured.")] = 30,
     bytes_per_token: Annotated[int, typer.Option(help="Bytes of its keys and values, a token and layer.")] = 1536,
     triangle: Annotated[float, typer.Option(help="Share of a slice's own square that was computed.")] = TRIANGLE,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Simulate the time to first token on many ranks, beside the paper's measurements. Not a measurement.
 
     \b
@@ -227,5 +228,4 @@ def main(
         paper = paper_rows()
         _show_paper(paper)
         content |= {"settings": {**settings, "model": model}, "rows": rows, "paper_rows": paper}
-    if out is not None:
-        write_json(out, content)
+    return content

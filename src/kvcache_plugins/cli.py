@@ -1,22 +1,26 @@
 """The console script `kvcache-plugins`: parses options and prints what `eval` and `registry` decide.
 
-Results go to standard output; progress, timings and errors to standard error. A user's error is one line and exit code
-2; Ctrl-C is exit code 130.
+Results go to standard output, with `--json` as JSON; progress, timings and errors to standard error. What exit codes
+mean stands in `eval.command_group`.
 """
 
-import json
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated
 
 import typer
 from transformers import TextStreamer
 
+from .doctor import examine
 from .eval import bench, evaluate, recommend
+from .eval.command_group import FAILED, CommandGroup
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
-from .eval.comparison import Comparison, ComparisonRow, Generation, encode_prompt, generate_with, row_fields
+from .eval.comparison import Comparison, encode_prompt, generate_with, generation_fields, row_fields
+from .eval.comparison_tables import print_rows, summary_line
+from .eval.doctor_tables import print_report
+from .eval.json_output import JsonOption, free_stdout, prepare_file, print_json
 from .eval.report import provenance
 from .eval.runahead import plan
 from .eval.windows import encode_text, spread_windows
@@ -27,11 +31,7 @@ from .registry import CacheEntry, create_cache, describe_caches, list_caches, pa
 
 DEMO_CACHES = ("dynamic", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit")
 
-# Characters of the generated text in a table, and the width from which there is room for them
-SHORT_TEXT = 20
-TEXT_FROM_WIDTH = 100
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(cls=CommandGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 ModelOption = Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")]
 PromptOption = Annotated[str | None, typer.Option(help="The prompt; comes after the text of --prompt-file.")]
@@ -55,17 +55,28 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def kvcache_plugins(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """KV caches for Hugging Face Transformers that hold less, move less and start sooner.
 
+    Results go to standard output, with --json as one JSON document and nothing else; progress and errors go to
+    standard error.
+
+    \b
+    Exit codes:
+        0    done
+        1    done, but something failed: a cache of compare, a run of eval sweep, a check of doctor
+        2    your error: one line says which
+        130  interrupted
+        141  whoever read the output has gone, as after `| head`
+
     \b
     Examples:
+        kvcache-plugins doctor
         kvcache-plugins list
         kvcache-plugins generate --cache gear-2bit --prompt "Once upon a time"
         kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
@@ -73,13 +84,12 @@ def kvcache_plugins(
         kvcache-plugins recommend --memory 100MB --context 8192
         kvcache-plugins bench kernels
     """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @app.command("list")
 def list_command(
     pattern: Annotated[str, typer.Argument(help="Shell pattern of names, such as 'gear*'.")] = "*",
+    as_json: JsonOption = False,
 ) -> None:
     """List the caches that --cache takes, what each name stands for and whether what it needs is installed.
 
@@ -87,19 +97,55 @@ def list_command(
     Examples:
         kvcache-plugins list
         kvcache-plugins list 'gear*'
+        kvcache-plugins list --json | jq -r '.caches[] | select(.is_available) | .name'
     """
     with user_errors():
         entries = describe_caches(pattern)
         if not entries:
             raise ValueError(f"No cache matches `{pattern}`. Known caches: {', '.join(list_caches())}")
+    if as_json:
+        print_json({"caches": [_entry_fields(entry) for entry in entries]})
+        return
     columns = {"cache": "name", "what it is": "name", "options": "name", "needs": "name"}
     open_console().print(make_table("", columns, [_entry_cells(entry) for entry in entries]))
+
+
+def _entry_fields(entry: CacheEntry) -> dict[str, object]:
+    fields = {name: getattr(entry, name) for name in ("name", "summary", "requires", "is_available")}
+    return {**fields, "options": dict(entry.options)}
 
 
 def _entry_cells(entry: CacheEntry) -> tuple[str, ...]:
     options = " ".join(f"{name}={value}" for name, value in entry.options.items())
     needs = "-" if entry.requires is None else f"{entry.requires}: {'found' if entry.is_available else 'missing'}"
     return entry.name, entry.summary, options or "-", needs
+
+
+@app.command()
+def doctor(
+    check: Annotated[
+        bool, typer.Option("--check", help="Also run attention on every device; compiling may take minutes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show versions, devices, kernels and models, and what to do about what is missing.
+
+    Exit code 1 if the package cannot work here: something that it requires is missing, broken or of a version that is
+    not supported, or a kernel that would be chosen does not run. What is optional and missing is only said.
+
+    \b
+    Examples:
+        kvcache-plugins doctor
+        kvcache-plugins doctor --check
+        kvcache-plugins doctor --json | jq .findings
+    """
+    report = examine(check)
+    if as_json:
+        print_json(report)
+    else:
+        print_report(report)
+    if not report["works"]:
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -118,8 +164,11 @@ def generate(
     device: DeviceOption = None,
     seed: SeedOption = 42,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt through a cache, streaming the text; bytes held and speed follow on standard error.
+
+    With --json the text is streamed to standard error.
 
     \b
     Examples:
@@ -133,26 +182,25 @@ def generate(
         text = _read_prompt(prompt, prompt_file)
         loaded, tokenizer = load_for_evaluation(model, dtype, device)
         token_ids = encode_prompt(tokenizer, text, chat)
-        generation = generate_with(
-            loaded,
-            token_ids,
-            create_cache(cache, loaded, **options),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )
-    open_console(stderr=True).print(_summary_line(cache, token_ids.numel(), generation), markup=False, soft_wrap=True)
-
-
-def _summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
-    memory = generation.memory
-    return (
-        f"{cache}: {memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, "
-        f"{memory.kv_percent:.1f} % of a 16-bit cache); prompt of {num_prompt_tokens} tokens in "
-        f"{generation.prefill_seconds:.2f} s, {len(generation.token_ids)} new ones at "
-        f"{_number(generation.tokens_per_second, 1)} tokens/s"
-    )
+        with free_stdout(as_json):
+            generation = generate_with(
+                loaded,
+                token_ids,
+                create_cache(cache, loaded, **options),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            )
+    summary = summary_line(cache, token_ids.numel(), generation)
+    open_console(stderr=True).print(summary, markup=False, soft_wrap=True)
+    if as_json:
+        settings = {"model": model, "cache": cache, "options": options, "chat": chat, "seed": seed}
+        settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
+        settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
+        written = str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True))
+        found = {"text": written, **generation_fields(generation)}
+        print_json({**provenance(loaded.device), "settings": settings, **found})
 
 
 @app.command()
@@ -169,7 +217,7 @@ def compare(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     seed: SeedOption = 42,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run several caches on one prompt, side by side: text, KL to the dense cache, bytes held and speed.
 
@@ -197,12 +245,12 @@ def compare(
         settings = {"model": model, "dtype": loaded_dtype, "chat": chat, "seed": seed}
         settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
         content = {**provenance(loaded.device), "settings": settings, "rows": [row_fields(row) for row in rows]}
-        typer.echo(json.dumps(content, indent=2))
+        print_json(content)
     else:
         title = f"{model}, {loaded_dtype}, prompt of {token_ids.numel()} tokens, {max_new_tokens} new ones at most"
-        _print_rows(title, rows)
+        print_rows(title, rows)
     if any(row.error for row in rows):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -216,6 +264,7 @@ def calibrate(
     min_recall: Annotated[float, typer.Option(help="A layer of which less is captured stays whole.")] = 0.9,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how well InfiniGen speculates each layer of a model, and fit corrections.
 
@@ -230,12 +279,19 @@ def calibrate(
     """
     with user_errors():
         text = text_file.read_text(encoding="utf-8")
+        prepare_file(out)
         loaded, tokenizer = load_for_evaluation(model, dtype, device)
         token_ids, start_ids = encode_text(tokenizer, text)
         cut = spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
         with track_progress(len(cut)) as announce:
             calibration = measure_layers(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
         calibration.save(out)
+    if as_json:
+        settings = {"model": model, "dtype": str(loaded.dtype).removeprefix("torch."), "text_file": text_file.name}
+        settings.update(windows=windows, length=length, rank=rank, min_recall=min_recall)
+        layers = [asdict(report) for report in calibration.reports]
+        print_json({**provenance(loaded.device), "settings": settings, "file": str(out), "layers": layers})
+        return
     columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number", "corrected": "number"}
     columns |= {"choice": "name", "recall": "number"}
     rows = [_calibration_cells(report) for report in calibration.reports]
@@ -254,60 +310,6 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt
     text = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
     return text if prompt is None else f"{text.rstrip()}\n\n{prompt}"
-
-
-def _print_rows(title: str, rows: list[ComparisonRow]) -> None:
-    console = open_console()
-    columns = {
-        "cache": "name",
-        "differs at": "number",
-        "KL": "number",
-        "top-1": "number",
-        "MB": "number",
-        "KV %": "number",
-        "ratio": "number",
-        "prefill s": "number",
-        "tokens/s": "number",
-    }
-    # A narrow terminal keeps the numbers: the texts stand below in any case
-    if console.width >= TEXT_FROM_WIDTH:
-        columns["text"] = "text"
-    console.print(make_table(title, columns, [_number_cells(row)[: len(columns)] for row in rows]))
-    reports = {row.cache: row.generation.memory.parts for row in rows if row.generation is not None}
-    parts = list(dict.fromkeys(part for report in reports.values() for part, size in report.items() if size))
-    cells = [(cache, *(_kilobytes(report.get(part, 0)) for part in parts)) for cache, report in reports.items()]
-    console.print(make_table("kB held, by part", {"cache": "name", **dict.fromkeys(parts, "number")}, cells))
-    for row in rows:
-        console.print(f"{row.cache}:", style="bold", markup=False)
-        console.print(f"failed with {row.error}" if row.error else row.text, markup=False, soft_wrap=True)
-        console.print()
-
-
-def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
-    if row.generation is None:
-        return row.cache, *["-"] * 8, shorten(f"failed: {row.error}", SHORT_TEXT, placeholder="...")
-    generation = row.generation
-    memory = generation.memory
-    return (
-        row.cache,
-        "-" if row.first_difference is None else str(row.first_difference),
-        _number(row.kl, 4),
-        _number(row.top1_agreement, 3),
-        f"{memory.total_bytes / 1e6:.2f}",
-        f"{memory.kv_percent:.1f}",
-        f"{memory.compression_ratio:.2f}",
-        f"{generation.prefill_seconds:.2f}",
-        _number(generation.tokens_per_second, 1),
-        shorten(row.text, SHORT_TEXT, placeholder="..."),
-    )
-
-
-def _kilobytes(size: int) -> str:
-    return f"{size / 1e3:,.1f}" if size else "-"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

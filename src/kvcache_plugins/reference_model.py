@@ -146,7 +146,7 @@ def resolve_model(name_or_path: str) -> str:
     version = packaged.installed_version()
     if version is None:
         return packaged.hub_name
-    folder = models_folder() / f"{name_or_path}-{version}-float32"
+    folder = converted_folder(name_or_path, version)
     if not folder.is_dir():
         _convert_once(packaged, name_or_path, folder)
     return str(folder)
@@ -159,6 +159,11 @@ def models_folder() -> Path:
         return Path(home).expanduser() / "models"
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "kvcache_plugins" / "models"
+
+
+def converted_folder(name: str, version: str) -> Path:
+    """Where the packaged model `name` of a version of its package is, once it has been converted."""
+    return models_folder() / f"{name}-{version}-float32"
 
 
 def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:

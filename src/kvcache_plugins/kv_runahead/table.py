@@ -89,10 +89,14 @@ class PartitionTable:
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=lambda entry: entry.length)))
         object.__setattr__(self, "timings", tuple(self.timings))
 
+    def document(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
     def save(self, path: str | Path) -> None:
         """Writes the table to a JSON file."""
-        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(self.document(), indent=2, allow_nan=False)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:

@@ -65,12 +65,26 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
     return _kernel_on(device_type, requested)[0]
 
 
+def explain_kernel(device_type: str) -> tuple[str, str | None]:
+    """
+    What attention of a few new tokens runs on, for caches on a device of a type, and why it is not what was wanted.
+
+    Returns:
+        `"triton"`, `"compiled"` or `"torch"`, and the reason, or `None` where it is what was wanted.
+    """
+    wanted = _wanted_kernel(device_type, requested_kernel())
+    reason = _why_not(wanted, device_type)
+    return (wanted if reason is None else "torch"), reason
+
+
+def _wanted_kernel(device_type: str, requested: str) -> str:
+    return requested if requested != "auto" else {"cuda": "triton", "cpu": "compiled"}.get(device_type, "torch")
+
+
 @cache
 def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     """What `choose_kernel` returns for a few queries on a device; warns the first time, as the answer is kept."""
-    wanted = requested
-    if wanted == "auto":
-        wanted = {"cuda": "triton", "cpu": "compiled"}.get(device_type, "torch")
+    wanted = _wanted_kernel(device_type, requested)
     reason = _why_not(wanted, device_type)
     if reason is None:
         return wanted, False
