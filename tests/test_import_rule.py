@@ -22,7 +22,7 @@ METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 TIERS: tuple[set[str], ...] = (
     {"triton_kernels"},
     {"ops"},
-    {"registry", "memory", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
+    {"registry", "memory", "html", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
     {"reference_model", "transformers_caches"},
     METHODS,
     {"sizing", "recommendation"},

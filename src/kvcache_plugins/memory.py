@@ -9,6 +9,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from .html import render_memory
 from .lazy_states import LazyLayer
 
 
@@ -52,6 +53,27 @@ class MemoryReport:
         """Bits stored for every key and value number."""
         return 8 * self.total_bytes / self.num_values if self.num_values else 0.0
 
+    def _repr_html_(self) -> str:
+        return self.to_html("MemoryReport")
+
+    def to_html(self, title: str, counters: Mapping[str, float] | None = None) -> str:
+        """
+        A stacked bar of the parts, the ratios and the numbers, as notebooks show them.
+
+        Args:
+            title (`str`): What stands before it.
+            counters (`Mapping[str, float]`, *optional*): What a cache's `stats()` returned.
+        """
+        return render_memory(
+            title,
+            self.parts,
+            self.devices,
+            dense_bytes=self.dense_bytes,
+            compression_ratio=self.compression_ratio,
+            kv_percent=self.kv_percent,
+            counters=counters,
+        )
+
 
 def measure_memory(cache: Cache) -> MemoryReport:
     """
@@ -94,6 +116,9 @@ class ReportingMixin:
             "tokens_cached": max(lengths, default=0),
             "layers_quantized": len(quantized),
         }
+
+    def _repr_html_(self) -> str:
+        return self.memory().to_html(type(self).__name__, self.stats())
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:

@@ -1,0 +1,110 @@
+"""What a notebook shows of a cache or of a memory report: a stacked bar of its parts, ratios and counters, as HTML.
+
+Plain elements with inline styles: no script, no style sheet and no file besides, so that it survives the cleaning that
+viewers of notebooks do, and where styles are taken away the table still says everything. Text has the colour of the
+page and nothing has a background but the bar, so that it can be read on light and on dark ones. Colours are those of
+Okabe and Ito, which colour-blind people tell apart; a part has the same colour in every report.
+"""
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from itertools import cycle
+
+
+# Neither black nor white: one of them would be lost on every page
+_PALETTE = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#8C564B", "#7F7F7F")
+_BLUE, _SKY, _GREEN, _VERMILION, _PURPLE, _ORANGE, _BROWN, _GREY = _PALETTE
+# No two that one cache has are alike
+_COLOURS = {
+    "codes": _BLUE,
+    "quantized": _BLUE,
+    "kept": _BLUE,
+    "pool": _BLUE,
+    "scales": _SKY,
+    "low_rank": _GREEN,
+    "scoring": _GREEN,
+    "outliers": _VERMILION,
+    "correction": _VERMILION,
+    "residual": _PURPLE,
+    "dense": _ORANGE,
+    "index": _BROWN,
+    "spare": _GREY,
+}
+_CELL = "padding:0 1em 0 0;background:transparent;border:none"
+
+
+def render_memory(
+    title: str,
+    parts: Mapping[str, int],
+    devices: Mapping[str, int],
+    *,
+    dense_bytes: int,
+    compression_ratio: float,
+    kv_percent: float,
+    counters: Mapping[str, float] | None = None,
+) -> str:
+    """
+    HTML of what a cache holds, well-formed as XML too.
+
+    Args:
+        title (`str`): What it is of. All names are escaped.
+        parts (`Mapping[str, int]`): Bytes per part; those that hold nothing are left out.
+        devices (`Mapping[str, int]`): Bytes per device.
+        dense_bytes (`int`): Bytes that `DynamicCache` would hold of the same tokens.
+        compression_ratio (`float`): How many times smaller than that.
+        kv_percent (`float`): Bytes as a percentage of a cache at 16 bits a value.
+        counters (`Mapping[str, float]`, *optional*): What the cache did.
+    """
+    held = {part: num_bytes for part, num_bytes in parts.items() if num_bytes}
+    lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
+    if held:
+        total = sum(held.values())
+        lines = [
+            f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {kv_percent:.1f} % of a cache at 16 bits a value; dense "
+            f"{dense_bytes / 1e6:.2f} MB, {compression_ratio:.2f} times as much",
+            _bar(held, total),
+            _table(held, total),
+        ]
+        lines.append(_pairs("devices", {name: f"{num_bytes / 1e6:.2f} MB" for name, num_bytes in devices.items()}))
+    if counters:
+        lines.append(_pairs("counters", {name: _number(value) for name, value in counters.items()}))
+    blocks = "\n".join(f"<div>{line}</div>" for line in lines)
+    return f'<div style="color:currentColor;max-width:48em">\n{blocks}\n</div>'
+
+
+def _bar(held: Mapping[str, int], total: int) -> str:
+    segments = "".join(
+        f'<div title="{escape(part)}" style="width:{100 * num_bytes / total:.4f}%;height:1.2em;'
+        f'background-color:{colour}"></div>'
+        for part, num_bytes, colour in _coloured(held)
+    )
+    return f'<div style="display:flex;width:100%;margin:0.4em 0">{segments}</div>'
+
+
+def _table(held: Mapping[str, int], total: int) -> str:
+    rows = "".join(
+        f'<tr style="background:transparent"><td style="{_CELL};text-align:left"><span style="display:inline-block;'
+        f'width:0.8em;height:0.8em;background-color:{colour}"></span> {escape(part)}</td>'
+        f'<td style="{_CELL};text-align:right">{num_bytes:,} bytes</td>'
+        f'<td style="{_CELL};text-align:right">{100 * num_bytes / total:.1f} %</td></tr>'
+        for part, num_bytes, colour in _coloured(held)
+    )
+    return f'<table style="background:transparent;border:none;margin:0">{rows}</table>'
+
+
+def _coloured(held: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
+    """Parts with bytes and colour, the known ones first and in their order."""
+    known = [part for part in _COLOURS if part in held]
+    free = [colour for colour in _PALETTE if colour not in {_COLOURS[part] for part in known}] or list(_PALETTE)
+    others = zip(sorted(held.keys() - _COLOURS.keys()), cycle(free), strict=False)
+    for part, colour in [*((part, _COLOURS[part]) for part in known), *others]:
+        yield part, held[part], colour
+
+
+def _pairs(name: str, values: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{escape(key)} {escape(value)}" for key, value in values.items())
+    return f"<small>{name}: {shown}</small>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
