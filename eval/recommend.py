@@ -1,4 +1,4 @@
-"""`kvcache-plugins recommend`: which caches fit a memory budget, and which one to take, from a model's config alone."""
+"""`kvcache-plugins recommend`: which caches fit a memory budget, and which one to take, from a config alone."""
 
 import json
 from typing import Annotated

@@ -120,6 +120,22 @@ def test_chooses_and_counts_what_a_cpu_does(cuda, llama, rule, kernel):
         assert cache.memory().parts["staging"] == sum(staging.memory.nbytes for staging in stagings())
 
 
+@pytest.mark.parametrize("options", [{}, {"speculate": False}, {"max_fetch_ratio": 0.5, "full_layers": (2,)}], ids=str)
+def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options):
+    cuda.use_kernel("torch")
+    expected = InfiniGenCache(meta_llama, **options)
+    expected.detach()
+    for index in range(3):
+        states = torch.empty(2, 2, 153, 16, device="meta")
+        expected.update(states, states, index)
+    staging = expected.memory().parts["staging"]
+    cuda.serve_every_pool()
+    with InfiniGenCache(llama, **options) as cache:
+        decode_logits(llama, cache, make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1))
+    # They are made for the first step, with room for the next ones; what is told is what the next one would make
+    assert cache.memory().parts["staging"] <= staging <= 1.03 * cache.memory().parts["staging"]
+
+
 def test_tokens_and_pages_are_written(gpu):
     """Whole pages, what is left of a prompt, runs of decoded tokens, and one that crosses into another page."""
     states = torch.randn(2, 2, 2 * PAGE_TOKENS + 60, 9, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """The steps of a GEAR decomposition of tensors without data: the shapes of what would be stored, and nothing computed.
 
-On the device `meta` every operation is answered with a shape, but hundreds of them take long, and some ask for numbers.
-Here a step is a few empty tensors, so that a cache of any length is sized in a millisecond.
+On the device `meta` every operation is answered with a shape, but hundreds of them take long, and some ask for
+numbers. Here a step is a few empty tensors, so that a cache of any length is sized at once.
 
 Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, K outliers a channel or token, R rank.
 """
