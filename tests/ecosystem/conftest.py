@@ -1,0 +1,71 @@
+"""What the tests of this folder share: caches for a tiny model, lossy and exact, and greedy generation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache
+
+from kvcache_plugins import GEARCache, create_cache
+
+
+LENGTH = 100
+# The model has two layers, of which `infinigen` would keep the first whole
+LOSSY: dict[str, dict[str, object]] = {
+    "gear-2bit": {},
+    "infinigen": {"full_layers": ()},
+    "h2o": {},
+}
+
+
+@pytest.fixture(params=LOSSY)
+def cache_name(request: pytest.FixtureRequest) -> str:
+    """The caches that are tried, by name."""
+    return request.param
+
+
+@pytest.fixture
+def make_cache() -> Callable[..., Cache]:
+    """`make_cache(name, model)`: a cache that compresses, or chooses among, the tokens of a prompt of `LENGTH`."""
+
+    def make(name: str, model: torch.nn.Module) -> Cache:
+        return create_cache(name, model, **LOSSY[name])
+
+    return make
+
+
+@pytest.fixture(params=["gear", "infinigen"])
+def make_exact_cache(request: pytest.FixtureRequest) -> Callable[..., Cache]:
+    """`make_exact_cache(model)`: a cache that keeps everything in its buffer, or fetches everything."""
+
+    def make(model: torch.nn.Module) -> Cache:
+        if request.param == "gear":
+            return GEARCache(model.config, residual_length=512)
+        return create_cache("infinigen", model, full_layers=(), share=1.0, max_fetch_ratio=1.0)
+
+    return make
+
+
+@pytest.fixture
+def prompt() -> Callable[..., torch.Tensor]:
+    """`prompt(length, num_rows, seed)`: random tokens `[num_rows, length]`."""
+
+    def make(length: int = LENGTH, num_rows: int = 1, seed: int = 0) -> torch.Tensor:
+        return torch.randint(1, 128, (num_rows, length), generator=torch.Generator().manual_seed(seed))
+
+    return make
+
+
+@pytest.fixture
+def generate() -> Callable[..., torch.Tensor]:
+    """`generate(model, input_ids, cache)`: the new tokens `[num_rows, 8]`, greedily; `None` is a `DynamicCache`."""
+
+    def run(
+        model: torch.nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **options: object
+    ) -> torch.Tensor:
+        cache = DynamicCache(config=model.config) if cache is None else cache
+        options = {"max_new_tokens": 8, "do_sample": False, **options}
+        output = model.generate(input_ids=input_ids, past_key_values=cache, **options)
+        return output[:, input_ids.shape[1] :]
+
+    return run

@@ -1,0 +1,81 @@
+"""PEFT: a cache is made for the model inside a `PeftModel`, and speculates with its adapters."""
+
+import pytest
+import torch
+
+from kvcache_plugins import InfiniGenCache, create_cache
+from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.registry import unwrap_model
+
+
+peft = pytest.importorskip("peft")
+# PEFT asks what Transformers is about to rename
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def lora() -> "peft.LoraConfig":
+    return peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def with_lora(model):
+    """A `PeftModel` with a LoRA adapter of random weights, the same ones every time."""
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, lora()).eval()
+
+
+def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, generate, cache_name):
+    plain, adapted = tiny_model("llama"), with_lora(tiny_model("llama"))
+    cache = make_cache(cache_name, adapted)
+    tokens = generate(adapted, prompt(), cache)
+    assert not torch.equal(tokens, generate(plain, prompt(), make_cache(cache_name, plain)))
+    merged = with_lora(tiny_model("llama")).merge_and_unload()
+    assert torch.equal(tokens[:, :4], generate(merged, prompt(), make_cache(cache_name, merged))[:, :4])
+    assert cache.stats()["attend_calls"] == 14
+
+
+def test_lora_with_exact_caches(tiny_model, make_exact_cache, prompt, generate):
+    adapted = with_lora(tiny_model("llama"))
+    assert torch.equal(generate(adapted, prompt(15), make_exact_cache(adapted)), generate(adapted, prompt(15)))
+
+
+def test_infinigen_listens_to_the_model_inside(tiny_model, prompt, generate):
+    adapted = with_lora(tiny_model("llama"))
+    with InfiniGenCache(adapted, full_layers=(), track_hits=True) as cache:
+        generate(adapted, prompt(), cache)
+        attachment = attachment_of(adapted.get_base_model())
+        assert attachment is not None
+        hidden_states = torch.randn(1, 3, 128)
+        # The adapter is part of the query that is expected
+        inner = attachment.projections[1]._project(hidden_states)
+        assert torch.allclose(inner, adapted.get_base_model().model.layers[1].self_attn.q_proj(hidden_states))
+        assert cache.stats()["speculated_calls"] == 7
+    assert attachment_of(adapted.get_base_model()) is None
+
+
+def test_infinigen_hears_of_an_adapter_that_comes_later(tiny_llama, make_cache, prompt, generate):
+    with make_cache("infinigen", tiny_llama) as before:
+        generate(tiny_llama, prompt(), before)
+        torch.manual_seed(1)
+        tiny_llama.add_adapter(lora())
+        late = generate(tiny_llama, prompt(), make_cache("infinigen", tiny_llama))
+    assert torch.equal(late, generate(tiny_llama, prompt(), make_cache("infinigen", tiny_llama)))
+
+
+def test_prompt_tuning_with_exact_caches(tiny_model, make_exact_cache, prompt, generate):
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
+    adapted = peft.get_peft_model(tiny_model("llama"), config).eval()
+    with pytest.warns(UserWarning, match="Position ids are not supported"):
+        expected = generate(adapted, prompt(15))
+        cache = make_exact_cache(unwrap_model(adapted))
+        assert torch.equal(generate(adapted, prompt(15), cache), expected)
+    assert cache.get_seq_length() == 15 + 6 + 7
+
+
+@pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o", "dynamic"])
+def test_prefix_tuning_is_refused(name, tiny_model):
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
+    adapted = peft.get_peft_model(tiny_model("llama"), config).eval()
+    with pytest.raises(ValueError, match="prefix tuning is not supported"):
+        create_cache(name, adapted)

@@ -1,0 +1,91 @@
+"""Ways to call `generate` beyond those of the contract, and what a mistake in the call leads to."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CompileConfig, GenerationConfig
+
+
+def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
+    expected = generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama))
+    embeds = tiny_llama.get_input_embeddings()(prompt())
+    cache = make_cache(cache_name, tiny_llama)
+    tokens = tiny_llama.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(tokens, expected)
+
+
+def test_inputs_embeds_with_exact_caches(tiny_llama, make_exact_cache, prompt, generate):
+    embeds = tiny_llama.get_input_embeddings()(prompt(15))
+    cache = make_exact_cache(tiny_llama)
+    tokens = tiny_llama.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(tokens, generate(tiny_llama, prompt(15)))
+
+
+def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache, prompt, generate):
+    model, assistant = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1 + (cache_name == "infinigen"))
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.02 * torch.randn(assistant.lm_head.weight.shape)
+    expected = generate(model, prompt(15))
+    own = make_cache(cache_name, assistant)
+    # `generate` has no argument for it
+    assistant.generate = functools.partial(assistant.generate, past_key_values=own)
+    tokens = generate(model, prompt(15), assistant_model=assistant)
+    assert torch.equal(tokens, expected)
+    assert own.get_seq_length() > 15
+
+
+def test_a_reset_cache_serves_another_prompt(cache_name, tiny_llama, make_cache, prompt, generate):
+    cache = make_cache(cache_name, tiny_llama)
+    generate(tiny_llama, prompt(), cache)
+    cache.reset()
+    tokens = generate(tiny_llama, prompt(80, seed=1), cache)
+    assert torch.equal(tokens, generate(tiny_llama, prompt(80, seed=1), make_cache(cache_name, tiny_llama)))
+
+
+def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_cache, prompt):
+    cache, untouched = (make_cache(cache_name, tiny_llama) for _ in range(2))
+    with torch.no_grad():
+        for each in (cache, untouched):
+            tiny_llama(prompt(), past_key_values=each)
+        with pytest.raises(ValueError, match="`past_key_values` holds 1 sequences of 100 tokens, but got states of 2"):
+            tiny_llama(prompt(5, num_rows=2), past_key_values=cache)
+        more = prompt(3, seed=1)
+        logits, expected = (tiny_llama(more, past_key_values=each).logits for each in (cache, untouched))
+    assert torch.equal(logits, expected)
+
+
+def test_a_shorter_prompt_in_a_full_cache_is_refused(cache_name, tiny_llama, make_cache, prompt, generate):
+    cache = make_cache(cache_name, tiny_llama)
+    generate(tiny_llama, prompt(), cache)
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+        generate(tiny_llama, prompt(40, seed=1), cache)
+
+
+def test_what_cannot_be_noticed_shows_in_the_length(cache_name, tiny_llama, make_cache, prompt, generate):
+    """The limits of the table: neither `DynamicCache` nor these can tell, and the number of tokens is wrong."""
+    for cache in (make_cache(cache_name, tiny_llama), make_cache("gear-2bit", tiny_llama)):
+        generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
+        assert cache.get_seq_length() == 100 + 101 + 102
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic", "quantized"])
+def test_cache_implementation_beside_a_cache_is_refused(implementation, tiny_llama, make_cache, prompt, cache_name):
+    config = GenerationConfig(cache_implementation=implementation, max_new_tokens=8)
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        tiny_llama.generate(
+            prompt(), past_key_values=make_cache(cache_name, tiny_llama), generation_config=config
+        )
+
+
+def test_names_are_no_cache_implementations(cache_name):
+    with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
+        GenerationConfig(cache_implementation=cache_name)
+
+
+def test_generate_does_not_compile_by_itself(cache_name, tiny_llama, make_cache, prompt, generate):
+    """Only caches of static shapes are compiled: `generate` says so and goes on."""
+    assert not make_cache(cache_name, tiny_llama).is_compileable
+    expected = generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama))
+    options = {"compile_config": CompileConfig()}
+    assert torch.equal(generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama), **options), expected)

@@ -1,0 +1,115 @@
+"""Text in, text out, on a real model: the pipeline, streamers, and chats whose cache is kept between turns."""
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
+
+from kvcache_plugins import GEARCache, create_cache
+
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+TEXT = (
+    "The ship left the harbour before dawn with a cargo of salt, rope and letters. Nobody on the quay could say how "
+    "long she would be gone, but every family had counted the barrels of water, and 41 barrels meant four months at "
+    "sea. In the second week the wind turned north. The captain, who kept two watches and trusted neither, wrote"
+)
+
+
+@pytest.fixture(scope="module")
+def pipe(smollm2):
+    model, tokenizer = smollm2
+    return pipeline("text-generation", model=model, tokenizer=tokenizer)
+
+
+@pytest.fixture(params=["gear-2bit", "infinigen"])
+def cache(request, smollm2):
+    # Chosen anew, as the fixture's model is shared: hooks come off with the cache
+    cache = create_cache(request.param, smollm2[0])
+    yield cache
+    if request.param == "infinigen":
+        cache.detach()
+
+
+def test_pipeline_and_streamers_say_what_generate_says(cache, pipe, smollm2):
+    model, tokenizer = smollm2
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    length = inputs.input_ids.shape[1]
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    options = {**inputs, **OPTIONS, "past_key_values": cache, "streamer": streamer}
+    thread = threading.Thread(target=model.generate, kwargs=options)
+    thread.start()
+    streamed = "".join(streamer)
+    thread.join()
+    assert cache.get_seq_length() == length + OPTIONS["max_new_tokens"] - 1
+
+    cache.reset()
+    piped = pipe(TEXT, past_key_values=cache, return_full_text=False, **OPTIONS)[0]["generated_text"]
+    assert piped == streamed
+    assert cache.stats()["attend_calls"] > 0
+
+
+class Recorder(TextStreamer):
+    """Keeps the text instead of printing it."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text = ""
+
+    def on_finalized_text(self, text, stream_end=False):
+        self.text += text
+
+
+def converse(smollm2, cache):
+    """Two turns with one cache: what was said, and the tokens of both turns."""
+    model, tokenizer = smollm2
+    chat, seen = [], torch.empty(1, 0, dtype=torch.long)
+    for question in ("Name a colour.", "And another?"):
+        chat.append({"role": "user", "content": question})
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        # What is in the cache has to be a beginning of the new prompt
+        held = cache.get_seq_length()
+        assert torch.equal(inputs.input_ids[:, :held], seen[:, :held])
+        streamer = Recorder(tokenizer)
+        seen = model.generate(**inputs, past_key_values=cache, streamer=streamer, **OPTIONS)
+        assert cache.get_seq_length() == seen.shape[1] - 1
+        chat.append({"role": "assistant", "content": streamer.text})
+    return chat, seen
+
+
+def test_chat_keeps_its_cache_between_turns(smollm2):
+    model, _ = smollm2
+    exact = GEARCache(model.config, nbits=2, q_group_size=64, residual_length=128)
+    chat, tokens = converse(smollm2, exact)
+    assert exact.stats()["tokens_compressed"] == 0
+    expected_chat, expected = converse(smollm2, DynamicCache(config=model.config))
+    assert (chat, tokens.tolist()) == (expected_chat, expected.tolist())
+
+
+def test_chat_through_the_pipeline(cache, pipe, smollm2):
+    chat = [{"role": "user", "content": f"{TEXT} ... What did the ship carry?"}]
+    chat = pipe(chat, past_key_values=cache, **OPTIONS)[0]["generated_text"]
+    first_length = cache.get_seq_length()
+    chat = pipe([*chat, {"role": "user", "content": "When?"}], past_key_values=cache, **OPTIONS)[0]["generated_text"]
+    assert [message["role"] for message in chat][-4:] == ["user", "assistant", "user", "assistant"]
+    # Only what is new was added: the second prompt holds the first
+    tokens = smollm2[1].apply_chat_template(chat, return_tensors="pt", return_dict=True).input_ids
+    assert first_length < cache.get_seq_length() <= tokens.shape[1]
+
+
+def test_pipeline_takes_a_batch_at_once(cache, pipe, smollm2):
+    """One prompt a cache: a list goes as one batch."""
+    tokenizer = smollm2[1]
+    original = tokenizer.padding_side, tokenizer.pad_token
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    try:
+        texts = [TEXT, TEXT[:200]]
+        answers = pipe(texts, past_key_values=cache, batch_size=2, return_full_text=False, **OPTIONS)
+    finally:
+        tokenizer.padding_side, tokenizer.pad_token = original
+    cache.reset()
+    alone = pipe(texts[0], past_key_values=cache, return_full_text=False, **OPTIONS)
+    assert answers[0][0]["generated_text"] == alone[0]["generated_text"]
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+        pipe(TEXT[:80], past_key_values=cache, **OPTIONS)
