@@ -198,7 +198,7 @@ def draw_infinigen_rules() -> Figure:
             continue
         fetched = 100 * row["stats"]["tokens_fetched"] / row["stats"]["tokens_fetchable"]
         axes.plot(fetched, row["kl"], "o", color=groups[rule], markersize=8)
-        offset = (-12, -16) if rule == "share" else (7, 4)
+        offset = (-14, -17) if rule == "min_weight" else (5, 6)
         axes.annotate(f"{rule} {number}", (fetched, row["kl"]), xytext=offset, textcoords="offset points", fontsize=10)
     axes.set(xlabel="% of the tokens fetched", ylabel="KL to the dense cache, nats", xlim=(2, 12), ylim=(0, None))
     axes.margins(y=0.15)

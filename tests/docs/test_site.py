@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -101,4 +102,4 @@ def test_docstrings_are_rewritten():
     Returns:
         Of shape `[B]`. the lengths.
     """
-    assert rewrite(text) == expected
+    assert rewrite(dedent(text)) == dedent(expected)
