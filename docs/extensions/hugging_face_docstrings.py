@@ -11,8 +11,8 @@ from typing import Any
 from griffe import Extension, Object
 
 
-# An entry of `Args:` or `Attributes:`: names, with commas between those that share a text, the type, and the text, which
-# goes on in lines that are indented further
+# An entry of `Args:` or `Attributes:`: names, with commas between those that share a text, the type, and the text,
+# which goes on in lines that are indented further
 _ENTRY = re.compile(
     r"^(?P<indent>[ ]{4,8})(?P<names>\w+(?:,\s+\w+)*) \((?P<type>(?:[^()]|\([^()]*\))*)\):"
     r"(?P<text>[^\n]*(?:\n(?P=indent)[ ]+[^\n]+)*)",

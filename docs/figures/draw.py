@@ -8,6 +8,7 @@ The same inputs give the same files.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,16 @@ def draw_all(folder: Path, keys: torch.Tensor) -> list[Path]:
         folder (`Path`): Where the files go.
         keys (`torch.Tensor` of shape `[NUM_TOKENS, head_dim]`): Keys of one head, to be taken apart.
     """
-    figures: dict[str, Callable[[], Figure]] = {
-        "gear_parts": lambda: draw_gear_parts(keys),
-        "gear_bytes": draw_gear_bytes,
-        "infinigen_timeline": draw_infinigen_timeline,
-        "infinigen_rules": draw_infinigen_rules,
-        "runahead_slices": draw_runahead_slices,
-        "runahead_times": draw_runahead_times,
+    figures: dict[str, tuple[Callable[[], Figure], str | None]] = {
+        "gear_parts": (lambda: draw_gear_parts(keys), None),
+        "gear_bytes": (draw_gear_bytes, "fidelity_wikitext2_smollm2"),
+        "infinigen_timeline": (draw_infinigen_timeline, None),
+        "infinigen_rules": (draw_infinigen_rules, "infinigen_rules_smollm2"),
+        "runahead_slices": (draw_runahead_slices, "runahead_smollm2"),
+        "runahead_times": (draw_runahead_times, "runahead_smollm2"),
     }
     paths = []
-    for name, draw in figures.items():
+    for name, (draw, result) in figures.items():
         for theme, colour in TEXT.items():
             own = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
             settings: dict[str, Any] = dict.fromkeys(own, colour)
@@ -63,9 +64,15 @@ def draw_all(folder: Path, keys: torch.Tensor) -> list[Path]:
             with matplotlib.rc_context(settings):
                 path = folder / f"{name}-{theme}.svg"
                 # Without the date of drawing the same figure is the same file
-                draw().savefig(path, metadata={"Date": None})
+                draw().savefig(path, metadata={"Date": None, "Source": None if result is None else source(result)})
                 paths.append(path)
     return paths
+
+
+def source(result: str) -> str:
+    """The result that a figure shows, with a digest by which a newer one is told apart."""
+    path = RESULTS / f"{result}.json"
+    return f"{path.name} {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def read_keys() -> torch.Tensor:
@@ -191,7 +198,7 @@ def draw_infinigen_rules() -> Figure:
             continue
         fetched = 100 * row["stats"]["tokens_fetched"] / row["stats"]["tokens_fetchable"]
         axes.plot(fetched, row["kl"], "o", color=groups[rule], markersize=8)
-        offset = (-12, -16) if rule == "share" else (7, 4)
+        offset = (-14, -17) if rule == "min_weight" else (5, 6)
         axes.annotate(f"{rule} {number}", (fetched, row["kl"]), xytext=offset, textcoords="offset points", fontsize=10)
     axes.set(xlabel="% of the tokens fetched", ylabel="KL to the dense cache, nats", xlim=(2, 12), ylim=(0, None))
     axes.margins(y=0.15)

@@ -1,0 +1,105 @@
+"""The documentation builds without a warning, and its pages load nothing from elsewhere."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a browser fetches by itself; links that are followed by hand are none of it
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"?(?P<src>[^\"\s>]+)|<link\b[^>]*>", re.IGNORECASE
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def loaded_addresses(html: str) -> list[str]:
+    """What a page makes a browser fetch."""
+    addresses = []
+    for match in LOADED.finditer(html):
+        if match["src"]:
+            addresses.append(match["src"])
+        elif not re.search(r"rel=\"?(?:canonical|next|prev)", match[0]):
+            addresses += re.findall(r"href=\"?([^\"\s>]+)", match[0])
+    return addresses
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        addresses = loaded_addresses(page.read_text(encoding="utf-8"))
+        assert any(address.endswith(".css") for address in addresses), page
+        assert not [address for address in addresses if re.match(r"(?:https?:)?//", address)], page
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_what_is_loaded_is_seen():
+    html = (
+        '<link rel=stylesheet href="//fonts.net/a.css"><script src="https://x.net/a.js"></script><a href="https://y">'
+    )
+    assert loaded_addresses(html) == ["//fonts.net/a.css", "https://x.net/a.js"]
+
+
+@pytest.mark.parametrize("name", ["GEARCache", "InfiniGenCache", "H2OCache", "runahead_prefill", "create_cache"])
+def test_public_names_are_in_the_reference(site, name):
+    html = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    assert f'id="kvcache_plugins.{name}"' in html
+
+
+def test_options_keep_their_shapes_and_shared_texts(site):
+    html = (site / "reference" / "caches.html").read_text(encoding="utf-8")
+    assert "Of shape <code>[batch_size, prompt length]</code>" in html
+    assert html.count("The same options for keys or values alone.") == 10
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_docstrings_are_rewritten():
+    rewrite = load(ROOT / "docs" / "extensions" / "hugging_face_docstrings.py").rewrite
+    text = """
+    Args:
+        mask (`torch.Tensor` of shape `[B, (T)]`, *optional*): Padding.
+        key_rank, value_rank (`int`, *optional*, defaults to 4):
+            The same,
+            for one side.
+
+    Returns:
+        `torch.Tensor` of shape `[B]`: the lengths.
+    """
+    expected = """
+    Args:
+        mask: Of shape `[B, (T)]`. Padding.
+        key_rank:
+            The same,
+            for one side.
+        value_rank:
+            The same,
+            for one side.
+
+    Returns:
+        Of shape `[B]`. the lengths.
+    """
+    assert rewrite(dedent(text)) == dedent(expected)
