@@ -16,7 +16,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         report (`Mapping[str, Any]`): What `doctor.examine` returns.
     """
     console = open_console()
-    title = f"kvcache-plugins {report['version']}, Python {report['python']}, {report['platform']}"
+    title = f"kvcache-plugins {report['version']}"
     columns = {"package": "name", "version": "name", "needed for": "name", "state": "name"}
     cells = [
         [each["name"], each["version"] or "-", each["needed_for"], each["detail"] or "ok"]
@@ -40,6 +40,7 @@ def _machine(report: Mapping[str, Any]) -> list[Sequence[str]]:
         for language, each in report["compilers"].items()
     ]
     return [
+        ("system", f"Python {report['python']}, {report['platform']}"),
         ("GPU", "; ".join(gpus) or "none that torch finds"),
         ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
         *compilers,

@@ -107,7 +107,8 @@ def test_calibrate(tiny_folder: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert content["file"] == str(file) and file.is_file()
-    assert [layer["layer_idx"] for layer in content["layers"]] == [0, 1]
+    # The first layer has none before it to be told by
+    assert [layer["layer_idx"] for layer in content["layers"]] == [1]
     assert all(0 < layer["oracle"] <= 1 for layer in content["layers"])
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection as connections
+from multiprocessing import forkserver
 from types import TracebackType
 from typing import Any
 
@@ -98,13 +99,14 @@ class Ranks:
         if is_served:
             # Imported once, in a process that never computes anything
             context.set_forkserver_preload([__name__, "kvcache_plugins.eval.runahead.measure"])
+            with interrupts_are_ours():
+                forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory(prefix="kvcache_plugins_")
         try:
             for setup in self._setups:
                 pipe, other_end = context.Pipe()
                 process = context.Process(target=_serve, args=(setup, self._folder.name, other_end), daemon=True)
-                with interrupts_are_ours():
-                    process.start()
+                process.start()
                 other_end.close()
                 self._processes.append(process)
                 self._pipes.append(pipe)
@@ -185,6 +187,9 @@ def _serve(setup: _Setup, folder: str, pipe: Any) -> None:
     """A rank's life. What it answers are pairs: the type of an error and its text, or `None` and a result."""
     # The command that started it is interrupted as well, and ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if connections.wait([_parent_sentinel()], 0):
+        # Interrupted before this rank was there: what it would join is gone, and it would wait without letting go
+        return
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def join(*_: Any) -> Worker:
@@ -225,7 +230,12 @@ def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...], *, 
 
 
 def _end_with_parent() -> None:
+    connections.wait([_parent_sentinel()])
+    os._exit(1)
+
+
+def _parent_sentinel() -> int:
+    """What becomes ready when the command ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    connections.wait([parent.sentinel])
-    os._exit(1)
+    return parent.sentinel

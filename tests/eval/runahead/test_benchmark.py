@@ -57,9 +57,11 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
 def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path) -> None:
     folder, path = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     options = ["--world-size", "2", "--lengths", "512", "--rounds", "1", "--search"]
-    result = run("plan", "--model", folder, *options, "--out", path)
+    result = run("plan", "--model", folder, *options, "--out", path, "--json")
     assert result.exit_code == 0, result.output
-    entry = json.loads(Path(path).read_text(encoding="utf-8"))["entries"][0]
+    document = json.loads(result.stdout)
+    assert document == json.loads(Path(path).read_text(encoding="utf-8"))
+    entry = document["entries"][0]
     # One rank may have been planned: the model is tiny
     assert entry["measured"] == (len(entry["ratios"]) == 2) == ("searching: " in result.stderr)
 
@@ -87,6 +89,8 @@ def test_bad_options_of_plan(tmp_path) -> None:
         assert result.exit_code == 2 and message in result.stderr
     result = run("plan", "--world-size", "2", "--lengths", "64", "--out", str(tmp_path / "no" / "table.json"))
     assert result.exit_code == 2 and "`out`: there is no folder" in result.stderr
+    result = run("plan", "--world-size", "2", "--lengths", "64")
+    assert result.exit_code == 2 and "Give `--out`, `--json` or both" in result.stderr
 
 
 def test_ways() -> None:
