@@ -23,7 +23,8 @@ TEST_PROCESSES ?= auto
 export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Modules are compiled when they are first imported: most never are
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 SOURCES := src triton_kernels eval tests docs/extensions docs/figures
 
 .DEFAULT_GOAL := help
@@ -40,7 +41,7 @@ demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and fr
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
 test: $(VENV)/.installed  ## all tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 40 --durations-min 5 $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
 	$(BIN)/kvcache-plugins bench kernels
@@ -62,7 +63,7 @@ types: $(VENV)/.installed  ## mypy, strict, on the package as it is installed
 	rm -rf build
 	MYPYPATH=$(VENV)/types $(BIN)/mypy --config-file pyproject.toml
 
-docs: $(VENV)/.installed  ## the documentation site, into `site/`; a warning is an error
+docs: $(VENV)/.docs  ## the documentation site, into `site/`; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.installed  ## mend style
@@ -87,5 +88,9 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs]"
+	$(PIP) --editable ".[cpu,reference,dev,peers,eval]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) --editable ".[docs]"
 	touch $@
