@@ -43,7 +43,7 @@ DOCUMENTS = [
 
 
 def test_results_are_shown():
-    results = {f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen", "runahead")}
+    results = {f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen", "peers", "runahead")}
     assert results <= set(DOCUMENTS)
 
 
