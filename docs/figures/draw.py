@@ -198,8 +198,10 @@ def draw_infinigen_rules() -> Figure:
             continue
         fetched = 100 * row["stats"]["tokens_fetched"] / row["stats"]["tokens_fetchable"]
         axes.plot(fetched, row["kl"], "o", color=groups[rule], markersize=8)
-        offset = (-14, -17) if rule == "min_weight" else (5, 6)
-        axes.annotate(f"{rule} {number}", (fetched, row["kl"]), xytext=offset, textcoords="offset points", fontsize=10)
+        # The rules' points lie close together: their names on different sides keep apart
+        offset, side = ((-5, -15), "right") if rule == "min_weight" else ((5, 6), "left")
+        words = {"textcoords": "offset points", "fontsize": 10, "ha": side}
+        axes.annotate(f"{rule} {number}", (fetched, row["kl"]), xytext=offset, **words)
     axes.set(xlabel="% of the tokens fetched", ylabel="KL to the dense cache, nats", xlim=(2, 12), ylim=(0, None))
     axes.margins(y=0.15)
     return figure
@@ -218,8 +220,8 @@ def draw_runahead_slices() -> Figure:
             corners = [(0, begin), (0, end), (end, end), (begin, begin)]
             axes.add_patch(Polygon(corners, facecolor=to_rgba(colour, 0.45), edgecolor=colour))
             share = (end**2 - begin**2) / total
-            label = f"rank {rank}: {length}\n{100 * share:.0f} %"
-            axes.text(60, (begin + 2 * end) / 3, label, va="center", fontsize=10)
+            label = f"rank {rank}\n{length}, {100 * share:.0f} %"
+            axes.text(60, begin + 0.76 * length, label, va="center", fontsize=10)
             begin = end
         axes.set(xlim=(0, RUNAHEAD_LENGTH), ylim=(RUNAHEAD_LENGTH, 0), xlabel="key", ylabel="query", title=way)
         axes.set_xticks([0, 2048, 4096])
