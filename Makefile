@@ -63,7 +63,7 @@ types: $(VENV)/.installed  ## mypy, strict, on the package as it is installed
 	rm -rf build
 	MYPYPATH=$(VENV)/types $(BIN)/mypy --config-file pyproject.toml
 
-docs: $(VENV)/.docs  ## the documentation site, into `site/`; a warning is an error
+docs: $(VENV)/.installed  ## the documentation site, into `site/`; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.installed  ## mend style
@@ -88,9 +88,5 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers,eval]"
-	touch $@
-
-$(VENV)/.docs: $(VENV)/.installed
-	$(PIP) --editable ".[docs]"
+	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs]"
 	touch $@
