@@ -150,8 +150,10 @@ class TokenPool:
         missing = -(-max(num_slots - len(self.pages) * PAGE_TOKENS, 0) // PAGE_TOKENS)
         shape = (self.batch_size, self.num_heads, PAGE_TOKENS, self.row_dim)
         try:
-            options = {"dtype": self.dtype, "device": self._host, "pin_memory": self.pin_memory}
-            new = [torch.zeros(shape, **options) for _ in range(missing)]
+            new = [
+                torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
+                for _ in range(missing)
+            ]
         except (RuntimeError, MemoryError) as error:
             raise MemoryError(
                 f"the host has no memory for {num_slots} tokens of a layer; {self.num_slots} are held and usable. "
