@@ -1,7 +1,7 @@
 """Executes notebooks and saves them with what they put out: `python notebooks/execute.py` does all of this folder.
 
-What a machine says of itself, warnings and progress on standard error, is left out, so that two machines write the same
-but for rounding.
+What a machine says of itself, warnings and progress on standard error, is left out, so that two machines write the
+same but for rounding.
 """
 
 import sys

@@ -10,11 +10,11 @@ from types import ModuleType
 import pytest
 
 
-nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
+import nbformat
 from nbclient.exceptions import CellExecutionError
 
 from kvcache_plugins.reference_model import reference_models
