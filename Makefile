@@ -25,15 +25,15 @@ export OMP_WAIT_POLICY ?= PASSIVE
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
-SOURCES := src triton_kernels eval tests docs/extensions docs/figures
+SOURCES := src triton_kernels eval tests docs/extensions docs/figures notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench check style types docs format clean
+.PHONY: help demo test bench notebooks check style types docs format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
@@ -47,6 +47,9 @@ bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on t
 	$(BIN)/kvcache-plugins bench kernels
 	$(BIN)/kvcache-plugins bench step --model smollm2 --text-file LICENSE --context 1024 --context 2048 \
 		--cache dynamic --cache gear-4bit --cache gear-2bit --cache kivi-2bit
+
+notebooks: $(VENV)/.installed  ## execute all notebooks and save them with their outputs
+	$(BIN)/python notebooks/execute.py
 
 check: style types test  ## what CI runs: style, types, tests
 
@@ -88,5 +91,5 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs]"
+	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs,notebooks]"
 	touch $@

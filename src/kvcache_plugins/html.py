@@ -30,6 +30,8 @@ _COLOURS = {
     "index": _BROWN,
     "spare": _GREY,
 }
+# Pages give tables a colour and a font of their own
+_TABLE = "color:inherit;font:inherit;background:transparent;border:none;margin:0"
 _CELL = "padding:0 1em 0 0;background:transparent;border:none"
 
 
@@ -89,7 +91,7 @@ def _table(held: Mapping[str, int], total: int) -> str:
         f'<td style="{_CELL};text-align:right">{100 * num_bytes / total:.1f} %</td></tr>'
         for part, num_bytes, colour in _coloured(held)
     )
-    return f'<table style="background:transparent;border:none;margin:0">{rows}</table>'
+    return f'<table style="{_TABLE}">{rows}</table>'
 
 
 def _coloured(held: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
@@ -102,7 +104,7 @@ def _coloured(held: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
 
 
 def _pairs(name: str, values: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{escape(key)} {escape(value)}" for key, value in values.items())
+    shown = ", ".join(f"{escape(key)}&#160;{escape(value)}" for key, value in values.items())
     return f"<small>{name}: {shown}</small>"
 
 

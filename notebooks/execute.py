@@ -1,0 +1,54 @@
+"""Executes notebooks and saves them with what they put out: `python notebooks/execute.py` does all of this folder.
+
+What a machine says of itself, warnings and progress on standard error, is left out, so that two machines write the
+same but for rounding.
+"""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+
+FOLDER = Path(__file__).resolve().parent
+# Seconds for one cell; the first one that decodes may have to compile the CPU's attention
+CELL_TIMEOUT = 600
+
+
+def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> None:
+    """
+    Executes all cells in a fresh kernel of this Python and replaces what they had put out.
+
+    Args:
+        notebook (`NotebookNode`): Changed in place.
+        working_directory (`Path`): Where the kernel runs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: if a cell raises.
+    """
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(working_directory)}},
+    )
+    client.execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata.language_info = nbformat.from_dict({"name": "python"})
+
+
+def main(names: list[str]) -> None:
+    """Executes the notebooks named, or all of this folder."""
+    for path in [Path(name) for name in names] or sorted(FOLDER.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        execute(notebook, path.resolve().parent)
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""Every notebook runs in a fresh kernel, wherever it lies, and is committed with what it put out, whole and clean."""
+
+import ast
+import importlib.util
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+
+import nbformat
+from nbclient.exceptions import CellExecutionError
+
+from kvcache_plugins.reference_model import reference_models
+
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+NAMES = ["gear", "infinigen", "kv_runahead", "quickstart", "your_own_cache"]
+# Paths of a machine, and what an execution at a certain time leaves in the metadata
+OF_A_MACHINE = re.compile(r"/(?:tmp|root|home|Users|work|mnt|opt)/|[A-Z]:\\\\|iopub\.|shell\.execute_reply")
+DISPLAYING = {"print", "display", "show", "Markdown"}
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds_of_output(cell: nbformat.NotebookNode) -> set[str]:
+    """`stdout` and the forms that a cell's results are in, of which a notebook shows the richest."""
+    return {kind for output in cell.outputs for kind in (output.get("data") or {output.get("name", "error"): None})}
+
+
+def displays(source: str) -> bool:
+    """Whether a cell shows something: it ends with a value, or calls what prints or draws, in a loop or not."""
+    tree = ast.parse(source)
+    last = tree.body[-1]
+    is_shown = isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call)
+    outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    calls = [node.func for top in outside for node in ast.walk(top) if isinstance(node, ast.Call)]
+    names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in calls}
+    return is_shown or bool(names & DISPLAYING)
+
+
+@pytest.fixture(scope="module")
+def executor() -> ModuleType:
+    """`notebooks/execute.py`, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("notebooks_execute", NOTEBOOKS / "execute.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_notebooks_are_tested() -> None:
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_and_shows_what_is_committed(name: str, executor: ModuleType, tmp_path: Path) -> None:
+    if not reference_models()["smollm2"]:
+        assert os.environ.get("CI") != "true", "the package that carries `smollm2` is not installed"
+        pytest.skip("the package that carries `smollm2` is not installed: run `make test`")
+    committed, executed = read(name), read(name)
+    # Far from the repository: nothing may depend on where a notebook is started
+    executor.execute(executed, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert [kinds_of_output(cell) for cell in code_cells(executed)] == [
+        kinds_of_output(cell) for cell in code_cells(committed)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_with_all_outputs(name: str) -> None:
+    cells = code_cells(read(name))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert not [output for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
+    assert [bool(cell.outputs) for cell in cells] == [displays(cell.source) for cell in cells]
+    drawn = ["image/png" in kinds_of_output(cell) for cell in cells]
+    assert drawn == ["plt.show()" in cell.source for cell in cells]
+    assert sum(drawn) >= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_machine_is_committed(name: str) -> None:
+    notebook = read(name)
+    for cell in code_cells(notebook):
+        assert cell.metadata == {}
+        for output in cell.outputs:
+            # Base64, in which any letters may stand
+            output.get("data", {}).pop("image/png", None)
+    assert OF_A_MACHINE.findall(nbformat.writes(notebook)) == []
+    assert notebook.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_written_to_be_read(name: str) -> None:
+    cells = read(name).cells
+    assert cells[0].source.startswith("# ")
+    assert "## What to take from it" in cells[-1].source
+    for before, cell in zip(cells, cells[1:], strict=False):
+        # Words before code; a picture may follow the numbers that it shows
+        if cell.cell_type == "code" and before.cell_type == "code":
+            assert "plt.show()" in cell.source or "print(" in cell.source
+    words = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert "load_model" in words
+    assert not re.search(r"\b\d+(\.\d+)? (seconds|minutes|ms)\b", words)
+
+
+def test_an_error_fails(executor: ModuleType, tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)\n1 / 0")])
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        executor.execute(notebook, tmp_path)
+
+
+def test_stderr_and_times_are_left_out(executor: ModuleType, tmp_path: Path) -> None:
+    source = "import os, sys\nprint('out')\nprint('err', file=sys.stderr)\nprint(os.getcwd())"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    executor.execute(notebook, tmp_path)
+    (cell,) = notebook.cells
+    assert "".join(output.text for output in cell.outputs) == f"out\n{tmp_path.resolve()}\n"
+    assert cell.metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 1", False),
+        ("x = 1\nx", True),
+        ("for i in range(2):\n    print(i)", True),
+        ("def f():\n    print(1)", False),
+        ("import a\na.run(1)", False),
+        ("plt.show()", True),
+    ],
+)
+def test_what_displays(source: str, expected: bool) -> None:
+    assert displays(source) is expected
