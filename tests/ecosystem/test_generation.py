@@ -73,9 +73,7 @@ def test_what_cannot_be_noticed_shows_in_the_length(cache_name, tiny_llama, make
 def test_cache_implementation_beside_a_cache_is_refused(implementation, tiny_llama, make_cache, prompt, cache_name):
     config = GenerationConfig(cache_implementation=implementation, max_new_tokens=8)
     with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-        tiny_llama.generate(
-            prompt(), past_key_values=make_cache(cache_name, tiny_llama), generation_config=config
-        )
+        tiny_llama.generate(prompt(), past_key_values=make_cache(cache_name, tiny_llama), generation_config=config)
 
 
 def test_names_are_no_cache_implementations(cache_name):
