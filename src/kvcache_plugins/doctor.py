@@ -295,7 +295,7 @@ def _threads() -> dict[str, int | None]:
 
 
 def _models() -> list[dict[str, object]]:
-    found = []
+    found: list[dict[str, object]] = []
     for name, model in PACKAGED_MODELS.items():
         version = model.installed_version()
         folder = None if version is None else converted_folder(name, version)
