@@ -13,7 +13,7 @@ An error that nobody foresaw keeps its traceback: it is a bug.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -45,12 +45,21 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(DONE)
         return super().parse_args(ctx, args)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Runs a command line and raises `SystemExit`."""
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
+        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **options)
+            return super().main(args, prog_name, standalone_mode=False, **options)
         try:
-            code = super().main(*args, standalone_mode=False, **options)
+            code = super().main(args, prog_name, standalone_mode=False, **options)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:

@@ -28,7 +28,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     _print_findings(console, report)
 
 
-def _machine(report: Mapping[str, Any]) -> list[Sequence[str]]:
+def _machine(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     gpus = [
         f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, capability {gpu['capability']}"
         for gpu in report["gpus"]
@@ -48,7 +48,7 @@ def _machine(report: Mapping[str, Any]) -> list[Sequence[str]]:
     ]
 
 
-def _kernels(report: Mapping[str, Any]) -> list[Sequence[str]]:
+def _kernels(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     triton = report["triton"]
     rows = [("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}")]
     for each in report["kernels"]:
@@ -62,7 +62,7 @@ def _kernels(report: Mapping[str, Any]) -> list[Sequence[str]]:
     return rows
 
 
-def _models(report: Mapping[str, Any]) -> list[Sequence[str]]:
+def _models(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     rows = []
     for each in report["models"]:
         state = "converted" if each["is_converted"] else "converted at first use"
@@ -71,7 +71,7 @@ def _models(report: Mapping[str, Any]) -> list[Sequence[str]]:
     return rows
 
 
-def _caches(report: Mapping[str, Any]) -> list[Sequence[str]]:
+def _caches(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     usable = [each for each in report["caches"] if each["is_usable"]]
     refused = [
         (f"cache {each['name'] or '(unnamed)'}", f"cannot be used: {each['reason']}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvcache_plugins import cli, doctor, list_caches
+from kvcache_plugins import cli, doctor, list_caches, registry
 from kvcache_plugins.ops import dispatch
 
 
@@ -167,6 +167,21 @@ def test_a_broken_backend_takes_only_its_caches(breaks: Callable[..., None]) -> 
     assert report["works"]
     refused = {each["name"]: each["reason"] for each in report["caches"] if not each["is_usable"]}
     assert "no ninja" in refused["quanto-4bit"] and "hqq-4bit" not in refused
+
+
+def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name, value, dist = "theirs", "theirs:create", None
+
+        def load(self) -> object:
+            raise SyntaxError("theirs.py")
+
+    monkeypatch.setattr(registry._REGISTRY, "_entry_points", {"theirs": Point()})
+    report = report_of(run("--json"))
+    assert report["works"]
+    assert [each["name"] for each in report["caches"] if each["is_usable"]] and report["caches"][-1]["name"] is None
+    assert "`theirs`" in report["caches"][-1]["reason"] and "theirs.py" in report["caches"][-1]["reason"]
+    assert "theirs.py" in run().stdout
 
 
 def test_kernels_that_are_not_known_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

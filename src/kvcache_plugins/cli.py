@@ -287,8 +287,8 @@ def calibrate(
             calibration = measure_layers(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
         calibration.save(out)
     if as_json:
-        settings = {"model": model, "dtype": str(loaded.dtype).removeprefix("torch."), "text_file": text_file.name}
-        settings.update(windows=windows, length=length, rank=rank, min_recall=min_recall)
+        settings = {"model": model, "text_file": text_file.name, "windows": windows, "length": length, "rank": rank}
+        settings |= {"min_recall": min_recall, "dtype": str(loaded.dtype).removeprefix("torch.")}
         layers = [asdict(report) for report in calibration.reports]
         print_json({**provenance(loaded.device), "settings": settings, "file": str(out), "layers": layers})
         return

@@ -54,8 +54,8 @@ _MODEL_ADVICE = {
 }
 _COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
-_FAILURES = (ImportError, AttributeError, NameError, TypeError, ValueError, RuntimeError, OSError, LookupError)
-_FAILURES += (SyntaxError, AssertionError, NotImplementedError)
+_FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
+_FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +295,7 @@ def _threads() -> dict[str, int | None]:
 
 
 def _models() -> list[dict[str, object]]:
-    found = []
+    found: list[dict[str, object]] = []
     for name, model in PACKAGED_MODELS.items():
         version = model.installed_version()
         folder = None if version is None else converted_folder(name, version)
@@ -317,7 +317,8 @@ def _caches(packages: list[Package]) -> list[dict[str, object]]:
                 reason = f"{entry.requires} cannot be imported: {broken[entry.requires]}"
             found.append({"name": entry.name, "is_usable": reason is None, "reason": reason})
     skipped = [str(warning.message) for warning in caught if str(warning.message).startswith("Skipped: ")]
-    return found + [{"name": None, "is_usable": False, "reason": each.removeprefix("Skipped: ")} for each in skipped]
+    found += [{"name": None, "is_usable": False, "reason": each.removeprefix("Skipped: ")} for each in skipped]
+    return found
 
 
 def _merge(findings: list[Finding]) -> list[Finding]:
