@@ -225,8 +225,9 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     Args:
         name (`str`): One of `list_caches()`. An unknown one raises a `ValueError` that lists the known ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
-            The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it, sliding and hybrid models keep Transformers' own layers where a method
-            does not apply; caches that cannot do without it say so.
+            The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it,
+            sliding and hybrid models keep Transformers' own layers where a method does not apply; caches that cannot
+            do without it say so.
         options: Override the preset's. An unknown one raises a `ValueError` that names the accepted ones.
 
     Example:
@@ -303,7 +304,7 @@ def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
     peft_config = getattr(model, "active_peft_config", None)
     if peft_config is not None and peft_config.peft_type == "PREFIX_TUNING":
         raise ValueError(
-            "`model`: prefix tuning is not supported, as PEFT keeps the prefix in a `DynamicCache` that it makes itself. "
-            "Adapters that change the model's weights or inputs (LoRA, IA3, prompt tuning) are"
+            "`model`: prefix tuning is not supported, as PEFT puts the prefix into a `DynamicCache` of its own; "
+            "adapters of weights (LoRA) and of the prompt's embeddings (prompt tuning) are"
         )
     return found
