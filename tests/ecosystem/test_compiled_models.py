@@ -17,29 +17,27 @@ def fresh_dynamo():
 
 
 def decode(model, input_ids, cache):
-    """Logits `[1, 5, vocabulary]` of a prompt's last token and of four single steps, in a loop of one's own."""
+    """Logits `[1, 3, vocabulary]` of a prompt's last token and of two single steps, in a loop of one's own."""
     with torch.no_grad():
         logits = [model(input_ids=input_ids, past_key_values=cache).logits[:, -1:]]
-        for _ in range(4):
+        for _ in range(2):
             logits.append(model(input_ids=logits[-1].argmax(dim=-1), past_key_values=cache).logits)
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("name", ["gear-2bit", "infinigen"])
-def test_compiled_forward(name, fresh_dynamo, tiny_llama, make_cache, prompt):
-    expected = decode(tiny_llama, prompt(), make_cache(name, tiny_llama))
-    compiled = torch.compile(tiny_llama, backend="eager")
-    # Any wrapper will do
-    cache = make_cache(name, compiled)
-    assert torch.allclose(decode(compiled, prompt(), cache), expected, atol=1e-4)
-    assert cache.stats()["fused_calls"] == cache.stats()["attend_calls"] == 8
-    # Frames were compiled, but for what is the cache's; nothing was given up
+def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
+    """Layer by layer, and one model for both caches, as compiling takes long."""
+    names = ("infinigen", "gear-2bit")
+    expected = {name: decode(tiny_llama, prompt(), make_cache(name, tiny_llama)) for name in names}
+    for layer in tiny_llama.model.layers:
+        layer.compile(backend="eager")
+    for name in names:
+        cache = make_cache(name, tiny_llama)
+        assert torch.allclose(decode(tiny_llama, prompt(), cache), expected[name], atol=1e-4)
+        assert cache.stats()["fused_calls"] == cache.stats()["attend_calls"] == 4
+    # Much was compiled, but for what is the caches'; nothing was given up
     assert counters["stats"]["unique_graphs"] >= 2
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
-    # Lengths may grow without a compilation for each
-    num_graphs = counters["stats"]["unique_graphs"]
-    decode(compiled, prompt(), make_cache(name, compiled))
-    assert counters["stats"]["unique_graphs"] - num_graphs <= 2
 
 
 def test_full_graphs_are_refused(fresh_dynamo, tiny_llama, prompt):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 
+from kvcache_plugins import create_cache
+
 
 def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
     expected = generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama))
@@ -62,11 +64,16 @@ def test_a_shorter_prompt_in_a_full_cache_is_refused(cache_name, tiny_llama, mak
         generate(tiny_llama, prompt(40, seed=1), cache)
 
 
-def test_what_cannot_be_noticed_shows_in_the_length(cache_name, tiny_llama, make_cache, prompt, generate):
-    """The limits of the table: neither `DynamicCache` nor these can tell, and the number of tokens is wrong."""
-    for cache in (make_cache(cache_name, tiny_llama), make_cache("gear-2bit", tiny_llama)):
-        generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
-        assert cache.get_seq_length() == 100 + 101 + 102
+@pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "infinigen", "h2o"])
+def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, prompt, generate):
+    cache = create_cache(name, tiny_llama)
+    generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
+    assert cache.get_seq_length() == 100 + 101 + 102
+    cache.reset()
+    generate(tiny_llama, prompt(), cache)
+    # 107 tokens are taken for the beginning of this prompt
+    generate(tiny_llama, prompt(120, seed=1), cache)
+    assert cache.get_seq_length() == 120 + 7
 
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic", "quantized"])

@@ -25,9 +25,9 @@ def pipe(smollm2):
 
 @pytest.fixture(params=["gear-2bit", "infinigen"])
 def cache(request, smollm2):
-    # Chosen anew, as the fixture's model is shared: hooks come off with the cache
     cache = create_cache(request.param, smollm2[0])
     yield cache
+    # The model is shared with other tests
     if request.param == "infinigen":
         cache.detach()
 
@@ -87,6 +87,7 @@ def test_chat_keeps_its_cache_between_turns(smollm2):
     assert (chat, tokens.tolist()) == (expected_chat, expected.tolist())
 
 
+@pytest.mark.parametrize("cache", ["infinigen"], indirect=True)
 def test_chat_through_the_pipeline(cache, pipe, smollm2):
     chat = [{"role": "user", "content": f"{TEXT} ... What did the ship carry?"}]
     chat = pipe(chat, past_key_values=cache, **OPTIONS)[0]["generated_text"]
@@ -98,6 +99,7 @@ def test_chat_through_the_pipeline(cache, pipe, smollm2):
     assert first_length < cache.get_seq_length() <= tokens.shape[1]
 
 
+@pytest.mark.parametrize("cache", ["gear-2bit"], indirect=True)
 def test_pipeline_takes_a_batch_at_once(cache, pipe, smollm2):
     """One prompt a cache: a list goes as one batch."""
     tokenizer = smollm2[1]
