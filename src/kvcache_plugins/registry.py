@@ -304,12 +304,7 @@ def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
     peft_config = getattr(model, "active_peft_config", None)
     if peft_config is not None and peft_config.peft_type == "PREFIX_TUNING":
         raise ValueError(
-<<<<<<< HEAD
-            "`model`: prefix tuning is not supported, as PEFT keeps the prefix in a `DynamicCache` of its own. "
-            "Adapters that change the model's weights or inputs (LoRA, IA3, prompt tuning) are"
-=======
             "`model`: prefix tuning is not supported, as PEFT puts the prefix into a `DynamicCache` of its own; "
             "adapters of weights (LoRA) and of the prompt's embeddings (prompt tuning) are"
->>>>>>> w-ecosystem
         )
     return found
