@@ -5,7 +5,7 @@ which a reader of source files cannot know. So `build/docs/kvcache_plugins` is m
 """
 
 import configparser
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,11 +20,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     folders = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().splitlines())
-    shutil.rmtree(TREE, ignore_errors=True)
+    wanted = {entry.name: entry for entry in (ROOT / folders.pop("kvcache_plugins")).iterdir()}
+    wanted |= {name.rpartition(".")[2]: ROOT / folder for name, folder in folders.items()}
     package = TREE / "kvcache_plugins"
-    package.mkdir(parents=True)
-    for entry in (ROOT / folders.pop("kvcache_plugins")).iterdir():
-        (package / entry.name).symlink_to(entry)
-    for name, folder in folders.items():
-        (package / name.rpartition(".")[2]).symlink_to(ROOT / folder)
+    package.mkdir(parents=True, exist_ok=True)
+    # Not made anew: another process may be reading them
+    for link in package.iterdir():
+        if link.name not in wanted:
+            link.unlink(missing_ok=True)
+    for name, place in wanted.items():
+        with suppress(FileExistsError):
+            (package / name).symlink_to(place)
     return config
