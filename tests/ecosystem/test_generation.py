@@ -7,6 +7,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from kvcache_plugins import create_cache
+from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
@@ -24,6 +25,7 @@ def test_inputs_embeds_with_exact_caches(tiny_llama, make_exact_cache, prompt, g
     assert torch.equal(tokens, generate(tiny_llama, prompt(15)))
 
 
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release of Transformers sets a `cache_implementation` of its own")
 def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache, prompt, generate):
     model, assistant = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1 + (cache_name == "infinigen"))
     with torch.no_grad():
@@ -37,12 +39,14 @@ def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache
     assert own.get_seq_length() > 15
 
 
-def test_a_reset_cache_serves_another_prompt(cache_name, tiny_llama, make_cache, prompt, generate):
-    cache = make_cache(cache_name, tiny_llama)
+def test_a_reset_cache_serves_another_prompt(cache_name, tiny_llama, prompt, generate):
+    # Of InfiniGen with a layer that stays whole
+    cache = create_cache(cache_name, tiny_llama)
     generate(tiny_llama, prompt(), cache)
     cache.reset()
+    assert cache.get_seq_length() == 0
     tokens = generate(tiny_llama, prompt(80, seed=1), cache)
-    assert torch.equal(tokens, generate(tiny_llama, prompt(80, seed=1), make_cache(cache_name, tiny_llama)))
+    assert torch.equal(tokens, generate(tiny_llama, prompt(80, seed=1), create_cache(cache_name, tiny_llama)))
 
 
 def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_cache, prompt):
@@ -69,7 +73,7 @@ def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, 
     cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
     assert cache.get_seq_length() == 100 + 101 + 102
-    cache.reset()
+    cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(), cache)
     # 107 tokens are taken for the beginning of this prompt
     generate(tiny_llama, prompt(120, seed=1), cache)

@@ -249,6 +249,13 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def reset(self) -> None:
+        super().reset()
+        # Older releases of Transformers fill these with zeros and keep their length
+        self.layers = [
+            DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
+        ]
+
     def detach(self) -> None:
         """
         Takes the hooks off the model, unless another cache still listens. What is cached stays usable: tokens are then
