@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .caches import REFERENCE
 from .markdown import standard_error_of_kl, stretch_stops
 
 
@@ -20,6 +22,7 @@ _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
+_PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
 
 Content = Mapping[str, Any]
@@ -122,11 +125,13 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             axes.errorbar(
                 _percent_held(content), value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style
             )
-    axes.set_xscale("log")
     lowest, highest = axes.get_xlim()
-    axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
-    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    if highest > 2 * lowest > 0:
+        axes.set_xscale("log")
+        lowest, highest = axes.get_xlim()
+        axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
+        axes.xaxis.set_major_formatter(_PLAIN)
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     if is_logarithmic:
         axes.set_yscale("log")
     _add_legend(axes)
@@ -134,11 +139,18 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
 
 
 def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
-    figure, axes = _new(title, "position, tokens", "perplexity of the stretch")
+    """Beside the dense cache's where it is among them: texts are harder in one place than in another."""
+    reference = next((each["result"] for each in group if each["settings"]["cache"] == REFERENCE), None)
+    figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if reference else ''}, by stretch")
     for number, content in enumerate(group):
         result = content["result"]
+        dense = reference["ppl_by_stretch"] if reference else [1.0] * len(result["ppl_by_stretch"])
+        ratios = [ppl / each for ppl, each in zip(result["ppl_by_stretch"], dense, strict=True)]
         stops = stretch_stops(result["stretch"], result["num_scored"])
-        axes.plot(stops, result["ppl_by_stretch"], label=content["settings"]["cache"], **_style(number))
+        axes.plot(stops, ratios, label=content["settings"]["cache"], **_style(number))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.yaxis.set_minor_formatter(_PLAIN)
     _add_legend(axes)
     return figure
 
