@@ -1,11 +1,11 @@
 """`kvcache-plugins recommend`: which caches fit a memory budget, and which one to take, from a config alone."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from kvcache_plugins.eval.command_line import make_table, open_console, track_progress, user_errors
+from kvcache_plugins.eval.json_output import JsonOption, print_json
 from kvcache_plugins.recommendation import (
     MAX_BATCH_SIZE,
     MAX_CONTEXT,
@@ -35,7 +35,7 @@ def main(
     with_weights: Annotated[
         bool, typer.Option("--with-weights", help="The budget is for the model's weights too.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell which caches fit a memory budget, what each would hold, and how far it would reach.
 
@@ -73,7 +73,7 @@ def main(
                 on_progress=announce,
             )
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict())
     else:
         _show(found)
     if found.recommended is None:

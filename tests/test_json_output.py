@@ -87,6 +87,18 @@ def test_compare(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs at" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("memory", "exit_code"), [("64GiB", 0), ("400kB", 0), ("1kB", 1)], ids=["all fit", "some fit", "none fits"]
+)
+def test_recommend(memory: str, exit_code: int, tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--memory", memory, "--context", "1000", "--device", "cpu", "--json"]
+    result = run("recommend", *options, "--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen")
+    assert result.exit_code == exit_code, result.output
+    content = check("recommend", result)
+    assert (content["recommended"] is None) == bool(exit_code)
+    assert {each["cache"] for each in content["caches"]} == {"dynamic", "gear-2bit", "infinigen"}
+
+
 def test_generate(tiny_folder: str) -> None:
     options = ["--model", tiny_folder, "--prompt", "x" * 90, "--max-new-tokens", "6", "--cache", "dynamic"]
     plain, result = run("generate", *options), run("generate", *options, "--json")
