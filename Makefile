@@ -21,9 +21,11 @@ TEST_PROCESSES ?= auto
 # Threads that wait for work sleep instead of spinning. On two cores that something else is using too, a tiny model was
 # measured to be nearly twenty times faster for it (1.6 s for a test that took 30 s).
 export OMP_WAIT_POLICY ?= PASSIVE
+# Modules are compiled when they are first imported, hence `--no-compile` below; without bytecode on the disk every
+# process would compile them anew, for 20 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-# Modules are compiled when they are first imported: most never are
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 SOURCES := src triton_kernels eval tests docs/extensions docs/figures notebooks
 

@@ -7,16 +7,15 @@ which a reader of source files cannot know. So `build/docs/kvcache_plugins` is m
 import configparser
 from contextlib import suppress
 from pathlib import Path
-
-from mkdocs.config.defaults import MkDocsConfig
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "docs"
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Called by MkDocs once its settings are read, before any page is."""
+def on_startup(**_: Any) -> None:
+    """Called by MkDocs before any plugin sets to work: mkdocstrings ignores a folder that is not there by then."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     folders = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().splitlines())
@@ -31,4 +30,3 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for name, place in wanted.items():
         with suppress(FileExistsError):
             (package / name).symlink_to(place)
-    return config

@@ -141,10 +141,9 @@ def recommend(
     Tells which caches fit a memory budget and which of them to take, from the model's config alone.
 
     What is counted is what caches hold. Activations, logits and what a framework keeps for itself are not, and weights
-    only if asked for.
+    only if asked for. `model`, `context`, `batch_size`, `new_tokens`, `dtype` and `device` are as of `predict_memory`.
 
     Args:
-        model, context, batch_size, new_tokens, dtype, device: as of `predict_memory`.
         memory (`int` or `str`):
             The budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
         host_memory (`int` or `str`, *optional*):

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from filelock import FileLock
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +21,18 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site, built strictly."""
-    folder = tmp_path_factory.mktemp("site")
+    """The site, built strictly; once, if several processes share the tests."""
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    folder = common / "site"
+    with FileLock(common / "site.lock"):
+        if not folder.is_dir():
+            build(folder.with_suffix(".part")).rename(folder)
+    return folder
+
+
+def build(folder: Path) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -53,7 +53,8 @@ def test_table_marks_what_is_recommended(folder: str) -> None:
     assert " yes " in lines["gear-2bit"]
     headings = ["cache", "fits", "on cuda", "in host memory", "% of 16 bits", "largest context", "largest batch"]
     assert " ".join(lines["cache"].split()) == " ".join(headings)
-    assert "in 390.62 KiB" in result.stdout.splitlines()[0]
+    # The title is folded where the folder's name is long
+    assert "in 390.62 KiB" in " ".join(result.stdout.split())
     assert "`infinigen` is nearest to the dense cache in measured KL of what fits" in result.stdout
     assert "made for" not in result.stdout
     assert "infinigen" in result.stderr
