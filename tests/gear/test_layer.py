@@ -19,6 +19,8 @@ METHODS = {
     "per-token-3bit": {"nbits": 3, "backbone": "per-token"},
     "kcvt-8bit": {"nbits": 8, "rank": 0},
     "recent": {"nbits": 2, "low_rank_recent_ratio": 0.3},
+    "sinks": {"nbits": 3, "backbone": "kivi", "sparsity": 0, "rank": 0, "num_sink_tokens": 4, "rotate_values": True},
+    "sinks-beyond-a-group": {"nbits": 2, "num_sink_tokens": 70, "rotate_values": True},
     "mixed": {"key_nbits": 4, "value_nbits": 2, "value_sparsity": 0, "key_rank": 0},
 }
 
@@ -66,7 +68,8 @@ def test_prompt_is_compressed_right_after_its_attention(method, length):
     else:
         whole = length - length % GROUP if layer.config.key.backbone == "kivi" else length
         assert layer.stats()["tokens_compressed"] == whole
-        assert layer.stats()["tokens_exact"] == length - whole
+        exact = max(length - whole, min(layer.config.num_sink_tokens, length))
+        assert layer.stats()["tokens_exact"] == exact
     assert layer.get_seq_length() == length
     assert layer.get_mask_sizes(3) == (length + 3, 0)
 
@@ -93,6 +96,45 @@ def test_attention_equals_attention_over_the_dense_states(method, dtype):
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         assert torch.allclose(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("padding", [None, [0, 1, 63, 100]])
+@pytest.mark.parametrize("backbone", ["kcvt", "kivi", "per-token"])
+def test_sink_tokens_are_exact_and_widen_no_range(backbone, padding):
+    options = {"nbits": 3, "backbone": backbone, "rotate_values": True, "rank": 0, "sparsity": 0}
+    keys, values = states(4, 256)
+    starts = padding or [0] * 4
+    for item, start in enumerate(starts):
+        keys[item, :, start : start + 4] *= 100
+        values[item, :, start : start + 4] *= 100
+    errors = {}
+    for num_sink_tokens in (0, 4):
+        layer = make_layer(**options, num_sink_tokens=num_sink_tokens)
+        prefill(layer, keys, values, padding=padding)
+        for side, exact in (("keys", keys), ("values", values)):
+            dense = layer.materialize(side)
+            for item, start in enumerate(starts):
+                assert num_sink_tokens == 0 or torch.equal(
+                    dense[item, :, start : start + 4], exact[item, :, start : start + 4]
+                )
+            # Of the item without padding, behind the sinks
+            errors[side, num_sink_tokens] = (dense - exact)[0, :, 4:].square().mean()
+    # Tokens have their own ranges of values, and groups of tokens theirs of keys
+    assert backbone == "per-token" or errors["keys", 4] < 0.5 * errors["keys", 0]
+    assert errors["values", 4] <= errors["values", 0] * (1 + 1e-6)
+
+
+def test_rotation_spreads_a_channel_that_stands_out():
+    keys, values = states(1, 128)
+    values[..., 3] *= 30
+    errors = []
+    for rotate_values in (False, True):
+        layer = make_layer(
+            nbits=2, backbone="kivi", rank=0, sparsity=0, rotate_values=rotate_values, q_group_size=HEAD_DIM
+        )
+        prefill(layer, keys, values)
+        errors.append((layer.materialize("values") - values).square().mean())
+    assert errors[1] < 0.7 * errors[0]
 
 
 @pytest.mark.parametrize("method", METHODS)

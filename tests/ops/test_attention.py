@@ -14,6 +14,7 @@ from kvcache_plugins.ops.parts import CompressedPart
 
 KERNELS = ["torch", "compiled", "triton"]
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+SINKS = {"nbits": 2, "num_sink_tokens": 4, "rotate_values": True, "rank": 0, "sparsity": 0.0}
 # Items, key/value heads, groups, head dim, prompt, decoded tokens, new tokens, options
 CASES = {
     "one token beyond a group": (1, 2, 1, 64, 65, 0, 1, {"nbits": 2}),
@@ -31,6 +32,8 @@ CASES = {
     "low rank of recent tokens": (1, 2, 2, 64, 200, 0, 1, {"nbits": 2, "low_rank_recent_ratio": 0.3}),
     "different keys and values": (1, 2, 4, 64, 130, 70, 1, {"key_nbits": 3, "value_nbits": 2, "value_rank": 0}),
     "group that tiles do not divide": (1, 2, 3, 64, 300, 0, 1, {"nbits": 2, "q_group_size": 32, "rank": 3}),
+    "rotated, sinks in the first group": (2, 2, 3, 64, 192, 70, 1, {**SINKS, "key_nbits": 3}),
+    "rotated, sinks beyond the first group": (1, 2, 4, 96, 200, 0, 7, {**SINKS, "rank": 2, "sparsity": 0.05}),
     "one group a channel, many outliers": (1, 2, 3, 64, 300, 0, 1, {"nbits": 4, "sparsity": 0.3}),
 }
 

@@ -37,4 +37,17 @@ for _nbits in (4, 2):
         **_PLAIN,
     )
 register_cache("gear", create_gear, nbits=4)
+# At equal bytes bits are worth more than a low rank and outliers, once sink tokens are exact and values rotated
+for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
+    register_cache(
+        f"gear-k{_key_nbits}v{_value_nbits}",
+        create_gear,
+        summary=f"Keys in {_key_nbits} bits, rotated values in {_value_nbits}, sink tokens exact",
+        nbits=_key_nbits,
+        value_nbits=_value_nbits,
+        backbone="kivi",
+        num_sink_tokens=4,
+        rotate_values=True,
+        **_PLAIN,
+    )
 register_cache("kcvt-4bit", create_gear, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

@@ -60,6 +60,11 @@ class GEARCache(ReportingMixin, Cache):
             Power iterations that find the low-rank correction.
         low_rank_recent_ratio (`float`, *optional*, defaults to 1.0):
             Share of the prompt, its most recent tokens, that has a low-rank correction.
+        num_sink_tokens (`int`, *optional*, defaults to 0):
+            First tokens of a sequence that stay exact, as most heads attend to them and their keys and values are unlike
+            all others ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
+        rotate_values (`bool`, *optional*, defaults to `False`):
+            Whether values are compressed as rotated by a Hadamard matrix, so that no channel stands out of its group.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under attention implementations other than
             `sdpa`.
@@ -100,6 +105,8 @@ class GEARCache(ReportingMixin, Cache):
         decode_rank: int | None = None,
         num_iterations: int = 3,
         low_rank_recent_ratio: float = 1.0,
+        num_sink_tokens: int = 0,
+        rotate_values: bool = False,
         attention_mask: torch.Tensor | None = None,
         key_nbits: int | None = None,
         key_backbone: str | None = None,
@@ -136,6 +143,8 @@ class GEARCache(ReportingMixin, Cache):
             residual_length=residual_length,
             num_iterations=num_iterations,
             low_rank_recent_ratio=low_rank_recent_ratio,
+            num_sink_tokens=num_sink_tokens,
+            rotate_values=rotate_values,
         )
         self._given_mask = attention_mask
         self.layers: list[Any] = []

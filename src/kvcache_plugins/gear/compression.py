@@ -1,9 +1,12 @@
 """From consecutive exact tokens to a compressed block, and how the first prompt is split into exact tokens and whole
 groups."""
 
+import dataclasses
+
 import torch
 
 from kvcache_plugins.ops.compression_steps import choose_steps
+from kvcache_plugins.ops.rotation import rotate
 
 from .config import GEARConfig
 from .decomposition import decompose
@@ -44,7 +47,7 @@ def compress_tokens(
     valid_chunks = None if valid is None else valid.unflatten(1, (num_chunks, -1))
     sides = (
         (keys, config.key, config.key_grouping(keys.shape[3])),
-        (values, config.value, config.value_grouping(values.shape[3])),
+        (rotate(values) if config.rotate_values else values, config.value, config.value_grouping(values.shape[3])),
     )
     try:
         compressed_keys, compressed_values = (
@@ -66,7 +69,7 @@ def compress_tokens(
         raise ValueError(f"layer {layer_idx}: {error}") from error
     return CompressedBlock(
         compressed_keys,
-        compressed_values,
+        dataclasses.replace(compressed_values, is_rotated=config.rotate_values),
         start=start,
         num_chunks=num_chunks,
         length=keys.shape[2],
@@ -81,6 +84,7 @@ def split_first_prompt(
     Splits every item of a left-padded batch into exact first tokens and tokens to compress, and compresses those.
 
     Items end together, so groups are counted back from the end: a sequence is compressed the same alone and padded.
+    Exact are at least the sink tokens: where they stand in the first group, what is stored of them there means nothing.
 
     Args:
         keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states of the whole
@@ -95,17 +99,20 @@ def split_first_prompt(
     batch_size, length, device = keys.shape[0], keys.shape[2], keys.device
     padding = padding or [0] * batch_size
     compressed_counts = [config.num_compressible(length - pad) for pad in padding]
-    exact_counts = [length - pad - count for pad, count in zip(padding, compressed_counts, strict=True)]
+    exact_counts = [
+        max(length - pad - count, min(config.num_sink_tokens, length - pad))
+        for pad, count in zip(padding, compressed_counts, strict=True)
+    ]
     start = torch.tensor(padding, device=device)
     positions = torch.arange(length, device=device)
     check_finite(keys, values, positions >= start[:, None], layer_idx)
     blocks = []
     first = length - max(compressed_counts)
     if first < length:
-        first_valid = torch.tensor([length - count for count in compressed_counts], device=device)
-        valid = positions[first:] >= first_valid[:, None]
+        first_valid = [pad + count for pad, count in zip(padding, exact_counts, strict=True)]
+        valid = positions[first:] >= torch.tensor(first_valid, device=device)[:, None]
         states = keys[:, :, first:], values[:, :, first:]
-        all_valid = min(compressed_counts) == length - first
+        all_valid = max(first_valid) == first
         blocks.append(
             compress_tokens(*states, None if all_valid else valid, first, 1, config, layer_idx, is_prompt=True)
         )

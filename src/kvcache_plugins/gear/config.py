@@ -53,12 +53,22 @@ class GEARConfig:
     residual_length: int
     num_iterations: int
     low_rank_recent_ratio: float
+    num_sink_tokens: int
+    rotate_values: bool
 
     def __post_init__(self) -> None:
         for name in ("residual_length", "num_iterations"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{name}` has to be an integer of at least 1 but got {value!r}")
+        if (
+            not isinstance(self.num_sink_tokens, int)
+            or isinstance(self.num_sink_tokens, bool)
+            or self.num_sink_tokens < 0
+        ):
+            raise ValueError(f"`num_sink_tokens` has to be an integer of at least 0 but got {self.num_sink_tokens!r}")
+        if not isinstance(self.rotate_values, bool):
+            raise ValueError(f"`rotate_values` has to be True or False but got {self.rotate_values!r}")
         group_size = self.q_group_size
         if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
             raise ValueError(f"`q_group_size` has to be an integer of at least 1 or None but got {group_size!r}")

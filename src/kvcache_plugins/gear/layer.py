@@ -107,8 +107,8 @@ class GEARLayer(PromptLayer):
         for number, block in enumerate(self.blocks):
             stop = block.start + block.length
             mask = slice_mask(attn_mask, block.start, stop)
-            if number == 0 and prefix is not None and not prefix.is_uniform:
-                # Of shorter items the first block also spans padding and tokens that the prefix holds
+            if number == 0 and prefix is not None and (not prefix.is_uniform or prefix.num_slots > block.start):
+                # The first block may also span tokens that the prefix holds, and padding of shorter items
                 columns = torch.arange(block.start, stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             yield CompressedPart(block.keys, block.values, block.length, mask)
@@ -197,7 +197,7 @@ class GEARLayer(PromptLayer):
         dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         for block in self.blocks:
             block.write_dense(side, dense)
-        # After the blocks: of shorter items the first one also spans the places of these
+        # After the blocks: the first one may also span the places of these
         if self.prefix is not None:
             self.prefix.write_dense(side, dense)
         position = self._exact_start
@@ -240,7 +240,11 @@ class GEARLayer(PromptLayer):
             yield from (("index", self.prefix.start), ("index", self.prefix.count))
 
     def stats(self) -> dict[str, int]:
-        exact = 0 if not self.is_initialized else self._length - sum(block.length for block in self.blocks)
+        exact = 0
+        if self.is_initialized:
+            exact = self._length - sum(block.length for block in self.blocks)
+            if self.prefix is not None and self.blocks:
+                exact += max(min(self.prefix.num_slots, self._length) - self.blocks[0].start, 0)
         return {
             "tokens_cached": self._length,
             "tokens_exact": exact,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .cache import GEARCache
 
 FORMAT = "kvcache_plugins.gear"
-VERSION = 2
+VERSION = 3
 _HEADER = "kvcache_plugins"
 
 
@@ -137,6 +137,7 @@ def _block_to_document(prefix: str, block: CompressedBlock, tensors: dict[str, t
             "nbits": states.nbits,
             "grouping": dataclasses.asdict(states.grouping),
             "head_dim": states.head_dim,
+            "is_rotated": states.is_rotated,
         }
     return document
 

@@ -131,10 +131,11 @@ def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
 @dataclass(eq=False)
 class ExactPrefix:
     """
-    The first tokens of each item, exact: those that a prompt has beyond a whole number of groups.
+    The first tokens of each item, exact: those that a prompt has beyond a whole number of groups, and sink tokens.
 
     Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and
-    left-padded. The tokens left over stand at the start, where attention sinks are.
+    left-padded. The tokens left over stand at the start, where attention sinks are. Where there are fewer of them than
+    sink tokens are wanted, the first block spans the others too, and whoever reads it has to leave these out.
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, slots, D]`): the exact states.

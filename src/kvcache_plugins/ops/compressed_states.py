@@ -17,6 +17,7 @@ import torch
 
 from .outliers import add_outliers
 from .quantization import Grouping, dequantize, unpack
+from .rotation import rotate
 
 
 CHUNK_DIM = 2
@@ -52,6 +53,8 @@ class CompressedStates:
         nbits (`int`): bits a code.
         grouping (`Grouping`): which values share a scale.
         head_dim (`int`): D.
+        is_rotated (`bool`, *optional*, defaults to `False`): whether these are the states as `ops.rotation.rotate`
+            turns them, which a reader has to undo.
     """
 
     codes: torch.Tensor
@@ -65,6 +68,7 @@ class CompressedStates:
     nbits: int
     grouping: Grouping
     head_dim: int
+    is_rotated: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -126,7 +130,7 @@ class CompressedStates:
                 self.outlier_offsets[:, :, chunks],
                 tokens,
             )
-        return states.flatten(2, 3)
+        return (rotate(states) if self.is_rotated else states).flatten(2, 3)
 
 
 def tile_slices(keys: CompressedStates, num_chunks: int) -> Iterator[tuple[slice, slice]]:

@@ -15,12 +15,18 @@ from .parts import CompressedPart, DensePart
 from .quantization import Grouping
 
 
-_SIDE_LAYOUT = ("nbits", "by_channel", "group_size", "head_dim")
+_SIDE_LAYOUT = ("nbits", "by_channel", "group_size", "head_dim", "is_rotated")
 
 
 def _side_layout(states: CompressedStates) -> list[int]:
     grouping = states.grouping
-    return [states.nbits, int(grouping.axis == "channel"), grouping.group_size or 0, states.head_dim]
+    return [
+        states.nbits,
+        int(grouping.axis == "channel"),
+        grouping.group_size or 0,
+        states.head_dim,
+        int(states.is_rotated),
+    ]
 
 
 def flatten_parts(
@@ -40,10 +46,10 @@ def flatten_parts(
 
 
 def _unflatten_side(tensors: Sequence[torch.Tensor | None], layout: Sequence[int]) -> CompressedStates:
-    nbits, by_channel, group_size, head_dim = layout
+    nbits, by_channel, group_size, head_dim, is_rotated = layout
     grouping = Grouping("channel" if by_channel else "token", group_size or None)
     fields: dict[str, Any] = dict(zip(TENSOR_NAMES, tensors, strict=True))
-    return CompressedStates(**fields, nbits=nbits, grouping=grouping, head_dim=head_dim)
+    return CompressedStates(**fields, nbits=nbits, grouping=grouping, head_dim=head_dim, is_rotated=bool(is_rotated))
 
 
 def _unflatten_parts(
@@ -117,5 +123,5 @@ def _fake(
     scale: float,
     kernel: str,
 ) -> torch.Tensor:
-    value_head_dim = layout[-1] if layout else states[1].shape[3]
+    value_head_dim = layout[_SIDE_LAYOUT.index("head_dim") - len(_SIDE_LAYOUT)] if layout else states[1].shape[3]
     return query.new_empty(*query.shape[:3], value_head_dim)

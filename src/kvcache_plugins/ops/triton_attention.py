@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention import CompressedTensors, attend_compressed
+from kvcache_plugins.triton_kernels.attention import CompressedTensors, Partials, attend_compressed
 from kvcache_plugins.triton_kernels.combine import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.combine import combine
 
 from .compressed_states import TENSOR_NAMES, CompressedStates
 from .masking import slice_mask
 from .parts import CompressedPart, DensePart
+from .rotation import rotate
 
 
 def _tensors(states: CompressedStates) -> CompressedTensors:
@@ -36,19 +37,21 @@ def attend(
     rows = query.reshape(batch_size, num_key_value_heads, -1, head_dim)
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
-        partials = [
-            attend_compressed(
-                rows,
-                _tensors(part.keys),
-                _tensors(part.values),
-                num_chunks=-(-part.length // part.keys.chunk_length),
-                length=part.length,
-                mask=slice_mask(part.mask, 0, part.length),
-                scale=scale,
-                value_head_dim=part.values.head_dim,
-            )
-            for part in compressed
-        ]
+        partials = [_attend_part(rows, part, scale) for part in compressed]
         exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
         output = combine(partials, exact, rows, scale)
     return output.reshape(batch_size, num_heads, num_queries, -1)
+
+
+def _attend_part(rows: torch.Tensor, part: CompressedPart, scale: float) -> Partials:
+    partials = attend_compressed(
+        rows,
+        _tensors(part.keys),
+        _tensors(part.values),
+        num_chunks=-(-part.length // part.keys.chunk_length),
+        length=part.length,
+        mask=slice_mask(part.mask, 0, part.length),
+        scale=scale,
+        value_head_dim=part.values.head_dim,
+    )
+    return partials._replace(output=rotate(partials.output)) if part.values.is_rotated else partials

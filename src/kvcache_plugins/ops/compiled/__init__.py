@@ -4,7 +4,15 @@ Read `attention` for the course of it, `tile` for what happens to 64 tokens, `pr
 arithmetic. `layout` says where channels are in packed bytes, `arrays` how tensors get in; `door` is what is called.
 """
 
-from .door import attend
+from pathlib import Path
+
+from .machine_code import kept_beside
 
 
-__all__ = ["attend"]
+# All modules that decorate functions, also those that `ops.gather` asks for by itself
+with kept_beside(Path(__file__).parent):
+    from . import code_scores, largest, rows
+    from .door import attend
+
+
+__all__ = ["attend", "code_scores", "largest", "rows"]

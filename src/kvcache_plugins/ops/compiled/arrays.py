@@ -26,7 +26,7 @@ SIDE_ROWS = 15
 
 
 class Side(NamedTuple):
-    """Keys or values as arrays: the tensors of `CompressedStates`, empty where it has none, and three numbers."""
+    """Keys or values as arrays: the tensors of `CompressedStates`, empty where it has none, and four numbers."""
 
     codes: Any
     scale: Any
@@ -41,6 +41,8 @@ class Side(NamedTuple):
     by_channel: bool
     head_dim: int
     channel_bits: int
+    # Channels that are rotated together, 1 if none are
+    rotation_size: int
 
 
 @untyped_intrinsic
@@ -101,6 +103,7 @@ def side_at(address: int) -> Side:
         numbers[0] != 0,
         numbers[1],
         numbers[2],
+        numbers[5],
     )
 
 

@@ -11,6 +11,7 @@ from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.outliers import OUTLIER_TILE, channel_bits
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
+from kvcache_plugins.ops.rotation import rotation_size
 
 from .arrays import ROW, SIDE_ROWS
 from .attention import attend_block, attend_block_in_parallel
@@ -42,8 +43,9 @@ def _table(states: CompressedStates, codes: torch.Tensor) -> np.ndarray:
     tensors = {"codes": codes, **dict(states.named_tensors())} | {"codes": codes}
     rows = [_row(tensors[n].data_ptr(), tensors[n].shape) if n in tensors else [0] * ROW for n in TENSOR_NAMES]
     rows += [_row(array.ctypes.data, array.shape) for array in layout if isinstance(array, np.ndarray)]
+    rotation = rotation_size(states.head_dim) if states.is_rotated else 1
     is_wide = states.outlier_indices is not None and states.outlier_indices.dtype == torch.int32
-    rows.append([by_channel, states.head_dim, channel_bits(states.head_dim), is_wide, layout.row_size, 0])
+    rows.append([by_channel, states.head_dim, channel_bits(states.head_dim), is_wide, layout.row_size, rotation])
     assert len(rows) == SIDE_ROWS
     return np.array(rows, dtype=np.int64)
 

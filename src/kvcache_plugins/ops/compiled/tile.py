@@ -280,6 +280,21 @@ def scale_sums(decay: Any, sums: Sums) -> None:
 
 
 @njit(**OPTIONS)
+def _rotate(row: Any, size: int) -> None:
+    """`ops.rotation.rotate` of one row, in place: a fast Walsh-Hadamard transform of every `size` channels."""
+    half = 1
+    while half < size:
+        for first in range(0, row.shape[0], 2 * half):
+            for d in range(first, first + half):
+                low, high = row[d], row[d + half]
+                row[d], row[d + half] = low + high, low - high
+        half *= 2
+    factor = float32(1 / np.sqrt(size))
+    for d in range(row.shape[0]):
+        row[d] *= factor
+
+
+@njit(**OPTIONS)
 def write_result(
     values: Side, layout: CodeLayout, rows: int, sums: Sums, output: Any, total: Any, maximum: Any
 ) -> None:
@@ -293,5 +308,7 @@ def write_result(
                 channel = layout.channels[v, lane]
                 if channel >= 0:
                     output[r, channel] += sums.codes[r, v * LANES + lane] * layout.weights[v]
+        if values.rotation_size > 1:
+            _rotate(output[r], values.rotation_size)
         total[r] = sums.total[0, r] + sums.total[0, r + ROWS]
         maximum[r] = sums.maximum[0, r]

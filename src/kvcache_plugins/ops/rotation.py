@@ -1,0 +1,34 @@
+"""Rotation of head dimensions by a Hadamard matrix, which spreads large values over all channels.
+
+A group of values that shares a scale is quantized worst when one of them is far from the others. After an orthogonal
+rotation there are no such channels, and a sum of weighted values can be rotated back at the end: attention over
+rotated values is rotated attention. The matrix is Sylvester's, normalized: symmetric, so its own inverse. Where the
+head dimension is no power of two, every stretch of the largest power of two that divides it is rotated by itself.
+"""
+
+from functools import cache
+
+import torch
+
+
+def rotation_size(head_dim: int) -> int:
+    """Channels that are rotated together: the largest power of two that divides `head_dim`."""
+    return head_dim & -head_dim
+
+
+@cache
+def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+    """The normalized Hadamard matrix `[size, size]`, float32, of a power of two; brought to a device once."""
+    # Made in inference mode it could never be part of a graph
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return (matrix * size**-0.5).to(device)
+
+
+def rotate(states: torch.Tensor) -> torch.Tensor:
+    """`states` `[..., head_dim]` rotated, or rotated back, in float32."""
+    size = rotation_size(states.shape[-1])
+    matrix = hadamard_matrix(size, states.device)
+    return (states.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
