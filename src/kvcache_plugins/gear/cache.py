@@ -61,8 +61,8 @@ class GEARCache(ReportingMixin, Cache):
         low_rank_recent_ratio (`float`, *optional*, defaults to 1.0):
             Share of the prompt, its most recent tokens, that has a low-rank correction.
         num_sink_tokens (`int`, *optional*, defaults to 0):
-            First tokens of a sequence that stay exact, as most heads attend to them and their keys and values are unlike
-            all others ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
+            First tokens of a sequence that stay exact, as most heads attend to them and their keys and values are
+            unlike all others ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
         rotate_values (`bool`, *optional*, defaults to `False`):
             Whether values are compressed as rotated by a Hadamard matrix, so that no channel stands out of its group.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):

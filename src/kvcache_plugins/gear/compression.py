@@ -84,7 +84,7 @@ def split_first_prompt(
     Splits every item of a left-padded batch into exact first tokens and tokens to compress, and compresses those.
 
     Items end together, so groups are counted back from the end: a sequence is compressed the same alone and padded.
-    Exact are at least the sink tokens: where they stand in the first group, what is stored of them there means nothing.
+    Exact are at least the sink tokens: where they stand in the first group, what it stores of them means nothing.
 
     Args:
         keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): exact states of the whole

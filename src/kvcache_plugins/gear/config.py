@@ -57,16 +57,10 @@ class GEARConfig:
     rotate_values: bool
 
     def __post_init__(self) -> None:
-        for name in ("residual_length", "num_iterations"):
+        for name, least in (("residual_length", 1), ("num_iterations", 1), ("num_sink_tokens", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` has to be an integer of at least 1 but got {value!r}")
-        if (
-            not isinstance(self.num_sink_tokens, int)
-            or isinstance(self.num_sink_tokens, bool)
-            or self.num_sink_tokens < 0
-        ):
-            raise ValueError(f"`num_sink_tokens` has to be an integer of at least 0 but got {self.num_sink_tokens!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
         if not isinstance(self.rotate_values, bool):
             raise ValueError(f"`rotate_values` has to be True or False but got {self.rotate_values!r}")
         group_size = self.q_group_size

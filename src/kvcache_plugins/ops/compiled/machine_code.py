@@ -11,10 +11,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from numba import config
+import numba
 
 
+# Attributes that Numba makes at run time
+config: Any = numba.config
 _PREFIX = "machine-code-"
 
 
@@ -25,7 +28,7 @@ def kept_beside(package: Path) -> Iterator[None]:
     `NUMBA_CACHE_DIR` if that is set, or else within the package's `__pycache__`. Where neither can be written, Numba
     chooses, and the folder is the user's.
     """
-    before: str = config.CACHE_DIR
+    before = config.CACHE_DIR
     folder = Path(before or package / "__pycache__") / f"{_PREFIX}{_digest(package)}"
     if not folder.is_dir():
         try:
