@@ -1,7 +1,7 @@
 """The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,22 +75,29 @@ class MemoryReport:
         )
 
 
-def measure_memory(cache: Cache) -> MemoryReport:
+def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
     What any cache of Transformers holds.
 
     Args:
-        cache (`Cache`):
+        cache (`Cache` or `Sequence[Cache]`):
             A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
             parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
-            `quantized`.
+            `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is counted once.
     """
+    caches = [cache] if isinstance(cache, Cache) else cache
     parts: Counter[str] = Counter()
     devices: Counter[str] = Counter()
     dense_bytes = num_values = 0
-    for layer in cache.layers:
+    seen: set[tuple[int, int]] = set()
+    for layer in (layer for each in caches for layer in each.layers):
         named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
         for part, tensor in named:
+            if len(caches) > 1 and not tensor.is_meta:
+                place = tensor.data_ptr(), tensor.nbytes
+                if place in seen:
+                    continue
+                seen.add(place)
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
         layer_values, itemsize = _dense_equivalent(layer, named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,36 @@ class GEARCache(ReportingMixin, Cache):
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(1 for layer in layers if layer.blocks)
         return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}
+
+    def fork(self, count: int) -> list[GEARCache]:
+        """
+        Caches that go on from here, each by itself, while what is compressed stands in memory once for all of them: one
+        long prefix, many continuations.
+
+        Args:
+            count (`int`): how many. This cache can be used further too.
+
+        Returns:
+            `list[GEARCache]`: copies; only their newest tokens are their own. `measure_memory` of all of them counts
+            what they share once.
+
+        Raises:
+            ValueError: if `count` is no positive integer.
+
+        Example:
+
+        ```python
+        >>> with torch.no_grad():
+        ...     model(prefix_ids, past_key_values=cache)
+        >>> for question, fork in zip(questions, cache.fork(len(questions))):
+        ...     model.generate(torch.cat([prefix_ids, question], dim=1), past_key_values=fork)
+        ```
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"`count` has to be an integer of at least 1 but got {count!r}")
+        shared = [tensor for layer in self.layers if isinstance(layer, GEARLayer) for tensor in layer.share()]
+        # What `deepcopy` finds under its identity it takes for copied
+        return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 
     def save(self, path: str | Path, model: PreTrainedModel) -> None:
         """

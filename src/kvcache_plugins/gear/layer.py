@@ -257,6 +257,20 @@ class GEARLayer(PromptLayer):
         """Whether further decode chunks join the last block."""
         return self._open_block is not None
 
+    def share(self) -> Iterator[torch.Tensor]:
+        """
+        Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: what is
+        compressed, and the exact tokens in front.
+        """
+        self.settle_prompt()
+        # Further decode chunks would be written into the room that it has left
+        self._open_block = None
+        for block in self.blocks:
+            for states in (block.keys, block.values):
+                yield from (tensor for _, tensor in states.named_tensors())
+        if self.prefix is not None:
+            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+
     def scalars(self) -> dict[str, Any]:
         """What a snapshot needs beside the tensors."""
         dtype = str(self.dtype).removeprefix("torch.")

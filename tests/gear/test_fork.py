@@ -1,0 +1,109 @@
+"""Caches that share a compressed prefix: each goes on as it would alone, and the prefix is held once."""
+
+import copy
+
+import pytest
+import torch
+from transformers import set_seed
+
+from kvcache_plugins import GEARCache, create_cache, measure_memory
+
+
+OPTIONS = {"nbits": 2, "residual_length": 32, "q_group_size": 16}
+
+
+def tokens(length, seed):
+    return torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def fill(model, cache, length=130):
+    prefix = tokens(length, 0)
+    model(prefix, past_key_values=cache)
+    return prefix
+
+
+@torch.no_grad()
+def logits_of(model, cache, continuation):
+    """One token after another, so that chunks are compressed on the way."""
+    steps = [model(token[None], past_key_values=cache).logits for token in continuation.T]
+    return torch.cat(steps, dim=1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
+def test_forks_go_on_as_copies_do(tiny_model, architecture):
+    model = tiny_model(architecture)
+    cache = GEARCache(model.config, **OPTIONS)
+    fill(model, cache)
+    # Into a chunk, so that there are decode chunks and a buffer to be shared or not
+    logits_of(model, cache, tokens(47, 1))
+    alone = [copy.deepcopy(cache) for _ in range(3)]
+    forks = cache.fork(3)
+    continuations = [tokens(50, seed) for seed in (2, 3, 4)]
+    for fork, single, continuation in zip(forks, alone, continuations, strict=True):
+        expected = logits_of(model, single, continuation)
+        torch.testing.assert_close(logits_of(model, fork, continuation), expected, rtol=1e-4, atol=1e-4)
+    assert [fork.get_seq_length() for fork in forks] == [130 + 47 + 50] * 3
+    # The one that was forked has seen nothing of it, and goes on too
+    assert cache.get_seq_length() == 130 + 47
+    again = copy.deepcopy(cache)
+    expected = logits_of(model, again, continuations[0])
+    torch.testing.assert_close(logits_of(model, cache, continuations[0]), expected)
+
+
+def test_the_prefix_is_held_once(tiny_model):
+    model = tiny_model("llama")
+    cache = GEARCache(model.config, **OPTIONS)
+    fill(model, cache, 1030)
+    one = cache.memory().total_bytes
+    forks = cache.fork(16)
+    together = measure_memory([cache, *forks])
+    assert together.total_bytes < 1.1 * one
+    assert together.dense_bytes == 17 * cache.memory().dense_bytes
+    assert measure_memory([cache, *(copy.deepcopy(cache) for _ in range(16))]).total_bytes == 17 * one
+    for fork in forks:
+        logits_of(model, fork, tokens(5, 7))
+    own = [tensor for fork in forks for layer in fork.layers for tensor in layer.buffer.tensors()]
+    assert measure_memory(forks).total_bytes == one + sum(tensor.nbytes for tensor in own)
+
+
+def test_what_one_does_the_others_do_not_see(tiny_model):
+    model = tiny_model("llama")
+    cache = GEARCache(model.config, **OPTIONS)
+    fill(model, cache)
+    before = [tensor.clone() for layer in cache.layers for _, tensor in layer.named_tensors()]
+    cropped, grown, reset, reordered = cache.fork(4)
+    cropped.crop(-100)
+    logits_of(model, cropped, tokens(30, 5))
+    logits_of(model, grown, tokens(90, 6))
+    reset.reset()
+    fill(model, reset, 90)
+    reordered.batch_repeat_interleave(2)
+    reordered.reorder_cache(torch.tensor([1, 0]))
+    after = [tensor for layer in cache.layers for _, tensor in layer.named_tensors()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_generates_from_a_prompt_that_was_not_settled(tiny_model):
+    model = tiny_model("llama")
+    prefix = tokens(150, 0)
+    set_seed(0)
+    cache = create_cache("gear-2bit", model)
+    fill(model, cache, 150)
+    whole = torch.cat([prefix, tokens(3, 8)], dim=1)
+    texts = [model.generate(whole, past_key_values=fork, max_new_tokens=6, do_sample=False) for fork in cache.fork(2)]
+    expected = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=6, do_sample=False)
+    assert torch.equal(texts[0], expected) and torch.equal(texts[1], expected)
+
+
+def test_an_empty_cache_can_be_forked(tiny_model):
+    model = tiny_model("llama")
+    fork, other = GEARCache(model.config).fork(2)
+    fill(model, fork)
+    assert (fork.get_seq_length(), other.get_seq_length()) == (130, 0)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
+def test_count_is_checked(count):
+    with pytest.raises(ValueError, match="`count` has to be an integer of at least 1 but got"):
+        GEARCache().fork(count)
