@@ -93,6 +93,8 @@ OPTIONS = [
     # Three chunks of decoded tokens, and spare room for a fourth
     "gear:backbone=per-token,key_nbits=8,value_rank=0,residual_length=16",
     "gear:nbits=2,sparsity=0.0,key_sparsity=0.1,decode_rank=1,residual_length=48",
+    "gear:nbits=2,num_sink_tokens=70,rotate_values=true,low_rank_recent_ratio=0.3,sparsity=0.05",
+    "gear-k3v2",
     "infinigen:pool_tokens=100,scoring_nbits=2",
     "infinigen:pool_tokens=100,eviction=lru,recent=8,speculate=false",
     "infinigen:partial_ratio=0.3,eviction=fifo,pool_tokens=50",
@@ -162,6 +164,7 @@ def test_caches_of_others(
 REAL = {
     "smollm2": [
         ("gear-2bit", "float32", {"context": 201}),
+        ("gear-k4v3", "float32", {"context": 192}),
         ("gear-4bit:residual_length=8", "float32", {"context": 75, "new_tokens": 9, "batch_size": 2}),
         ("h2o", "float32", {"context": 67, "new_tokens": 2, "batch_size": 2}),
         ("infinigen", "bfloat16", {"context": 51, "new_tokens": 2}),

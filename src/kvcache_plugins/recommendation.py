@@ -20,6 +20,8 @@ from .sizing import CacheSizer, CacheSizingError, ModelSource, check_counts
 # docs/infinigen.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
+    "gear-k4v4",
+    "gear-k4v3",
     "gear-4bit",
     "kivi-4bit",
     "quanto-4bit",
@@ -28,8 +30,10 @@ FIDELITY_ORDER = (
     "hqq-4bit",
     "gear-l-4bit",
     "kcvt-4bit",
+    "gear-k3v2",
     "infinigen-paper",
     "gear-2bit",
+    "gear-k2v2",
     "gear-l-2bit",
     "kivi-2bit",
     "quanto-2bit",

@@ -186,8 +186,8 @@ class GEARCache(ReportingMixin, Cache):
 
     def fork(self, count: int) -> list[GEARCache]:
         """
-        Caches that go on from here, each by itself, while what is compressed stands in memory once for all of them: one
-        long prefix, many continuations.
+        Caches that go on from here, each by itself, while what is compressed stands in memory once for all of them:
+        one long prefix, many continuations.
 
         Args:
             count (`int`): how many. This cache can be used further too.

@@ -110,7 +110,9 @@ def split_first_prompt(
     first = length - max(compressed_counts)
     if first < length:
         first_valid = [pad + count for pad, count in zip(padding, exact_counts, strict=True)]
-        valid = positions[first:] >= torch.tensor(first_valid, device=device)[:, None]
+        # With its data even where states have none
+        on = torch.device("cpu") if keys.is_meta else device
+        valid = torch.arange(first, length, device=on) >= torch.tensor(first_valid, device=on)[:, None]
         states = keys[:, :, first:], values[:, :, first:]
         all_valid = max(first_valid) == first
         blocks.append(

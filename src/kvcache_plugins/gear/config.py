@@ -53,8 +53,8 @@ class GEARConfig:
     residual_length: int
     num_iterations: int
     low_rank_recent_ratio: float
-    num_sink_tokens: int
-    rotate_values: bool
+    num_sink_tokens: int = 0
+    rotate_values: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("residual_length", 1), ("num_iterations", 1), ("num_sink_tokens", 0)):

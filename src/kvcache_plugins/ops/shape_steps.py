@@ -14,17 +14,17 @@ from .quantization import Grouping, packed_size
 
 
 class ShapeSteps(CompressionSteps):
-    """Every step on tensors without data or padding."""
+    """Every step on tensors without data; but which tokens are real, `valid`, comes with its data."""
 
     def prepare(self, states: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-        assert valid is None, "what has no data has no padding"
         return states
 
     def select_outliers(
         self, states: torch.Tensor, valid: torch.Tensor | None, sparsity: float, by_channel: bool
     ) -> Outliers | None:
         batch_size, num_heads, num_chunks, length, head_dim = states.shape
-        count = 2 * num_outliers_per_side(length if by_channel else num_heads * head_dim, sparsity)
+        length_of_row = _num_real(length, valid) if by_channel else num_heads * head_dim
+        count = 2 * num_outliers_per_side(length_of_row, sparsity)
         if count == 0:
             return None
         shape = (
@@ -64,8 +64,9 @@ class ShapeSteps(CompressionSteps):
         recent_ratio: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         *dims, length, head_dim = missing.shape
-        rows = (max(round(length * recent_ratio), 1), head_dim)
-        a, b = (missing.new_empty((*dims, num_rows, rank), dtype=STORAGE_DTYPE) for num_rows in rows)
+        num_rows = length if recent_ratio == 1 else max(round(_num_real(length, valid) * recent_ratio), 1)
+        rows = (num_rows, head_dim)
+        a, b = (missing.new_empty((*dims, size, rank), dtype=STORAGE_DTYPE) for size in rows)
         return a, b
 
     def store_outliers(
@@ -79,3 +80,8 @@ class ShapeSteps(CompressionSteps):
             missing.new_empty((*shape, count), dtype=STORAGE_DTYPE),
             missing.new_empty((*shape, num_offsets(length, num_heads)), dtype=torch.int32),
         )
+
+
+def _num_real(length: int, valid: torch.Tensor | None) -> int:
+    """The most real tokens of a chunk of `length`."""
+    return length if valid is None else int(valid.sum(dim=2).max())
