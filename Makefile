@@ -29,21 +29,26 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 SOURCES := src triton_kernels eval tests docs/extensions docs/figures notebooks
 
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 40 --durations-min 5
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench notebooks check style types docs format clean
+.PHONY: help demo test test-long bench notebooks check style types docs format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
 		--cache dynamic --cache gear-4bit --cache gear-2bit --cache gear-l-2bit --cache kivi-2bit \
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
-test: $(VENV)/.installed  ## all tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 40 --durations-min 5 $(PYTEST_ARGS)
+test: $(VENV)/.installed  ## all tests but those of `make test-long`
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+
+test-long: $(VENV)/.installed  ## tests that repeat on real models, or at full size, what others show in small
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
 	$(BIN)/kvcache-plugins bench kernels

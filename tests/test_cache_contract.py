@@ -139,7 +139,15 @@ def require_available(entry: CacheEntry) -> None:
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
-@pytest.mark.parametrize("cache", [name for name in ENTRIES if name not in ALIASES])
+@pytest.mark.parametrize(
+    "cache",
+    # Caches that differ from `gear-k3v2` in nothing but their bits are left to `make test-long`
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("gear-k4v4", "gear-k4v3", "gear-k2v2") else ())
+        for name in ENTRIES
+        if name not in ALIASES
+    ],
+)
 def test_contract(
     cache: str, check: ContractCheck, models: dict[str, PreTrainedModel], reporter: GridReporter
 ) -> None:

@@ -210,7 +210,7 @@ def test_ctrl_c_exits_with_130(tiny_folder: str, monkeypatch: pytest.MonkeyPatch
     assert "Traceback" not in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_console_script_on_a_real_model(smollm2: Reference) -> None:
     script = Path(sys.executable).parent / "kvcache-plugins"
     arguments = ["compare", "--prompt", "The capital of France is", "--max-new-tokens", "4", "--cache", "kivi-4bit"]

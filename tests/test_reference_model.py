@@ -186,6 +186,7 @@ class TestConversion:
         assert [path.name for path in folder.iterdir()] == ["config.json"]
         assert not (home / "models" / "smollm2-1.0-float32.partial").exists()
 
+    @pytest.mark.long
     def test_two_processes_at_once(self, home: Path) -> None:
         processes = [start_process(SLOW_CONVERSION) for _ in range(2)]
         outputs = [process.communicate() for process in processes]

@@ -57,6 +57,7 @@ def test_each_part_lowers_the_error_of_every_head(smollm2, batch, nbits, backbon
     assert (gear_l < plain).all()
 
 
+@pytest.mark.long
 def test_padded_row_continues_as_it_does_alone(smollm2, batch):
     model, name = smollm2[0], "gear-2bit"
     options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}

@@ -70,6 +70,7 @@ def kl_to_dense(model, token_ids: torch.Tensor, num_steps: int, cache) -> float:
     return sum(kl) / len(kl)
 
 
+@pytest.mark.long
 def test_a_tenth_of_the_tokens_is_enough(smollm2) -> None:
     model, tokenizer = smollm2
     token_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0, :1300]

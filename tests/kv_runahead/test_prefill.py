@@ -47,7 +47,7 @@ def test_same_logits_and_tokens(saved_model, architecture, implementation, sizes
     [
         ("smollm2", "smollm2", ["gear-2bit"], 400, 16),
         # More than its window of 512
-        ("gemma3", "gemma3-270m", ["dynamic"], 600, 4),
+        pytest.param("gemma3", "gemma3-270m", ["dynamic"], 600, 4, marks=pytest.mark.long),
     ],
 )
 def test_real_model(request, fixture, name, caches, length, new):

@@ -223,6 +223,7 @@ class TestChoice:
         assert (stats["attend_calls"], stats["fused_calls"], stats["kernel_fallbacks"]) == (2, 0, 2)
 
 
+@pytest.mark.long
 def test_model_says_the_same_through_every_kernel(tiny_llama, monkeypatch):
     input_ids = torch.randint(3, 128, (2, 150))
     mask = torch.ones_like(input_ids)

@@ -78,7 +78,7 @@ def test_offloading(tmp_path):
     assert rows["infinigen:share=0.1"]["hidden_share"] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_largest_batch(tmp_path, triton_kernels):
     run_tiny("batch", tmp_path)
     content = read(tmp_path, "gpu_largest_batch")

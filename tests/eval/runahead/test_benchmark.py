@@ -29,6 +29,7 @@ def text_file(tmp_path: Path) -> str:
     return str(tmp_path / "text.txt")
 
 
+@pytest.mark.long
 def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_path) -> None:
     """The whole way: a table is measured and planned, and prefills by it are timed beside all others."""
     folder, table = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
@@ -125,6 +126,7 @@ def test_a_model_that_is_not_there() -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
     program = (
