@@ -10,7 +10,7 @@ from .machine_code import kept_beside
 
 
 # All modules that decorate functions, also those that `ops.gather` asks for by itself
-with kept_beside(Path(__file__).parent):
+with kept_beside(Path(__file__).parents[1]):
     from . import code_scores, largest, rows
     from .door import attend
 

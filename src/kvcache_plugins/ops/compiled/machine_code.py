@@ -2,7 +2,7 @@
 
 Numba keeps the code of each function and makes it anew if the function's own file has changed. What it has taken in
 from other files it does not look at, so that after an update a function could go on with another one's old code. Hence
-all of it stands in a folder that is named after all sources of this package.
+all of it stands in a folder that is named after all sources of `ops`, whose constants are compiled in too.
 """
 
 import hashlib
@@ -52,6 +52,6 @@ def kept_beside(package: Path) -> Iterator[None]:
 
 def _digest(package: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(package.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
