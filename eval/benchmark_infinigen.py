@@ -31,7 +31,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "speculation": (layer_module.InfiniGenLayer, "speculate"),
     "scoring": (scoring_module.ScoringCodes, "scores"),
     "choosing": (layer_module, "select_tokens"),
-    "attention": (layer_module, "attend_fetched"),
+    "attention": (layer_module, "attend_rows"),
 }
 
 

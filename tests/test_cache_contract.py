@@ -26,13 +26,14 @@ ALIASES = {"gear": "gear-4bit"}
 QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
-INFINIGEN = ("infinigen", "infinigen-paper")
+INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
 # fetch too little to come near enough to `DynamicCache`
 OPTIONS: dict[str, dict[str, object]] = {
     "infinigen": {"full_layers": (), "max_fetch_ratio": 0.5},
+    "infinigen-gear": {"full_layers": (), "max_fetch_ratio": 0.5},
     "infinigen-paper": {"full_layers": (), "max_fetch_ratio": 0.5, "alpha": 8.0, "partial_ratio": 0.5},
 }
 

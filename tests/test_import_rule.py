@@ -19,12 +19,15 @@ Check = Callable[[dict[str, str]], list[str]]
 
 # A unit is a module or package directly inside `kvcache_plugins`; it imports from its own tier and the tiers above.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
+# Made of several methods, which do not know of each other
+COMPOSITIONS = {"infinigen_gear"}
 TIERS: tuple[set[str], ...] = (
     {"triton_kernels"},
     {"ops"},
     {"registry", "memory", "html", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
     {"reference_model", "transformers_caches"},
     METHODS,
+    COMPOSITIONS,
     {"sizing", "recommendation"},
     {"__init__"},
     {"cli", "eval", "contract", "doctor"},

@@ -11,6 +11,7 @@ from . import transformers_caches  # noqa: F401 - registers them
 from .baselines import H2OCache
 from .gear import GEARCache
 from .infinigen import InfiniGenCache
+from .infinigen_gear import InfiniGenGEARCache
 from .kv_runahead import runahead_generate, runahead_prefill
 from .memory import MemoryReport, measure_memory
 from .recommendation import recommend
@@ -22,6 +23,7 @@ __all__ = [
     "GEARCache",
     "H2OCache",
     "InfiniGenCache",
+    "InfiniGenGEARCache",
     "MemoryReport",
     "create_cache",
     "list_caches",

@@ -12,10 +12,10 @@ import torch
 
 from kvcache_plugins.infinigen import prefetch
 from kvcache_plugins.infinigen.counters import TransferTimes
-from kvcache_plugins.infinigen.fetching import Fetch, attend_fetched
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.prefetch import Prefetcher, attend_staged
 from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.ops.gather import attend_rows
 
 
 CPU = torch.device("cpu")
@@ -89,8 +89,9 @@ def test_attention_is_that_of_every_item_on_its_own(max_tokens, mask_kind, dtype
     pool = make_pool(num_tokens=63, dtype=dtype, max_tokens=max_tokens)
     selection, (query, window) = make_selection(pool, 20), make_step(pool)
     mask = make_mask(mask_kind, 2, 70)
-    expected = attend_fetched(query, Fetch(selection, 70), pool, window, mask, 63, 0.3)
     positions = pool.positions_of(selection.slots, slice(None))
+    where = {"mask": mask, "positions": positions, "window_start": 63}
+    expected = attend_rows(query, pool.pages, selection.slots, selection.count, *window, 0.3, **where)
     rows = chosen_rows(pool, selection)
     actual = attend_staged(query, selection, rows, window, mask, positions, 63, 0.3)
     assert actual.dtype == dtype

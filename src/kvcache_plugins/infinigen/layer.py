@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.gather import choose_rows_kernel
+from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
 
 from .config import InfiniGenConfig
 from .counters import DeviceCounters, TransferTimes
-from .fetching import Fetch, attend_fetched, attended_columns
+from .fetching import Fetch, attended_columns
 from .offloaded_layer import OffloadedLayer
 from .prefetch import attend_staged, start_fetch
 from .selection import Selection, most_chosen, select_tokens
@@ -198,17 +198,37 @@ class InfiniGenLayer(OffloadedLayer):
         newest, start = (window.keys, window.values), self._pooled
         # A copy of a fetch has its choice and no rows
         staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
+        positions = None if attn_mask is None else pool.positions_of(fetch.selection.slots, slice(None))
         if staged is None:
-            kernel, is_fallback = choose_rows_kernel(rows, pool.row_dim - pool.key_dim, pool.dtype)
-            output = attend_fetched(rows, fetch, pool, newest, attn_mask, start, scale, kernel)
+            kernel, is_fallback = choose_rows_kernel(rows, self._shapes["values"][3], newest[0].dtype)
+            output = attend_rows(
+                rows,
+                *self._rows_on_host(fetch.selection),
+                fetch.selection.count,
+                *newest,
+                scale,
+                mask=attn_mask,
+                positions=positions,
+                window_start=start,
+                kernel=kernel,
+            )
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
         else:
-            positions = None if attn_mask is None else pool.positions_of(fetch.selection.slots, slice(None))
             with staged as fetched:
-                output = attend_staged(rows, fetch.selection, fetched, newest, attn_mask, positions, start, scale)
+                dense = self._dense_rows(fetched, fetch.selection.slots)
+                output = attend_staged(rows, fetch.selection, dense, newest, attn_mask, positions, start, scale)
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
+
+    def _rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen."""
+        assert self.pool is not None
+        return self.pool.pages, selection.slots
+
+    def _dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Keys and values side by side, `[B, H, K, D + E]`, of rows of the pool and their slots `[B, H, K]`."""
+        return rows
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
@@ -259,9 +279,8 @@ class InfiniGenLayer(OffloadedLayer):
         counters = dict(self._counters)
         for name, value in self._device_counters.values().items():
             counters[name] += value
-        if self.is_initialized:
-            row_dim = self._shapes["keys"][3] + self._shapes["values"][3]
-            counters["bytes_fetched"] = counters["tokens_fetched"] * row_dim * self.dtype.itemsize
+        if self.pool is not None:
+            counters["bytes_fetched"] = counters["tokens_fetched"] * self.pool.row_dim * self.pool.dtype.itemsize
         times: dict[str, float] = {}
         if self._times is not None:
             times = {"transfer_s": 0.0, "stalled_s": 0.0, **self._times.seconds()}

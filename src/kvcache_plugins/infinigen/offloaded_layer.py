@@ -63,10 +63,18 @@ class OffloadedLayer(PromptLayer):
         """Position of the first token that is not in the pool."""
         return self._length - (0 if self.window is None else self.window.length)
 
+    def _to_rows(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the pool holds of keys and values `[B, H, tokens, D or E]`, `[B, H, tokens, any]` both."""
+        return keys, values
+
+    def _pool_stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        """Keys and values of everything in the pool, page by page, with the slots that they span."""
+        assert self.pool is not None
+        return self.pool.stretches()
+
     def _pooled_keys(self) -> torch.Tensor:
         """Keys of all slots, `[B, H, slots, D]`, where they are attended to."""
-        assert self.pool is not None
-        return torch.cat([keys for keys, *_ in self.pool.stretches()], dim=2)
+        return torch.cat([keys for keys, *_ in self._pool_stretches()], dim=2)
 
     def _before_update(self) -> None:
         window, config = self.window, self.config
@@ -100,10 +108,10 @@ class OffloadedLayer(PromptLayer):
     def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
         """Tokens from `position` on, the first behind those in the pool."""
         config, pool = self.config, self.pool
+        rows = self._to_rows(keys, values)
         if pool is None:
             pool = TokenPool(
-                keys,
-                values,
+                *rows,
                 max_tokens=config.pool_tokens,
                 eviction=config.eviction,
                 num_protected=config.sink,
@@ -111,7 +119,7 @@ class OffloadedLayer(PromptLayer):
         room = keys.shape[2]
         if config.pool_tokens is not None:
             room = min(room, config.pool_tokens - pool.num_slots)
-        taken = pool.append(keys, values, position, self.padding)
+        taken = pool.append(*rows, position, self.padding)
         self.pool = pool
         if pool.usage is not None:
             self._counters["tokens_evicted"] = pool.usage.num_evicted
@@ -131,7 +139,7 @@ class OffloadedLayer(PromptLayer):
 
     def _make_scoring(self, keys: torch.Tensor, position: int) -> ScoringStates:
         queries = self._prompt_queries
-        valid = self._valid_tokens(position, keys.shape[2] if queries is None else queries.shape[2])
+        valid = self._fitted_tokens(position, keys.shape[2] if queries is None else queries.shape[2])
         if self.config.partial_ratio is not None:
             assert self.config.skewing is not None
             return ScoringColumns(keys, queries, valid, self.config.partial_ratio, self.config.skewing)
@@ -140,6 +148,10 @@ class OffloadedLayer(PromptLayer):
         scoring.fit(keys, valid)
         scoring.num_fitted = max(keys.shape[2] - self._longest_padding(), 0)
         return scoring
+
+    def _fitted_tokens(self, position: int, count: int) -> torch.Tensor | None:
+        """Which of the first `count` tokens channels' statistics are told from, `[B, count]`; `None` if all."""
+        return self._valid_tokens(position, count)
 
     def _refit(self) -> None:
         """Tells channels' statistics anew as long as they are those of few tokens."""
@@ -157,7 +169,7 @@ class OffloadedLayer(PromptLayer):
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
         """Everything held, page by page, with its columns of the mask."""
         if self.pool is not None:
-            for keys, values, start, stop in self.pool.stretches():
+            for keys, values, start, stop in self._pool_stretches():
                 mask = slice_mask(attn_mask, start, stop)
                 if self.pool.usage is not None:
                     mask = self._mask_of_slots(attn_mask, self.pool.usage.positions[:, :, start:stop], groups)
@@ -197,7 +209,7 @@ class OffloadedLayer(PromptLayer):
         """States of one side in order, with the positions that they span."""
         number = 0 if side == "keys" else 1
         if self.pool is not None:
-            for *states, start, stop in self.pool.stretches():
+            for *states, start, stop in self._pool_stretches():
                 yield states[number], start, stop
         if self.window is not None:
             yield (self.window.keys, self.window.values)[number], self._pooled, self._length

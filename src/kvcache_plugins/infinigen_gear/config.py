@@ -1,0 +1,64 @@
+"""What an `InfiniGenGEARCache` compresses to, validated once and immutable afterwards."""
+
+from dataclasses import dataclass
+
+from kvcache_plugins.gear.config import SideConfig, largest_divisor
+
+
+# Kernels that score codes take these
+KEY_NBITS = (2, 4, 8)
+DEFAULT_GROUP_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodingConfig:
+    """The options of `InfiniGenGEARCache` that are not InfiniGen's. See there for their meaning."""
+
+    key_nbits: int
+    value_nbits: int
+    q_group_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.key_nbits not in KEY_NBITS:
+            raise ValueError(f"`key_nbits` has to be one of {list(KEY_NBITS)} but got {self.key_nbits}")
+        size = self.q_group_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"`q_group_size` has to be an integer of at least 1 or None but got {size!r}")
+        # Values' bits are checked with them
+        self.value  # noqa: B018
+
+    @property
+    def key(self) -> SideConfig:
+        """What keys are compressed to."""
+        return _codes_alone("key", self.key_nbits)
+
+    @property
+    def value(self) -> SideConfig:
+        """What values are compressed to."""
+        return _codes_alone("value", self.value_nbits)
+
+    @property
+    def token_group(self) -> int:
+        """Tokens that share a scale in a channel of the keys."""
+        return self.q_group_size or DEFAULT_GROUP_SIZE
+
+    def channel_group(self, head_dim: int) -> int:
+        """
+        Channels of a value that share a scale.
+
+        Raises:
+            ValueError: if `q_group_size` does not divide the head dimension.
+        """
+        size = self.q_group_size or largest_divisor(head_dim, DEFAULT_GROUP_SIZE)
+        if head_dim % size:
+            accepted = [divisor for divisor in range(1, head_dim + 1) if head_dim % divisor == 0]
+            raise ValueError(
+                f"`q_group_size` has to divide the head dimension, {head_dim}, but got {size}; accepted: {accepted} "
+                "or None"
+            )
+        return size
+
+
+def _codes_alone(side: str, nbits: int) -> SideConfig:
+    """No outliers and no low rank: what is fetched token by token has to be of one token alone."""
+    return SideConfig(side=side, nbits=nbits, backbone="kivi", sparsity=0.0, rank=0, decode_rank=0)

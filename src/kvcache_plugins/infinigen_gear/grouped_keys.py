@@ -1,0 +1,146 @@
+"""Keys in GEAR's codes, grouped along tokens as `kivi` groups them, that are scored and decoded by slot.
+
+InfiniGen's own copy for scoring has one spread a channel for all tokens. That is enough to choose by. It is not enough
+to attend with: after the rotary embedding slow channels drift along the sequence, out of the range of what was first
+seen. Groups of consecutive tokens follow them.
+
+Tokens that are added together are grouped from their end, so that a sequence has the same groups alone and left-padded;
+what a first group lacks stays unused. So slots (tokens in order) and places (rows here) differ by a shift, one for each
+run of tokens since the last time that tokens were dropped.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D head dimension, N slots in use, K slots given.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.gear.config import SideConfig
+from kvcache_plugins.gear.decomposition import decompose
+from kvcache_plugins.infinigen.scoring import ScoringStates
+from kvcache_plugins.ops.gather import code_scores
+from kvcache_plugins.ops.quantization import Grouping, unpack
+
+
+# Spare groups are scored too
+_GROWTH = 1.125
+
+
+class GroupedKeys(ScoringStates):
+    """
+    Keys of a layer in codes, with a step and a minimum for every channel of every group of tokens.
+
+    Args:
+        config (`SideConfig`): what keys are compressed to: codes of 2, 4 or 8 bits alone, no rank and no outliers.
+        group_size (`int`): tokens of a group.
+        layer_idx (`int`): named in errors.
+    """
+
+    def __init__(self, config: SideConfig, group_size: int, layer_idx: int):
+        super().__init__()
+        self.config, self.group_size, self._layer_idx = config, group_size, layer_idx
+        self._num_groups = 0
+        # First slot of every run of tokens, and how far behind its slot a token's place is
+        self._runs: list[tuple[int, int]] = []
+
+    def add(self, encoded: dict[str, torch.Tensor], count: int) -> None:
+        """Adds `count` tokens that follow, as `encode_groups` made them."""
+        place = self._num_groups * self.group_size + -count % self.group_size
+        if not self._runs or self._runs[-1][1] != place - self.length:
+            self._runs.append((self.length, place - self.length))
+        total = self._num_groups + encoded["codes"].shape[2]
+        for name, new in encoded.items():
+            rows = self._rows.get(name)
+            if rows is None or rows.shape[2] < total:
+                capacity = total if rows is None else max(total, int(_GROWTH * rows.shape[2]) + 1)
+                grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])
+                if rows is not None:
+                    grown[:, :, : self._num_groups] = rows[:, :, : self._num_groups]
+                rows = self._rows[name] = grown
+            rows[:, :, self._num_groups : total] = new
+        self._num_groups = total
+        self.length += count
+
+    def encode_groups(self, keys: torch.Tensor, valid: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """
+        Compresses keys and stores nothing.
+
+        Args:
+            keys (`torch.Tensor` of shape `[B, H, tokens, D]`): the keys, any floating dtype.
+            valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which of them may widen a range.
+
+        Returns:
+            `dict[str, torch.Tensor]`: codes `[B, H, groups, tokens of a group, bytes]`, steps and minima
+            `[B, H, groups, D]`.
+
+        Raises:
+            ValueError: naming the layer, if keys do not fit float16.
+        """
+        filling = -keys.shape[2] % self.group_size
+        if filling:
+            if valid is None:
+                valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
+            keys, valid = F.pad(keys, (0, 0, filling, 0)), F.pad(valid, (filling, 0))
+        valid = None if valid is None else valid.unsqueeze(1)
+        grouping = Grouping("channel", self.group_size)
+        try:
+            states = decompose(keys.unsqueeze(2), valid, self.config, grouping, 0, 1)
+        except ValueError as error:
+            raise ValueError(f"layer {self._layer_idx}: {error}") from error
+        codes = states.codes[:, :, 0].unflatten(2, (-1, self.group_size))
+        return {"codes": codes, "scale": states.scale[:, :, 0], "zero": states.zero[:, :, 0]}
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        # Of spare room too: without it the codes would have to be copied
+        codes, scale, zero = (self._rows[name] for name in ("codes", "scale", "zero"))
+        batch_size, num_heads, num_groups = scale.shape[:3]
+        # A group is to the kernel what a head is: its steps go into a query of its own
+        scaled = query[:, :, None] * scale[:, :, :, None].float()  # [B, H, groups, G, D]
+        ones = scale.new_ones(batch_size, num_heads * num_groups, self.group_size)
+        products = code_scores(
+            scaled.flatten(1, 2), codes.flatten(1, 2), ones, self.group_size, self.config.nbits
+        )  # [B, H * groups, G, tokens of a group]
+        # What the kernel takes off every code, and what a channel's codes begin at
+        offset = scaled.sum(dim=4) * (2 ** (self.config.nbits - 1) - 0.5)
+        offset += (query @ zero.float().transpose(2, 3)).transpose(2, 3)
+        scores = products.unflatten(1, (num_heads, num_groups)) + offset[..., None]
+        return self._in_slots(scores.transpose(2, 3).flatten(3))
+
+    def _in_slots(self, places: torch.Tensor) -> torch.Tensor:
+        """What stands at the places `[..., places]` of the tokens in all slots, `[..., N]`."""
+        stops = [first for first, _ in self._runs[1:]] + [self.length]
+        parts = [
+            places[..., first + shift : stop + shift] for (first, shift), stop in zip(self._runs, stops, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def decode(self, slots: torch.Tensor) -> torch.Tensor:
+        """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
+        head_dim = self._rows["scale"].shape[3]
+        places = slots + self._runs[0][1]
+        for first, shift in self._runs[1:]:
+            places = torch.where(slots >= first, slots + shift, places)
+        codes = self._rows["codes"].flatten(2, 3)
+        packed = codes.gather(2, places[..., None].expand(-1, -1, -1, codes.shape[3]))
+        groups = (places // self.group_size)[..., None].expand(-1, -1, -1, head_dim)
+        keys = unpack(packed, self.config.nbits, head_dim).float()
+        keys *= self._rows["scale"].gather(2, groups)
+        keys += self._rows["zero"].gather(2, groups)
+        return keys
+
+    def truncate(self, length: int) -> None:
+        """Forgets the keys from `length` on; what is left of a group keeps its codes, and nothing joins it."""
+        if length >= self.length:
+            return
+        self._runs = [(first, shift) for first, shift in self._runs if first < length]
+        self.length = length
+        self._num_groups = -(-(length + self._runs[-1][1]) // self.group_size) if self._runs else 0
+
+    def fitted_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for rows in self._rows.values():
+            yield "scoring", rows[:, :, : self._num_groups]
+            yield "spare", rows[:, :, self._num_groups :]

@@ -1,0 +1,148 @@
+"""One layer of an InfiniGen cache in codes: keys where they are scored, values in the pool, sink tokens exact.
+
+Legend: B batch, H key/value heads, D and E head dimensions of keys and values, K slots chosen, S sink tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcache_plugins.gear.compression import check_finite
+from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen.selection import Selection
+
+from .config import CodingConfig
+from .grouped_keys import GroupedKeys
+from .value_rows import ValueRows
+
+
+class CodedLayer(InfiniGenLayer):
+    """
+    Keys and values of one layer, in codes.
+
+    Args:
+        config (`InfiniGenConfig`):
+            The options of InfiniGen.
+        coding (`CodingConfig`):
+            What keys and values are compressed to.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            The prompt's padding mask, for attention implementations that do not show it to the cache.
+    """
+
+    scoring: GroupedKeys | None
+
+    def __init__(
+        self,
+        config: InfiniGenConfig,
+        coding: CodingConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+    ):
+        self.coding = coding
+        # Decoded tokens move on in whole groups
+        super().__init__(dataclasses.replace(config, flush_length=coding.token_group), layer_idx, attention_mask)
+
+    def _clear(self) -> None:
+        super()._clear()
+        # Keys and values `[B, H, S, D or E]` of the first tokens
+        self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Codes of keys that are about to be stored
+        self._new_groups: dict[str, torch.Tensor] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        head_dim = value_states.shape[3]
+        self._value_rows = ValueRows(self.coding.value, head_dim, self.coding.channel_group(head_dim))
+        super().lazy_initialization(key_states, value_states)
+
+    def _to_rows(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._value_rows.encode(values, self.layer_idx)
+        # Of keys the pool holds nothing
+        return rows[..., :0], rows
+
+    def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
+        check_finite(keys, values, self._valid_tokens(position, keys.shape[2]), self.layer_idx)
+        holds_sinks = position < self._longest_padding() + self.config.sink
+        valid = None
+        if holds_sinks:
+            # Sink tokens are exact, and would widen the ranges of the others
+            number = torch.arange(position, position + keys.shape[2], device=keys.device) - self._first_slots
+            valid = number >= self.config.sink
+        scoring = self.scoring or GroupedKeys(self.coding.key, self.coding.token_group, self.layer_idx)
+        # Before anything is stored: what does not fit float16 raises
+        self._new_groups = scoring.encode_groups(keys, valid)
+        super()._move_to_pool(keys, values, position)
+        if holds_sinks:
+            self._keep_sinks(keys, values, position)
+
+    def _score_later(self, keys: torch.Tensor, position: int, room: int, taken: list[torch.Tensor]) -> None:
+        if self.scoring is None:
+            self.scoring = GroupedKeys(self.coding.key, self.coding.token_group, self.layer_idx)
+        assert self._new_groups is not None
+        self.scoring.add(self._new_groups, keys.shape[2])
+        self._new_groups = None
+
+    @property
+    def _first_slots(self) -> torch.Tensor:
+        """Slot of each item's first real token, `[B, 1]`. Its sink tokens are in that one and those behind it."""
+        if self.padding is None:
+            return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device)
+        return self.padding.to(self.device)[:, None]
+
+    def _keep_sinks(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
+        """Notes those of the tokens from `position` on that are sink tokens of their item."""
+        place = self._first_slots + torch.arange(self.config.sink, device=self.device) - position  # [B, S]
+        is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
+        place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
+        found = [states.gather(2, place.expand(-1, *states.shape[1:2], -1, states.shape[3])) for states in (keys, values)]
+        before = self.sinks or [torch.zeros_like(states) for states in found]
+        new_keys, new_values = (torch.where(is_here, new, old) for new, old in zip(found, before, strict=True))
+        self.sinks = new_keys, new_values
+
+    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]` and the rows `[B, H, K, bytes]` that are in them."""
+        assert self.scoring is not None
+        dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
+        if self.sinks is None:
+            return dense
+        number = slots - self._first_slots[..., None]
+        is_sink = ((number >= 0) & (number < self.config.sink))[..., None]
+        index = number.clamp(0, self.config.sink - 1)[..., None]
+        keys, values = (
+            torch.where(is_sink, sinks.gather(2, index.expand(-1, -1, -1, sinks.shape[3])), states)
+            for sinks, states in zip(self.sinks, dense, strict=True)
+        )
+        return keys, values
+
+    def _pool_stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        assert self.pool is not None
+        for _, rows, start, stop in self.pool.stretches():
+            slots = torch.arange(start, stop, device=self.device).expand(*rows.shape[:2], -1)
+            yield *self._dense(rows, slots), start, stop
+
+    def _rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert self.pool is not None
+        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
+        places = torch.arange(slots.shape[2]).expand_as(slots)
+        return [self._dense_rows(self.pool.gather(slots), slots)], places
+
+    def _dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._dense(rows, slots), dim=3)
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map_stored(function)
+        if self.sinks is not None:
+            self.sinks = function(self.sinks[0]), function(self.sinks[1])
+
+    def _move_to(self, device: torch.device) -> None:
+        super()._move_to(device)
+        if self.sinks is not None:
+            self.sinks = self.sinks[0].to(device), self.sinks[1].to(device)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._stored_tensors()
+        for tensor in self.sinks or ():
+            yield "residual", tensor
