@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,10 @@ class Fidelity:
         stats (`dict[str, float]`): Its counters at the end.
         layer_errors (`tuple[float, ...]`):
             Relative error of every layer's attention output over the scored tokens, see `layer_errors.py`.
+        mean_kv_percent (`float`, *optional*):
+            What it held while tokens were scored, in percent of a 16-bit cache: the mean over forwards and windows.
+            Buffers are in it as full as they are on average, which after the prefix they need not be. Only where the
+            scored tokens are cut into chunks.
     """
 
     windows: tuple[WindowScore, ...]
@@ -92,6 +97,7 @@ class Fidelity:
     memory_at_end: MemoryReport
     stats: dict[str, float]
     layer_errors: tuple[float, ...] = ()
+    mean_kv_percent: float | None = None
 
     @property
     def num_scored(self) -> int:
@@ -158,7 +164,11 @@ def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) ->
 
 @torch.no_grad()
 def continuation_logits(
-    model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int | None = None
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    chunk: int | None = None,
+    after_forward: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """
     Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`.
@@ -166,6 +176,8 @@ def continuation_logits(
     Args:
         chunk (`int`, *optional*):
             Tokens a forward; 1 is decode. By default all in one, or one by one if the cache would be exact for many.
+        after_forward (`Callable[[], None]`, *optional*):
+            Called after each forward.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -175,7 +187,11 @@ def continuation_logits(
     if length_before == 0:
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
     parts = token_ids.to(model.device).split(chunk or token_ids.numel())
-    logits = [model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0] for part in parts]
+    logits = []
+    for part in parts:
+        logits.append(model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0])
+        if after_forward is not None:
+            after_forward()
     check_length(cache, length_before + token_ids.numel())
     return torch.cat(logits)
 
@@ -230,6 +246,7 @@ def measure_fidelity(
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
     errors = {name: LayerErrors() for name in factories}
+    percents: dict[str, list[float]] = {name: [] for name in factories}
     reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, float]]] = {}
     for number, window in enumerate(windows, start=1):
         fed, targets = window[prefix_length:-1], window[prefix_length + 1 :]
@@ -245,8 +262,9 @@ def measure_fidelity(
             cache = factory()
             fill_cache(model, window[:prefix_length], cache)
             after_prefix = measure_memory(cache)
+            note = None if chunk is None else partial(_note_percent, cache, percents[name])
             with record_attention(model) as recorded:
-                logits = continuation_logits(model, fed, cache, chunk)
+                logits = continuation_logits(model, fed, cache, chunk, note)
             errors[name].add(exact.by_layer(), recorded.by_layer())
             scores[name].append(score_logits(dense_logits, logits, targets))
             reports[name] = (after_prefix, measure_memory(cache), cache_stats(cache))
@@ -257,15 +275,20 @@ def measure_fidelity(
             memory_at_end=reports[name][1],
             stats=reports[name][2],
             layer_errors=errors[name].relative(),
+            mean_kv_percent=statistics.fmean(percents[name]) if percents[name] else None,
         )
         for name in reports
     }
 
 
+def _note_percent(cache: Cache, percents: list[float]) -> None:
+    percents.append(measure_memory(cache).kv_percent)
+
+
 def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:
     """A row of a JSON file."""
     numbers = ["ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored"]
-    numbers += ["first_difference", "layer_errors"]
+    numbers += ["first_difference", "layer_errors", "mean_kv_percent"]
     return {
         "cache": cache,
         **{name: getattr(fidelity, name) for name in numbers},
@@ -282,6 +305,7 @@ def _fidelity_cells(cache: str, fidelity: Fidelity) -> tuple[str, ...]:
         cache,
         f"{memory.total_bytes / 1e6:.2f}",
         f"{memory.kv_percent:.1f}",
+        "-" if fidelity.mean_kv_percent is None else f"{fidelity.mean_kv_percent:.1f}",
         f"{memory.compression_ratio:.2f}",
         f"{fidelity.ppl:.3f}",
         f"{fidelity.ppl_ratio:.4f}",
@@ -298,6 +322,7 @@ _COLUMNS = {
     "cache": "name",
     "MB": "number",
     "KV %": "number",
+    "mean %": "number",
     "ratio": "number",
     "PPL": "number",
     "x dense": "number",
@@ -325,7 +350,8 @@ def main(
 ) -> dict[str, Any]:
     """Measure how far caches are from the dense cache on a text: perplexity, KL and agreement, against bytes held.
 
-    "differs at" is the first scored token whose most likely one is not the dense cache's, the median over windows;
+    "mean %" is what was held while tokens were scored, buffers included, if they are cut into chunks; "differs at" is
+    the first scored token whose most likely one is not the dense cache's, the median over windows;
     "layer error" the largest relative error of a layer's attention output.
 
     \b

@@ -97,7 +97,11 @@ def _score(content: Content) -> tuple[str, float, float]:
 
 
 def _percent_held(content: Content) -> float:
-    # As in the table of fidelity: before the scored tokens have filled a buffer by chance
+    # While tokens are decoded, if that was measured; or, as in the table of fidelity, before the scored tokens have
+    # filled a buffer by chance
+    mean = content["result"].get("mean_kv_percent")
+    if mean is not None:
+        return float(mean)
     memory = content["result"].get("memory_after_prefix", content["memory"])
     return float(memory["kv_percent"])
 

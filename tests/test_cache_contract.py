@@ -27,6 +27,7 @@ QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
+LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v4", "gear-k4v3", "gear-k2v2")
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
@@ -142,9 +143,9 @@ def require_available(entry: CacheEntry) -> None:
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
 @pytest.mark.parametrize(
     "cache",
-    # Caches that differ from `gear-k3v2` in nothing but their bits are left to `make test-long`
+    # Caches that differ from `gear-k3v2` in nothing but bits and groups are left to `make test-long`
     [
-        pytest.param(name, marks=pytest.mark.long if name in ("gear-k4v4", "gear-k4v3", "gear-k2v2") else ())
+        pytest.param(name, marks=pytest.mark.long if name in LIKE_K3V2 else ())
         for name in ENTRIES
         if name not in ALIASES
     ],

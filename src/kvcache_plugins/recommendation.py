@@ -20,6 +20,7 @@ from .sizing import CacheSizer, CacheSizingError, ModelSource, check_counts
 # docs/infinigen.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
+    "gear-k4v4-g32",
     "gear-k4v4",
     "gear-k4v3",
     "gear-4bit",
@@ -27,6 +28,7 @@ FIDELITY_ORDER = (
     "quanto-4bit",
     "fp8",
     "infinigen",
+    "infinigen-gear",
     "hqq-4bit",
     "gear-l-4bit",
     "kcvt-4bit",

@@ -38,6 +38,7 @@ for _nbits in (4, 2):
     )
 register_cache("gear", create_gear, nbits=4)
 # At equal bytes bits are worth more than a low rank and outliers, once sink tokens are exact and values rotated
+_BEYOND: dict[str, Any] = {"backbone": "kivi", "num_sink_tokens": 4, "rotate_values": True, **_PLAIN}
 for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
     register_cache(
         f"gear-k{_key_nbits}v{_value_nbits}",
@@ -45,9 +46,14 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
         summary=f"Keys in {_key_nbits} bits, rotated values in {_value_nbits}, sink tokens exact",
         nbits=_key_nbits,
         value_nbits=_value_nbits,
-        backbone="kivi",
-        num_sink_tokens=4,
-        rotate_values=True,
-        **_PLAIN,
+        **_BEYOND,
     )
+register_cache(
+    "gear-k4v4-g32",
+    create_gear,
+    summary="As gear-k4v4, in groups of 32: nearest to the dense cache",
+    nbits=4,
+    q_group_size=32,
+    **_BEYOND,
+)
 register_cache("kcvt-4bit", create_gear, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)
