@@ -4,14 +4,14 @@ InfiniGen's own copy for scoring has one spread a channel for all tokens. That i
 to attend with: after the rotary embedding slow channels drift along the sequence, out of the range of what was first
 seen. Groups of consecutive tokens follow them.
 
-Tokens that are added together are grouped from their end, so that a sequence has the same groups alone and left-padded;
-what a first group lacks stays unused. So slots (tokens in order) and places (rows here) differ by a shift, one for each
-run of tokens since the last time that tokens were dropped.
+Tokens that are added together are grouped from their end, so that a sequence has the same groups alone and
+left-padded; what a first group lacks stays unused. So slots (tokens in order) and places (rows here) differ by a
+shift, one for each run of tokens since the last time that tokens were dropped.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dimension, N slots in use, K slots given.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F

@@ -105,7 +105,7 @@ class CodedLayer(InfiniGenLayer):
         self.sinks = new_keys, new_values
 
     def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]` and the rows `[B, H, K, bytes]` that are in them."""
+        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, in which are the rows `[B, H, K, bytes]`."""
         assert self.scoring is not None
         dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
         if self.sinks is None:
