@@ -25,7 +25,7 @@ TIERS: tuple[set[str], ...] = (
     {"registry", "memory", "html", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
     {"reference_model", "transformers_caches"},
     METHODS,
-    {"sizing", "recommendation"},
+    {"sizing", "recommendation", "guard"},
     {"__init__"},
     {"cli", "eval", "contract", "doctor"},
 )
