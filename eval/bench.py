@@ -11,6 +11,7 @@ from . import (
     benchmark_kernels,
     benchmark_lm_eval,
     benchmark_memory,
+    benchmark_prefix,
     benchmark_step,
     prediction,
 )
@@ -26,6 +27,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "step": benchmark_step.main,
     "decode": benchmark_decode.main,
     "memory": benchmark_memory.main,
+    "prefix": benchmark_prefix.main,
     "compile": benchmark_compile.main,
     "infinigen": benchmark_infinigen.main,
     "predict": prediction.main,
@@ -36,7 +38,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-_HELP = """Benchmarks: attention alone, whole decode steps, long decodes, memory.
+_HELP = """Benchmarks: attention alone, whole decode steps, long decodes, memory, one prefix for many.
 
 Each writes its numbers as JSON: to a file with --out, to standard output with --json (`gpu`: files in a folder).
 

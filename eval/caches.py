@@ -5,7 +5,7 @@ from functools import partial
 
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.memory import ReportingMixin
+from kvcache_plugins.memory import ReportingMixin, StatValue
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 
@@ -37,7 +37,7 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
     return factories
 
 
-def cache_stats(cache: Cache) -> dict[str, float]:
+def cache_stats(cache: Cache) -> dict[str, StatValue]:
     """The cache's own counters; empty for a third party's cache that keeps none."""
     return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 

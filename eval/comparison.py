@@ -18,7 +18,7 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from kvcache_plugins.memory import MemoryReport, measure_memory
+from kvcache_plugins.memory import MemoryReport, StatValue, measure_memory
 
 from .caches import CACHE_FAILURES, REFERENCE, cache_factories, cache_stats, with_reference
 from .fidelity import continuation_logits, fill_cache, score_logits
@@ -75,14 +75,14 @@ class Generation:
         prefill_seconds (`float`): From the prompt to the first token.
         seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
         memory (`MemoryReport`): What the cache held at the end.
-        stats (`dict[str, float]`): Its counters at the end.
+        stats (`dict`): Its counters at the end.
     """
 
     token_ids: tuple[int, ...]
     prefill_seconds: float
     seconds_per_token: float | None
     memory: MemoryReport
-    stats: dict[str, float]
+    stats: dict[str, StatValue]
 
     @property
     def tokens_per_second(self) -> float | None:

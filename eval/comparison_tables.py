@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from textwrap import shorten
 
+from kvcache_plugins.gear.choice import PresetChoice
+
 from .command_line import make_table, open_console
 from .comparison import ComparisonRow, Generation
 
@@ -21,6 +23,13 @@ def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> 
         f"{generation.prefill_seconds:.2f} s, {len(generation.token_ids)} new ones at "
         f"{_number(generation.tokens_per_second, 1)} tokens/s"
     )
+
+
+def choice_line(choice: PresetChoice) -> str:
+    """Which preset a bound has chosen, and what was measured of it and of those that were tried before it."""
+    failed = [f"{preset} {kl:.4f}" for preset, kl in choice.kl_by_preset.items() if preset != choice.preset]
+    others = f"; too far: {', '.join(failed)}" if failed else ""
+    return f"{choice.preset} was chosen: KL {choice.kl:.4f}, at most {choice.max_kl:g}{others}"
 
 
 def print_rows(title: str, rows: Sequence[ComparisonRow]) -> None:

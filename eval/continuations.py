@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
-from kvcache_plugins.memory import MemoryReport, measure_memory
+from kvcache_plugins.memory import MemoryReport, StatValue, measure_memory
 
 from .caches import cache_stats, check_length
 
@@ -77,7 +77,7 @@ def was_exercised(cache: Cache) -> bool:
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)
-    return all(stats[name] > 0 for name in EXERCISE_COUNTERS if name in stats)
+    return all(stats[name] != 0 for name in EXERCISE_COUNTERS if name in stats)
 
 
 class ContinuationScorer:
@@ -96,7 +96,7 @@ class ContinuationScorer:
             `tokens_fed` (of continuations).
         largest (`MemoryReport`, *optional*): What the longest cache held at its end.
         largest_length (`int`): Its tokens, those that are padding included.
-        stats (`Mapping[str, float]`): Its counters.
+        stats (`Mapping`): Its counters.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ContinuationScorer:
         self.counters: Counter[str] = Counter()
         self.largest: MemoryReport | None = None
         self.largest_length = 0
-        self.stats: Mapping[str, float] = {}
+        self.stats: Mapping[str, StatValue] = {}
         self._create_cache = create_cache
         self._autocast = autocast
         self._softmax_dtype = softmax_dtype

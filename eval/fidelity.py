@@ -28,7 +28,7 @@ import typer
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
-from kvcache_plugins.memory import MemoryReport, measure_memory
+from kvcache_plugins.memory import MemoryReport, StatValue, measure_memory
 
 from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
@@ -83,7 +83,7 @@ class Fidelity:
         windows (`tuple[WindowScore, ...]`): The windows' sums, in text order.
         memory_after_prefix (`MemoryReport`): What the last window's cache held once the prefix was in.
         memory_at_end (`MemoryReport`): What it held after the last scored token.
-        stats (`dict[str, float]`): Its counters at the end.
+        stats (`dict`): Its counters at the end.
         layer_errors (`tuple[float, ...]`):
             Relative error of every layer's attention output over the scored tokens, see `layer_errors.py`.
         mean_kv_percent (`float`, *optional*):
@@ -95,7 +95,7 @@ class Fidelity:
     windows: tuple[WindowScore, ...]
     memory_after_prefix: MemoryReport
     memory_at_end: MemoryReport
-    stats: dict[str, float]
+    stats: dict[str, StatValue]
     layer_errors: tuple[float, ...] = ()
     mean_kv_percent: float | None = None
 
@@ -247,7 +247,7 @@ def measure_fidelity(
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
     errors = {name: LayerErrors() for name in factories}
     percents: dict[str, list[float]] = {name: [] for name in factories}
-    reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, float]]] = {}
+    reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, StatValue]]] = {}
     for number, window in enumerate(windows, start=1):
         fed, targets = window[prefix_length:-1], window[prefix_length + 1 :]
         if not 0 < prefix_length < window.numel() - 1:

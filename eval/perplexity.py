@@ -17,7 +17,7 @@ import typer
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.memory import MemoryReport, measure_memory
+from kvcache_plugins.memory import MemoryReport, StatValue, measure_memory
 
 from .caches import CacheFactory, cache_factories, cache_stats, check_is_empty, check_length, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
@@ -37,14 +37,14 @@ class Perplexity:
         stretch (`int`): Tokens of a stretch; the last of a window may have fewer.
         num_scored (`int`): Scored tokens of a window.
         memory (`MemoryReport`): What the last window's cache held at its end.
-        stats (`dict[str, float]`): Its counters.
+        stats (`dict`): Its counters.
     """
 
     nll: tuple[tuple[float, ...], ...]
     stretch: int
     num_scored: int
     memory: MemoryReport
-    stats: dict[str, float]
+    stats: dict[str, StatValue]
 
     @property
     def ppl(self) -> float:

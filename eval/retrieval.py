@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.memory import MemoryReport
+from kvcache_plugins.memory import MemoryReport, StatValue
 
 from .caches import CacheFactory, cache_factories, with_reference
 from .command_line import load_for_evaluation, make_table, open_console, track_progress
@@ -43,13 +43,13 @@ class Retrieval:
         correct (`tuple[bool, ...]`): Whether the whole answer was right, by question.
         token_accuracy (`float`): Share of the answers' tokens that were most likely.
         memory (`MemoryReport`, *optional*): What the longest cache held at its end.
-        stats (`dict[str, float]`): Its counters.
+        stats (`dict`): Its counters.
     """
 
     correct: tuple[bool, ...]
     token_accuracy: float
     memory: MemoryReport | None
-    stats: dict[str, float]
+    stats: dict[str, StatValue]
 
     @property
     def accuracy(self) -> float:

@@ -45,6 +45,7 @@ def render_result(results: Path, name: str) -> str:
         "decode": _decode,
         "kernels": _kernels,
         "step": _step,
+        "prefix": _prefix,
         "batch": _batch,
         "prediction": _prediction,
         "retrieval": _retrieval,
@@ -201,6 +202,45 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> str:
         for row, line in zip(rows, cells, strict=True):
             line.append(", ".join(f"{part} {1e3 * each:.1f}" for part, each in row.get("parts_s", {}).items()))
     return make_markdown_table(head, cells)
+
+
+def _prefix(rows: Sequence[Mapping[str, Any]]) -> str:
+    count = rows[0]["num_continuations"]
+    head = (
+        "way",
+        "cache",
+        f"held by all {count}, MB",
+        "once, s",
+        "each, ms (quartiles)",
+        f"all {count} ready, s",
+        "its tokens, ms (quartiles)",
+        "KL to dense",
+        "file, MB",
+    )
+    cells = []
+    for row in rows:
+        is_part = row["is_extrapolated"]
+        way = f"{row['way']}, {row['num_measured']} measured" if is_part else row["way"]
+        once = ", ".join(f"{what} {seconds:.2f}" for what, seconds in row["once_s"].items())
+        saved = "" if row["save_s"] is None else f" (save {row['save_s']:.2f})"
+        cells.append(
+            (
+                way,
+                f"`{row['cache']}`",
+                # What was not measured to the end is marked
+                f"{'~ ' if is_part else ''}{row['held_bytes'] / 1e6:.1f}",
+                f"{once}{saved}",
+                _milliseconds(row),
+                f"{'~ ' if is_part else ''}{row['all_ready_s']:.2f}",
+                _milliseconds(row["tokens_s"]),
+                f"{row['kl']:.4f}",
+                "" if row["file_bytes"] is None else f"{row['file_bytes'] / 1e6:.1f}",
+            )
+        )
+    table = make_markdown_table(head, cells)
+    if any(row["is_extrapolated"] for row in rows):
+        table += f"\n~ is the median time, and the mean of the bytes, of those measured, times {count}.\n"
+    return table
 
 
 def _offloading(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -30,7 +30,7 @@ def assert_one_line_error(result: Result, message: str) -> None:
     assert result.stdout == ""
 
 
-BENCHMARKS = ["kernels", "step", "decode", "memory", "compile", "infinigen", "predict", "gpu", "runahead"]
+BENCHMARKS = ["kernels", "step", "decode", "memory", "prefix", "compile", "infinigen", "predict", "gpu", "runahead"]
 BENCHMARKS += ["runahead-simulation", "lm-eval"]
 
 

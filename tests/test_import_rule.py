@@ -28,7 +28,7 @@ TIERS: tuple[set[str], ...] = (
     {"reference_model", "transformers_caches"},
     METHODS,
     COMPOSITIONS,
-    {"sizing", "recommendation"},
+    {"sizing", "recommendation", "guard"},
     {"__init__"},
     {"cli", "eval", "contract", "doctor"},
 )

@@ -10,6 +10,7 @@
 from . import transformers_caches  # noqa: F401 - registers them
 from .baselines import H2OCache
 from .gear import GEARCache
+from .guard import choose_cache
 from .infinigen import InfiniGenCache
 from .infinigen_gear import InfiniGenGEARCache
 from .kv_runahead import runahead_generate, runahead_prefill
@@ -25,6 +26,7 @@ __all__ = [
     "InfiniGenCache",
     "InfiniGenGEARCache",
     "MemoryReport",
+    "choose_cache",
     "create_cache",
     "list_caches",
     "measure_memory",

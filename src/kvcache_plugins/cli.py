@@ -10,20 +10,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
-from transformers import TextStreamer
+from transformers import Cache, PreTrainedModel, TextStreamer
 
 from .doctor import examine
 from .eval import bench, evaluate, recommend
 from .eval.command_group import FAILED, CommandGroup
 from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
 from .eval.comparison import Comparison, encode_prompt, generate_with, generation_fields, row_fields
-from .eval.comparison_tables import print_rows, summary_line
+from .eval.comparison_tables import choice_line, print_rows, summary_line
 from .eval.doctor_tables import print_report
 from .eval.json_output import JsonOption, free_stdout, prepare_file, print_json
 from .eval.report import provenance
 from .eval.runahead import plan
 from .eval.windows import encode_text, spread_windows
+from .guard import choose_cache
 from .infinigen.calibration import LayerReport
 from .infinigen.calibration import calibrate as measure_layers
 from .registry import CacheEntry, create_cache, describe_caches, list_caches, parse_option
@@ -151,10 +153,14 @@ def doctor(
 @app.command()
 def generate(
     model: ModelOption = "smollm2",
-    cache: Annotated[str, typer.Option(help="A name of `kvcache-plugins list`.")] = "gear",
+    cache: Annotated[str | None, typer.Option(help="A name of `kvcache-plugins list`; `gear` by default.")] = None,
     cache_option: Annotated[
         list[str] | None,
         typer.Option(help="key=value for the cache (integer, float, true, false, none or text); repeatable."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
     ] = None,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
@@ -168,7 +174,9 @@ def generate(
 ) -> None:
     """Continue a prompt through a cache, streaming the text; bytes held and speed follow on standard error.
 
-    With --json the text is streamed to standard error.
+    With --max-kl the prompt's last tokens tell how far each preset strays from a dense cache on this very text, and
+    the choice is printed on standard error; the prompt has to have about a hundred tokens for it. With --json the text
+    is streamed to standard error.
 
     \b
     Examples:
@@ -176,17 +184,25 @@ def generate(
         kvcache-plugins generate --cache gear --cache-option nbits=2 --cache-option rank=8 --prompt-file notes.txt
         kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
         cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"
+        kvcache-plugins generate --max-kl 0.02 --prompt-file LICENSE --prompt "In short, this licence"
     """
     with user_errors():
+        if max_kl is not None and (cache is not None or cache_option):
+            raise ValueError("`max_kl` chooses the cache: give it, or `cache` and `cache_option`, but not both")
         options = dict(parse_option(option) for option in cache_option or [])
         text = _read_prompt(prompt, prompt_file)
         loaded, tokenizer = load_for_evaluation(model, dtype, device)
         token_ids = encode_prompt(tokenizer, text, chat)
+        cache = cache or "gear"
+        if max_kl is None:
+            made = create_cache(cache, loaded, **options)
+        else:
+            cache, made = _choose_within(max_kl, loaded, token_ids)
         with free_stdout(as_json):
             generation = generate_with(
                 loaded,
                 token_ids,
-                create_cache(cache, loaded, **options),
+                made,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed,
@@ -195,7 +211,7 @@ def generate(
     summary = summary_line(cache, token_ids.numel(), generation)
     open_console(stderr=True).print(summary, markup=False, soft_wrap=True)
     if as_json:
-        settings = {"model": model, "cache": cache, "options": options, "chat": chat, "seed": seed}
+        settings = {"model": model, "cache": cache, "options": options, "max_kl": max_kl, "chat": chat, "seed": seed}
         settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
         settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
         written = str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True))
@@ -301,6 +317,14 @@ def calibrate(
 def _calibration_cells(report: LayerReport) -> tuple[str, ...]:
     masses = (report.oracle, report.by_input, report.by_stream, report.corrected)
     return str(report.layer_idx), *(f"{mass:.4f}" for mass in masses), report.choice, f"{report.recall:.4f}"
+
+
+def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:
+    """The preset that the guard chooses, which is printed, and its cache."""
+    cache = choose_cache(model, token_ids[None], max_kl=max_kl)
+    assert cache.choice is not None
+    open_console(stderr=True).print(choice_line(cache.choice), markup=False, soft_wrap=True)
+    return cache.choice.preset, cache
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

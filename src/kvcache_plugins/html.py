@@ -43,7 +43,7 @@ def render_memory(
     dense_bytes: int,
     compression_ratio: float,
     kv_percent: float,
-    counters: Mapping[str, float] | None = None,
+    counters: Mapping[str, float | str | Mapping[str, float]] | None = None,
 ) -> str:
     """
     HTML of what a cache holds, well-formed as XML too.
@@ -55,7 +55,7 @@ def render_memory(
         dense_bytes (`int`): Bytes that `DynamicCache` would hold of the same tokens.
         compression_ratio (`float`): How many times smaller than that.
         kv_percent (`float`): Bytes as a percentage of a cache at 16 bits a value.
-        counters (`Mapping[str, float]`, *optional*): What the cache did.
+        counters (`Mapping`, *optional*): What the cache did, and how it was chosen.
     """
     held = {part: num_bytes for part, num_bytes in parts.items() if num_bytes}
     lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
@@ -69,7 +69,7 @@ def render_memory(
         ]
         lines.append(_pairs("devices", {name: f"{num_bytes / 1e6:.2f} MB" for name, num_bytes in devices.items()}))
     if counters:
-        lines.append(_pairs("counters", {name: _number(value) for name, value in counters.items()}))
+        lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
     blocks = "\n".join(f"<div>{line}</div>" for line in lines)
     return f'<div style="color:currentColor;max-width:48em">\n{blocks}\n</div>'
 
@@ -108,5 +108,9 @@ def _pairs(name: str, values: Mapping[str, str]) -> str:
     return f"<small>{name}: {shown}</small>"
 
 
-def _number(value: float) -> str:
+def _shown(value: float | str | Mapping[str, float]) -> str:
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{key} {_shown(each)}' for key, each in value.items())})"
+    if isinstance(value, str):
+        return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

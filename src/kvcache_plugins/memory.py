@@ -13,6 +13,10 @@ from .html import render_memory
 from .lazy_states import LazyLayer
 
 
+# What a cache says of itself: counters, and perhaps how it was chosen
+StatValue = int | float | str | Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
     """
@@ -56,13 +60,13 @@ class MemoryReport:
     def _repr_html_(self) -> str:
         return self.to_html("MemoryReport")
 
-    def to_html(self, title: str, counters: Mapping[str, float] | None = None) -> str:
+    def to_html(self, title: str, counters: Mapping[str, StatValue] | None = None) -> str:
         """
         A stacked bar of the parts, the ratios and the numbers, as notebooks show them.
 
         Args:
             title (`str`): What stands before it.
-            counters (`Mapping[str, float]`, *optional*): What a cache's `stats()` returned.
+            counters (`Mapping`, *optional*): What a cache's `stats()` returned.
         """
         return render_memory(
             title,
@@ -113,7 +117,7 @@ class ReportingMixin:
         """What the cache holds."""
         return measure_memory(self)  # type: ignore[arg-type]
 
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> Mapping[str, StatValue]:
         """Counters that show the cache was used."""
         layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
         lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]

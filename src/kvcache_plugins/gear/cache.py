@@ -11,8 +11,9 @@ import torch
 from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.layer_types import replace_full_attention
-from kvcache_plugins.memory import ReportingMixin
+from kvcache_plugins.memory import ReportingMixin, StatValue
 
+from .choice import PresetChoice
 from .config import GEARConfig
 from .layer import GEARLayer
 
@@ -147,6 +148,8 @@ class GEARCache(ReportingMixin, Cache):
             num_sink_tokens=num_sink_tokens,
             rotate_values=rotate_values,
         )
+        # Set by `choose_cache`
+        self.choice: PresetChoice | None = None
         self._given_mask = attention_mask
         self.layers: list[Any] = []
         if config is None:
@@ -163,18 +166,19 @@ class GEARCache(ReportingMixin, Cache):
         self.gear_config.validate_head_dim(head_dim, head_dim)
         return layers
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, StatValue]:
         """
-        Counters over all GEAR layers.
+        Counters over all GEAR layers, and for a cache that `choose_cache` returned what it measured.
 
         Returns:
-            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk;
+            `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk;
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
             (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
             them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
             them by a fused kernel), `kernel_fallbacks` (those for which the kernel that was wanted could not be had),
             `dense_reads` (times a side of a layer was made dense for something other than `sdpa`) and
-            `prompts_without_mask` (prompts compressed without having seen a mask).
+            `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
+            `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer)]
         total: Counter[str] = Counter()
@@ -182,7 +186,8 @@ class GEARCache(ReportingMixin, Cache):
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(1 for layer in layers if layer.blocks)
-        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}
+        choice = {} if self.choice is None else self.choice.stats()
+        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total, **choice}
 
     def fork(self, count: int) -> list[GEARCache]:
         """

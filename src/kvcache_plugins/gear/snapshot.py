@@ -23,6 +23,7 @@ from kvcache_plugins.fingerprint import fingerprint
 from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.quantization import Grouping
 
+from .choice import PresetChoice
 from .config import GEARConfig, SideConfig
 from .layer import GEARLayer
 from .storage import CompressedBlock, ExactPrefix
@@ -56,6 +57,7 @@ def save_cache(cache: GEARCache, path: str | Path, model: PreTrainedModel) -> No
         "model_name": model.config.name_or_path,
         "has_config": cache.layer_class_to_replicate is None,
         "config": dataclasses.asdict(cache.gear_config),
+        "choice": None if cache.choice is None else dataclasses.asdict(cache.choice),
         "layers": layers,
     }
     save_file(tensors, str(path), metadata={_HEADER: json.dumps(document)})
@@ -79,6 +81,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> GEARCache:
     sides: dict[str, Any] = {side: SideConfig(**document["config"].pop(side)) for side in ("key", "value")}
     cache = GEARCache(model.config if document["has_config"] else None)
     cache.gear_config = GEARConfig(**sides, **document["config"])
+    # Files of before caches could be chosen have none
+    if document.get("choice") is not None:
+        cache.choice = PresetChoice(**document["choice"])
     if not document["has_config"]:
         cache.layers = [GEARLayer(cache.gear_config, index) for index in range(len(document["layers"]))]
     for index, (layer, layer_document) in enumerate(zip(cache.layers, document["layers"], strict=True)):

@@ -1,0 +1,119 @@
+"""Constant offsets of a few key channels, as the biases of Qwen2.5's keys make them: what they do to 4-bit caches.
+
+SmolLM2 has no such bias, so it gets one, and every cache is compared with the dense cache of the model that results.
+The offset is added before the rotary embedding. In channels that turn slowly it stays an offset of the channel, and
+adds the same to all scores of a query: the model hardly changes. In channels that turn fast it becomes a wave over the
+tokens, and the model another one.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.eval.fidelity import measure_fidelity
+from kvcache_plugins.registry import check_cache, parse_cache_spec
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX, SCORED = 512, 64
+# Of a head of 64: channel `i` turns with channel `i + 32`, slower the larger `i`
+SLOW, FAST = (30, 31, 62, 63), (0, 1, 32, 33)
+ALL_LAYERS, FIRST_AND_LAST = tuple(range(30)), (0, 29)
+# Channels, range of the offsets' sizes, layers
+CASES = {
+    "none": ((), 0, 0, ALL_LAYERS),
+    "slow": (SLOW, 30, 100, ALL_LAYERS),
+    "slow-ends": (SLOW, 100, 400, FIRST_AND_LAST),
+    "fast-small": (FAST, 3, 10, ALL_LAYERS),
+    "fast": (FAST, 30, 100, ALL_LAYERS),
+}
+# Mean KL to the model's own dense cache, by cache, in the order of the cases; the first row is the dense perplexity.
+# The table of docs/results/gear.md has the same.
+MEASURED = {
+    "perplexity, dense": (9.36, 9.04, 9.68, 78.4, 1762),
+    "gear-k4v4": (0.0099, 0.0086, 0.0087, 0.0244, 3.08),
+    "gear-k4v3": (0.0128, 0.0131, 0.0107, 0.0309, 3.20),
+    "gear-4bit": (0.0078, 0.0085, 0.0081, 0.0223, 2.15),
+    "kivi-4bit": (0.0125, 0.0125, 0.0112, 0.0350, 3.21),
+    "quanto-4bit": (0.0124, 0.0130, 0.0112, 0.0348, 3.28),
+    "fp8": (0.0221, 0.511, 0.0262, 0.0333, 2.94),
+    "hqq-4bit": (0.0655, 3.59, 0.184, 0.111, 4.80),
+    "quanto-4bit:axis_key=0": (0.0302, 4.29, 0.292, 0.148, 4.38),
+    "per-token-4bit": (0.0292, 4.46, 0.671, 0.146, 4.55),
+}
+
+
+@contextmanager
+def key_bias(model, channels, low, high, layers) -> Iterator[None]:
+    """Gives every key head of some layers offsets of random size and sign in some channels."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    projections = [model.model.layers[index].self_attn.k_proj for index in layers]
+    for projection in projections:
+        bias = torch.zeros(config.num_key_value_heads, config.head_dim)
+        size = low + (high - low) * torch.rand(len(bias), len(channels), generator=generator)
+        sign = 2 * torch.randint(0, 2, size.shape, generator=generator) - 1
+        bias[:, list(channels)] = size * sign
+        projection.bias = torch.nn.Parameter(bias.flatten(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for projection in projections:
+            projection.bias = None
+
+
+def measure(smollm2, case, specs):
+    """KL by cache, and the dense perplexity."""
+    model, tokenizer = smollm2
+    token_ids = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    parsed = {spec: parse_cache_spec(spec) for spec in specs}
+    factories = {spec: partial(create_cache, name, model, **options) for spec, (name, options) in parsed.items()}
+    with key_bias(model, *CASES[case]):
+        found = measure_fidelity(model, [token_ids[: PREFIX + SCORED + 1]], factories, prefix_length=PREFIX)
+    assert all(layer.self_attn.k_proj.bias is None for layer in model.model.layers)
+    return {spec: each.kl for spec, each in found.items()}, found[specs[0]].dense_ppl
+
+
+def is_available(spec):
+    name, options = parse_cache_spec(spec)
+    try:
+        check_cache(name, **options)
+    except ImportError:
+        return False
+    return True
+
+
+def test_offsets_in_slow_channels_cost_the_presets_nothing(smollm2):
+    kl, _ = measure(smollm2, "slow", ["gear-k4v3", "gear-k4v4", "per-token-4bit"])
+    # Twice what they have without an offset
+    assert kl["gear-k4v3"] < 2 * MEASURED["gear-k4v3"][0]
+    assert kl["gear-k4v4"] < 2 * MEASURED["gear-k4v4"][0]
+    # The offset stretches the range of every token's group: what is left is noise
+    assert kl["per-token-4bit"] > 100 * kl["gear-k4v3"]
+    assert kl["per-token-4bit"] > 1
+
+
+def test_the_table_says_what_was_measured():
+    page = (ROOT / "docs" / "results" / "gear.md").read_text(encoding="utf-8")
+    section = page.partition("## Constant offsets of key channels\n")[2].partition("\n## ")[0]
+    rows = re.findall(
+        r"^\| `?([^|`]+?)`? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE
+    )
+    assert {name: tuple(map(float, numbers)) for name, *numbers in rows} == MEASURED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_measured(smollm2, case):
+    place = list(CASES).index(case)
+    expected = {name: row[place] for name, row in MEASURED.items()}
+    ppl = expected.pop("perplexity, dense")
+    specs = [spec for spec in expected if is_available(spec)]
+    kl, dense_ppl = measure(smollm2, case, specs)
+    assert dense_ppl == pytest.approx(ppl, rel=0.05)
+    assert kl == pytest.approx({spec: expected[spec] for spec in specs}, rel=0.1)
