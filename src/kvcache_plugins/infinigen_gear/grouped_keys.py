@@ -115,12 +115,20 @@ class GroupedKeys(ScoringStates):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def decode(self, slots: torch.Tensor) -> torch.Tensor:
-        """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
-        head_dim = self._rows["scale"].shape[3]
+    def places_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Where the tokens in slots stand, over all groups one behind the other; of the slots' shape."""
         places = slots + self._runs[0][1]
         for first, shift in self._runs[1:]:
             places = torch.where(slots >= first, slots + shift, places)
+        return places
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Codes `[B, H, groups, tokens of a group, bytes]`, steps and minima `[B, H, groups, D]`, spare ones too."""
+        return self._rows
+
+    def decode(self, slots: torch.Tensor) -> torch.Tensor:
+        """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
+        places, head_dim = self.places_of(slots), self._rows["scale"].shape[3]
         codes = self._rows["codes"].flatten(2, 3)
         packed = codes.gather(2, places[..., None].expand(-1, -1, -1, codes.shape[3]))
         groups = (places // self.group_size)[..., None].expand(-1, -1, -1, head_dim)

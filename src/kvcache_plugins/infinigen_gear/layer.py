@@ -12,6 +12,7 @@ from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.ops.dispatch import choose_token_kernel
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys
@@ -127,9 +128,38 @@ class CodedLayer(InfiniGenLayer):
 
     def _rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         assert self.pool is not None
-        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
-        places = torch.arange(slots.shape[2]).expand_as(slots)
-        return [self._dense_rows(self.pool.gather(slots), slots)], places
+        most = max(int(selection.count.max()), 1)
+        slots = selection.slots[:, :, :most]
+        numbers = torch.arange(most).expand_as(slots)
+        if choose_token_kernel(slots)[0] == "compiled":
+            return [self._widen(slots, selection.count)], numbers
+        return [self._dense_rows(self.pool.gather(slots), slots)], numbers
+
+    def _widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Keys and values side by side, `[B, H, K, D + E]`, of the first `count` `[B, H]` of slots `[B, H, K]`."""
+        # Numba is not everywhere
+        from kvcache_plugins.ops.compiled.coded_rows import KeyCodes, widen_rows
+
+        assert self.pool is not None and self.scoring is not None
+        values = self._value_rows
+        first_slots, (keys_of_sinks, values_of_sinks) = self._first_slots[:, 0], self.sinks or self._no_sinks()
+        rows = widen_rows(
+            KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
+            self.scoring.places_of(slots),
+            self.pool.pages,
+            slots,
+            count,
+            values.head_dim,
+            values.config.nbits,
+            values.group_size,
+            (first_slots, keys_of_sinks, values_of_sinks),
+        )
+        return rows.to(self.dtype)
+
+    def _no_sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = (self.states_shape(side) for side in ("keys", "values"))
+        keys, values = (torch.empty(*shape[:2], 0, shape[3]) for shape in shapes)
+        return keys, values
 
     def _dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._dense(rows, slots), dim=3)

@@ -23,7 +23,7 @@ class ValueRows:
     """
 
     def __init__(self, config: SideConfig, head_dim: int, group_size: int):
-        self.config, self.head_dim = config, head_dim
+        self.config, self.head_dim, self.group_size = config, head_dim, group_size
         self._grouping = Grouping("token", group_size)
         scale_bytes = head_dim // group_size * torch.float16.itemsize
         self._sizes = [packed_size(head_dim, config.nbits), scale_bytes, scale_bytes]

@@ -16,9 +16,11 @@ from .layout import CodeLayout
 from .primitives import OPTIONS, ROWS, accumulate_codes, dot_codes, scale_columns, scale_rows, sum_products, to_floats
 from .vectors import (
     LANES,
+    add,
     broadcast,
     broadcast_four,
     float_of_half,
+    hadamard_of_eight,
     load_floats,
     load_four,
     load_halves,
@@ -280,18 +282,32 @@ def scale_sums(decay: Any, sums: Sums) -> None:
 
 
 @njit(**OPTIONS)
-def _rotate(row: Any, size: int) -> None:
-    """`ops.rotation.rotate` of one row, in place: a fast Walsh-Hadamard transform of every `size` channels."""
+def rotate_row(rows: Any, row: int, first: int, stop: int, size: int) -> None:
+    """
+    `ops.rotation.rotate` of the columns from `first` to `stop` of a row, in place: a fast Walsh-Hadamard transform of
+    every `size` of them.
+    """
     half = 1
+    if size >= LANES:
+        for d in range(first, stop, LANES):
+            store_floats(rows, row, d, hadamard_of_eight(load_floats(rows, row, d)))
+        half = LANES
+    minus = broadcast(float32(-1))
     while half < size:
-        for first in range(0, row.shape[0], 2 * half):
-            for d in range(first, first + half):
-                low, high = row[d], row[d + half]
-                row[d], row[d + half] = low + high, low - high
+        for start in range(first, stop, 2 * half):
+            if half < LANES:
+                for d in range(start, start + half):
+                    low, high = rows[row, d], rows[row, d + half]
+                    rows[row, d], rows[row, d + half] = low + high, low - high
+            else:
+                for d in range(start, start + half, LANES):
+                    low_eight, high_eight = load_floats(rows, row, d), load_floats(rows, row, d + half)
+                    store_floats(rows, row, d, add(low_eight, high_eight))
+                    store_floats(rows, row, d + half, multiply_add(high_eight, minus, low_eight))
         half *= 2
     factor = float32(1 / np.sqrt(size))
-    for d in range(row.shape[0]):
-        row[d] *= factor
+    for d in range(first, stop):
+        rows[row, d] *= factor
 
 
 @njit(**OPTIONS)
@@ -309,6 +325,6 @@ def write_result(
                 if channel >= 0:
                     output[r, channel] += sums.codes[r, v * LANES + lane] * layout.weights[v]
         if values.rotation_size > 1:
-            _rotate(output[r], values.rotation_size)
+            rotate_row(output, r, 0, values.head_dim, values.rotation_size)
         total[r] = sums.total[0, r] + sums.total[0, r + ROWS]
         maximum[r] = sums.maximum[0, r]

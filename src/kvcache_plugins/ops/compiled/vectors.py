@@ -294,6 +294,21 @@ def fold(typing_context: Any, a: Any) -> Any:
 
 
 @untyped_intrinsic
+def hadamard_of_eight(typing_context: Any, a: Any) -> Any:
+    """A vector times the Hadamard matrix of eight, not normalized."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = args[0]
+        for half in (1, 2, 4):
+            signs = ir.Constant(_of(_FLOAT), [-1.0 if lane & half else 1.0 for lane in range(LANES)])
+            partners = _shuffle(builder, vector, vector, [lane ^ half for lane in range(LANES)])
+            vector = builder.fadd(builder.fmul(vector, signs, flags=_FLAGS), partners, flags=_FLAGS)
+        return vector
+
+    return _FLOATS(_FLOATS), generate
+
+
+@untyped_intrinsic
 def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
     """`exp(a - b)` for `a <= b`, to a relative 5e-7; 0 below `exp(-87)`."""
 
