@@ -97,6 +97,7 @@ OPTIONS = [
     "gear-k3v2",
     "infinigen:pool_tokens=100,scoring_nbits=2",
     "infinigen:pool_tokens=100,eviction=lru,recent=8,speculate=false",
+    "infinigen-gear:key_nbits=2,value_nbits=3,recent=8",
     "infinigen:partial_ratio=0.3,eviction=fifo,pool_tokens=50",
     "h2o:grow=false,heavy_ratio=0.3",
 ]

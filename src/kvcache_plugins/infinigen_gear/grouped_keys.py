@@ -80,7 +80,9 @@ class GroupedKeys(ScoringStates):
         filling = -keys.shape[2] % self.group_size
         if filling:
             if valid is None:
-                valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
+                # With its data even where keys have none
+                on = torch.device("cpu") if keys.is_meta else keys.device
+                valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=on)
             keys, valid = F.pad(keys, (0, 0, filling, 0)), F.pad(valid, (filling, 0))
         valid = None if valid is None else valid.unsqueeze(1)
         grouping = Grouping("channel", self.group_size)

@@ -69,8 +69,9 @@ class CodedLayer(InfiniGenLayer):
         holds_sinks = position < self._longest_padding() + self.config.sink
         valid = None
         if holds_sinks:
-            # Sink tokens are exact, and would widen the ranges of the others
-            number = torch.arange(position, position + keys.shape[2], device=keys.device) - self._first_slots
+            # Sink tokens are exact, and would widen the ranges of the others. With its data even where keys have none
+            on = torch.device("cpu") if keys.is_meta else keys.device
+            number = torch.arange(position, position + keys.shape[2], device=on) - self._first_slots.to(on)
             valid = number >= self.config.sink
         scoring = self.scoring or GroupedKeys(self.coding.key, self.coding.token_group, self.layer_idx)
         # Before anything is stored: what does not fit float16 raises
@@ -90,12 +91,13 @@ class CodedLayer(InfiniGenLayer):
     def _first_slots(self) -> torch.Tensor:
         """Slot of each item's first real token, `[B, 1]`. Its sink tokens are in that one and those behind it."""
         if self.padding is None:
-            return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device)
+            on = torch.device("cpu") if self.device.type == "meta" else self.device
+            return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=on)
         return self.padding.to(self.device)[:, None]
 
     def _keep_sinks(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
         """Notes those of the tokens from `position` on that are sink tokens of their item."""
-        place = self._first_slots + torch.arange(self.config.sink, device=self.device) - position  # [B, S]
+        place = self._first_slots.to(self.device) + torch.arange(self.config.sink, device=self.device) - position
         is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
         place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
         found = [

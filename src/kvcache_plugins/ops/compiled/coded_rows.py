@@ -117,9 +117,7 @@ def _widen_head(matrix: int, shape: Any, keys: Any, values: Any, chosen: Any, si
     """All chosen tokens of one head; see `_widen`."""
     num_matrices, num_heads, num_slots, key_dim, value_dim, num_sinks = shape
     code_address, scale_address, zero_address, num_groups, group_size, key_bytes, key_planes_at, num_key_planes = keys
-    page_addresses, num_pages, page_tokens, row_bytes, group_channels, value_planes_at, num_value_planes, turned = (
-        values
-    )
+    pages_at, num_pages, page_tokens, row_bytes, group_channels, value_planes_at, num_value_planes, turned = values
     slots = longs_at(chosen[0], (num_matrices, num_slots))[matrix]
     places = longs_at(chosen[1], (num_matrices, num_slots))[matrix]
     count = longs_at(chosen[2], (num_matrices,))[matrix]

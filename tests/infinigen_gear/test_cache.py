@@ -1,0 +1,121 @@
+"""`InfiniGenGEARCache` as a whole: options, what it attends to, what it costs, and a real model."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache, create_cache
+
+
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+
+
+def tokens(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 128, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def step_logits(model, cache, prompt, steps):
+    model(prompt, past_key_values=cache)
+    return torch.cat([model(token, past_key_values=cache).logits for token in steps.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "gemma3-hybrid"])
+def test_everything_fetched_is_attention_over_all_codes(architecture, tiny_model) -> None:
+    """Single tokens, which choose, against the same tokens at once, which attend to everything page by page."""
+    model = tiny_model(architecture)
+    prompt, steps = tokens(330, 2), tokens(9, 2, seed=1)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        chosen = step_logits(model, cache, prompt, steps)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache, torch.no_grad():
+        model(prompt, past_key_values=cache)
+        expected = model(steps, past_key_values=cache).logits
+    assert cache.stats()["exact_calls"]
+    torch.testing.assert_close(chosen, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_eight_bits_are_nearly_dense(tiny_model) -> None:
+    model, prompt, steps = tiny_model("llama"), tokens(330, 2), tokens(80, 2, seed=1)
+    expected = step_logits(model, DynamicCache(config=model.config), prompt, steps)
+    errors = []
+    for nbits in (8, 4, 2):
+        with InfiniGenGEARCache(model, key_nbits=nbits, value_nbits=nbits, **EVERYTHING) as cache:
+            errors.append((step_logits(model, cache, prompt, steps) - expected).abs().max().item())
+    assert errors[0] < 0.05 * errors[2] and errors == sorted(errors)
+    # Decoded tokens have moved on into codes too
+    assert cache.layers[0].pool.num_slots == 330 - 32 + 64
+
+
+def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
+    model, prompt, steps = tiny_model("llama"), tokens(900), tokens(4, seed=1)
+    options = {"share": 0.1, "full_layers": ()}
+    caches = [InfiniGenCache(model, **options), InfiniGenGEARCache(model, **options)]
+    for cache in caches:
+        step_logits(model, cache, prompt, steps)
+    plain, coded = (cache.stats() for cache in caches)
+    assert plain["tokens_fetched"] == coded["tokens_fetched"]
+    # 16 bytes of codes, a step and a minimum, instead of 64 numbers in float32
+    assert coded["bytes_fetched"] / plain["bytes_fetched"] == 20 / 256
+    assert caches[1].memory().total_bytes < caches[0].memory().total_bytes / 5
+
+
+def test_a_copy_goes_on_alike(tiny_model) -> None:
+    model, prompt = tiny_model("llama"), tokens(200)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        step_logits(model, cache, prompt, tokens(3, seed=1))
+        other = copy.deepcopy(cache)
+        more = tokens(70, seed=2)
+        with torch.no_grad():
+            outputs = [
+                torch.cat([model(token, past_key_values=each).logits for token in more.split(1, dim=1)], dim=1)
+                for each in (cache, other)
+            ]
+    torch.testing.assert_close(*outputs, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key_nbits": 3}, r"`key_nbits` has to be one of \[2, 4, 8\]"),
+        ({"value_nbits": 5}, r"`value_nbits`/`nbits` has to be one of \[2, 3, 4, 8\]"),
+        ({"q_group_size": 0}, "`q_group_size` has to be an integer of at least 1 or None"),
+        ({"scoring_nbits": 4}, "`scoring_nbits`"),
+        ({"pool_tokens": 100}, "`pool_tokens`"),
+        ({"partial_ratio": 0.3}, "`partial_ratio`"),
+        ({"max_fetch_ratio": 2}, "`max_fetch_ratio`"),
+        ({"full_layers": (0, 1)}, "nothing is left to offload"),
+    ],
+)
+def test_bad_options(options, message, tiny_model) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_cache("infinigen-gear", tiny_model("llama"), **options)
+
+
+def test_a_group_that_does_not_fit_the_head_is_named(tiny_model) -> None:
+    model = tiny_model("llama")
+    cache = InfiniGenGEARCache(model, q_group_size=24, full_layers=())
+    with pytest.raises(
+        ValueError, match=r"`q_group_size` has to divide the head dimension, 32, .*accepted: \[1, 2, 4"
+    ):
+        model(tokens(40), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_near_the_dense_cache_on_a_real_model(smollm2) -> None:
+    model, tokenizer = smollm2
+    ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :1220]
+    prompt, steps = ids[:, :1200], ids[:, 1200:]
+    dense = step_logits(model, DynamicCache(config=model.config), prompt, steps).log_softmax(-1)
+    with InfiniGenGEARCache(model) as cache:
+        logits = step_logits(model, cache, prompt, steps).log_softmax(-1)
+    kl = F.kl_div(logits, dense, reduction="none", log_target=True).sum(dim=-1).mean().item()
+    stats = cache.stats()
+    offloading = steps.shape[1] * 2 * 1210 * 30 * 3 * 2 * 64
+    assert kl < 0.06, kl
+    assert stats["bytes_fetched"] < 0.04 * offloading
+    assert stats["speculated_calls"] == stats["selected_calls"] == 20 * 28
