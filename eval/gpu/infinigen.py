@@ -101,7 +101,7 @@ def _time_cache(
     spec: str, plan: Plan, report: PartialReport, model: PreTrainedModel, tokens: torch.Tensor, box: TimeBox
 ) -> None:
     name, options = parse_cache_spec(spec)
-    if name == "infinigen":
+    if name.startswith("infinigen"):
         options["track_times"] = True
     cache = create_cache(name, model, **options)
     context, fed = tokens[:, : plan.offload_context], tokens[:, plan.offload_context :]
@@ -172,7 +172,9 @@ def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
     stats = cache.stats()
     # A layer takes the same step as all others
     num_steps = stats["selected_calls"] / stats["layers_offloaded"]
-    row_bytes = stats["bytes_fetched"] / stats["tokens_fetched"]
+    layer = next(each for each in cache.layers if isinstance(each, InfiniGenLayer))
+    # As a dense cache has them: what is fetched may be codes
+    row_bytes = sum(layer.states_shape(side)[3] for side in ("keys", "values")) * layer.dtype.itemsize
     in_all_layers = stats["tokens_fetchable"] * stats["num_layers"] / stats["layers_offloaded"]
     return {
         "bytes_per_token": stats["bytes_fetched"] / num_steps,

@@ -101,7 +101,7 @@ FULL = Plan(
     offload_steps=40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
     # A twentieth is about what it fetches of a trained model's long contexts.
-    offload_caches=("dynamic", "infinigen:share=0.05", "offloaded", "infinigen", "infinigen:share=0.1"),
+    offload_caches=("dynamic", "infinigen", "offloaded", "infinigen-gear", "infinigen:share=0.05"),
 )
 TINY = Plan(
     tests=("tests/triton_kernels/test_attention.py", "-k", "no_tokens"),
@@ -135,5 +135,5 @@ TINY = Plan(
     },
     offload_context=100,
     offload_steps=4,
-    offload_caches=("dynamic", "infinigen:share=0.1", "offloaded"),
+    offload_caches=("dynamic", "infinigen:share=0.1", "infinigen-gear:share=0.1", "offloaded"),
 )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from kvcache_plugins import InfiniGenCache
+from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
 from kvcache_plugins.infinigen import prefetch
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
@@ -106,15 +106,21 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
 
 
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
-@pytest.mark.parametrize("rule", [{"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5}], ids=str)
-def test_chooses_and_counts_what_a_cpu_does(cuda, llama, rule, kernel):
+@pytest.mark.parametrize(
+    ("make_cache", "rule"),
+    [
+        *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5})),
+        (InfiniGenGEARCache, {"share": 0.1}),
+    ],
+)
+def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
     prompt, steps = make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1)
     cuda.use_kernel("torch")
-    with InfiniGenCache(llama, **rule) as cache:
+    with make_cache(llama, **rule) as cache:
         expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
     cuda.use_kernel(kernel)
     cuda.serve_every_pool()
-    with InfiniGenCache(llama, **rule) as cache:
+    with make_cache(llama, **rule) as cache:
         assert_same(decode_logits(llama, cache, prompt, steps), expected)
         assert cache.stats() == stats
         assert cache.memory().parts["staging"] == sum(staging.memory.nbytes for staging in stagings())
@@ -229,7 +235,7 @@ def test_times_are_told_on_request(gpu, llama):
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "options",
-    [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}, {"partial_ratio": 0.3}],
+    [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}, {"partial_ratio": 0.3}, {"value_nbits": 4}],
     ids=lambda options: next(iter(options)),
 )
 @torch.no_grad()
@@ -242,7 +248,8 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     transfers = []
     monkeypatch.setattr(prefetch, "_gather", lambda *args: transfers.append(args))
     prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))
-    with InfiniGenCache(meta_llama, **options, full_layers=(0,)) as cache:
+    is_coded = "value_nbits" in options
+    with (InfiniGenGEARCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
         # Once for a model and at a prompt, queries are compared
         attachment_of(meta_llama).checked.update(range(3))
         meta_llama(prompt, past_key_values=cache)
@@ -254,6 +261,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
             for _ in range(34):
                 meta_llama(token, past_key_values=cache)
     assert len(transfers) == 2 * 34
-    assert cache.layers[1].pool.num_slots == 100 - 32 + 32
+    # Codes move on in whole groups
+    assert cache.layers[1].pool.num_slots == 100 - 32 + (0 if is_coded else 32)
     with pytest.raises((RuntimeError, NotImplementedError)):
         cache.stats()

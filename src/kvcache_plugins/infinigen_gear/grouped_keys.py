@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from kvcache_plugins.gear.config import SideConfig
 from kvcache_plugins.gear.decomposition import decompose
 from kvcache_plugins.infinigen.scoring import ScoringStates
+from kvcache_plugins.ops.compression_steps import CompressionSteps
 from kvcache_plugins.ops.gather import code_scores
 from kvcache_plugins.ops.quantization import Grouping, unpack
 
@@ -34,18 +35,17 @@ class GroupedKeys(ScoringStates):
     Args:
         config (`SideConfig`): what keys are compressed to: codes of 2, 4 or 8 bits alone, no rank and no outliers.
         group_size (`int`): tokens of a group.
-        layer_idx (`int`): named in errors.
     """
 
-    def __init__(self, config: SideConfig, group_size: int, layer_idx: int):
+    def __init__(self, config: SideConfig, group_size: int):
         super().__init__()
-        self.config, self.group_size, self._layer_idx = config, group_size, layer_idx
+        self.config, self.group_size = config, group_size
         self._num_groups = 0
         # First slot of every run of tokens, and how far behind its slot a token's place is
         self._runs: list[tuple[int, int]] = []
 
     def add(self, encoded: dict[str, torch.Tensor], count: int) -> None:
-        """Adds `count` tokens that follow, as `encode_groups` made them."""
+        """Adds `count` tokens that follow, as `encode` made them."""
         place = self._num_groups * self.group_size + -count % self.group_size
         if not self._runs or self._runs[-1][1] != place - self.length:
             self._runs.append((self.length, place - self.length))
@@ -62,20 +62,23 @@ class GroupedKeys(ScoringStates):
         self._num_groups = total
         self.length += count
 
-    def encode_groups(self, keys: torch.Tensor, valid: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def encode(  # type: ignore[override]
+        self, keys: torch.Tensor, valid: torch.Tensor | None = None, steps: CompressionSteps | None = None
+    ) -> dict[str, torch.Tensor]:
         """
         Compresses keys and stores nothing.
 
         Args:
             keys (`torch.Tensor` of shape `[B, H, tokens, D]`): the keys, any floating dtype.
             valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which of them may widen a range.
+            steps (`CompressionSteps`, *optional*): what computes, and is asked for its range by the caller.
 
         Returns:
             `dict[str, torch.Tensor]`: codes `[B, H, groups, tokens of a group, bytes]`, steps and minima
             `[B, H, groups, D]`.
 
         Raises:
-            ValueError: naming the layer, if keys do not fit float16.
+            ValueError: if keys do not fit float16.
         """
         filling = -keys.shape[2] % self.group_size
         if filling:
@@ -86,10 +89,7 @@ class GroupedKeys(ScoringStates):
             keys, valid = F.pad(keys, (0, 0, filling, 0)), F.pad(valid, (filling, 0))
         valid = None if valid is None else valid.unsqueeze(1)
         grouping = Grouping("channel", self.group_size)
-        try:
-            states = decompose(keys.unsqueeze(2), valid, self.config, grouping, 0, 1)
-        except ValueError as error:
-            raise ValueError(f"layer {self._layer_idx}: {error}") from error
+        states = decompose(keys.unsqueeze(2), valid, self.config, grouping, 0, 1, steps=steps)
         codes = states.codes[:, :, 0].unflatten(2, (-1, self.group_size))
         return {"codes": codes, "scale": states.scale[:, :, 0], "zero": states.zero[:, :, 0]}
 

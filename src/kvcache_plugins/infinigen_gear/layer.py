@@ -12,6 +12,7 @@ from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.ops.compression_steps import choose_steps
 from kvcache_plugins.ops.dispatch import choose_token_kernel
 
 from .config import CodingConfig
@@ -51,8 +52,8 @@ class CodedLayer(InfiniGenLayer):
         super()._clear()
         # Keys and values `[B, H, S, D or E]` of the first tokens
         self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Codes of keys that are about to be stored
-        self._new_groups: dict[str, torch.Tensor] | None = None
+        # What is about to be stored: groups of keys, rows of values
+        self._encoded: tuple[dict[str, torch.Tensor], torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         head_dim = value_states.shape[3]
@@ -60,44 +61,62 @@ class CodedLayer(InfiniGenLayer):
         super().lazy_initialization(key_states, value_states)
 
     def _to_rows(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._value_rows.encode(values, self.layer_idx)
+        assert self._encoded is not None
+        _, rows = self._encoded
         # Of keys the pool holds nothing
         return rows[..., :0], rows
 
     def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
-        check_finite(keys, values, self._valid_tokens(position, keys.shape[2]), self.layer_idx)
-        holds_sinks = position < self._longest_padding() + self.config.sink
-        valid = None
-        if holds_sinks:
-            # Sink tokens are exact, and would widen the ranges of the others. With its data even where keys have none
-            on = torch.device("cpu") if keys.is_meta else keys.device
-            number = torch.arange(position, position + keys.shape[2], device=on) - self._first_slots.to(on)
-            valid = number >= self.config.sink
-        scoring = self.scoring or GroupedKeys(self.coding.key, self.coding.token_group, self.layer_idx)
         # Before anything is stored: what does not fit float16 raises
-        self._new_groups = scoring.encode_groups(keys, valid)
-        super()._move_to_pool(keys, values, position)
-        if holds_sinks:
+        self._encoded = self._encode(keys, values, position)
+        try:
+            super()._move_to_pool(keys, values, position)
+        finally:
+            self._encoded = None
+        if position < self._longest_padding() + self.config.sink:
             self._keep_sinks(keys, values, position)
 
-    def _score_later(self, keys: torch.Tensor, position: int, room: int, taken: list[torch.Tensor]) -> None:
-        if self.scoring is None:
-            self.scoring = GroupedKeys(self.coding.key, self.coding.token_group, self.layer_idx)
-        assert self._new_groups is not None
-        self.scoring.add(self._new_groups, keys.shape[2])
-        self._new_groups = None
+    def _encode(
+        self, keys: torch.Tensor, values: torch.Tensor, position: int
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Groups of keys and rows of values, of tokens `[B, H, tokens, D or E]` from `position` on; stores nothing."""
+        steps = choose_steps(keys)
+        real = self._valid_tokens(position, keys.shape[2])
+        # Kernels notice by themselves what is not finite; then the states are looked at, to say what it was
+        if not steps.is_fused:
+            check_finite(keys, values, real, self.layer_idx)
+        compressible = real
+        if position < self._longest_padding() + self.config.sink:
+            # Sink tokens are exact, and would widen the ranges of the others. With its data even where keys have none
+            on = torch.device("cpu") if keys.is_meta else keys.device
+            number = torch.arange(position, position + keys.shape[2], device=on) - self._first_slots(on)
+            compressible = number >= self.config.sink
+        try:
+            groups = self._grouped_keys().encode(keys, compressible, steps)
+            rows = self._value_rows.encode(values, real, steps)
+            steps.check_range()
+        except ValueError as error:
+            check_finite(keys, values, real, self.layer_idx)
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        return groups, rows
 
-    @property
-    def _first_slots(self) -> torch.Tensor:
+    def _grouped_keys(self) -> GroupedKeys:
+        return self.scoring or GroupedKeys(self.coding.key, self.coding.token_group)
+
+    def _score_later(self, keys: torch.Tensor, position: int, room: int, taken: list[torch.Tensor]) -> None:
+        assert self._encoded is not None
+        self.scoring = self._grouped_keys()
+        self.scoring.add(self._encoded[0], keys.shape[2])
+
+    def _first_slots(self, device: torch.device) -> torch.Tensor:
         """Slot of each item's first real token, `[B, 1]`. Its sink tokens are in that one and those behind it."""
         if self.padding is None:
-            on = torch.device("cpu") if self.device.type == "meta" else self.device
-            return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=on)
-        return self.padding.to(self.device)[:, None]
+            return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device)
+        return self.padding.to(device)[:, None]
 
     def _keep_sinks(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
         """Notes those of the tokens from `position` on that are sink tokens of their item."""
-        place = self._first_slots.to(self.device) + torch.arange(self.config.sink, device=self.device) - position
+        place = self._first_slots(self.device) + torch.arange(self.config.sink, device=self.device) - position
         is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
         place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
         found = [
@@ -113,7 +132,7 @@ class CodedLayer(InfiniGenLayer):
         dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
         if self.sinks is None:
             return dense
-        number = slots - self._first_slots[..., None]
+        number = slots - self._first_slots(self.device)[..., None]
         is_sink = ((number >= 0) & (number < self.config.sink))[..., None]
         index = number.clamp(0, self.config.sink - 1)[..., None]
         keys, values = (
@@ -144,7 +163,10 @@ class CodedLayer(InfiniGenLayer):
 
         assert self.pool is not None and self.scoring is not None
         values = self._value_rows
-        first_slots, (keys_of_sinks, values_of_sinks) = self._first_slots[:, 0], self.sinks or self._no_sinks()
+        first_slots, (keys_of_sinks, values_of_sinks) = (
+            self._first_slots(self.device)[:, 0],
+            self.sinks or self._no_sinks(),
+        )
         rows = widen_rows(
             KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
             self.scoring.places_of(slots),
@@ -154,7 +176,7 @@ class CodedLayer(InfiniGenLayer):
             values.head_dim,
             values.config.nbits,
             values.group_size,
-            (first_slots, keys_of_sinks, values_of_sinks),
+            (self._first_slots(self.device)[:, 0], *sinks),
         )
         return rows.to(self.dtype)
 

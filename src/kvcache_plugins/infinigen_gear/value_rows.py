@@ -8,6 +8,7 @@ import torch
 from kvcache_plugins.gear.config import SideConfig
 from kvcache_plugins.gear.decomposition import decompose
 from kvcache_plugins.ops.compressed_states import CompressedStates
+from kvcache_plugins.ops.compression_steps import CompressionSteps
 from kvcache_plugins.ops.quantization import Grouping, packed_size
 from kvcache_plugins.ops.rotation import rotate
 
@@ -28,17 +29,22 @@ class ValueRows:
         scale_bytes = head_dim // group_size * torch.float16.itemsize
         self._sizes = [packed_size(head_dim, config.nbits), scale_bytes, scale_bytes]
 
-    def encode(self, values: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    def encode(
+        self, values: torch.Tensor, valid: torch.Tensor | None = None, steps: CompressionSteps | None = None
+    ) -> torch.Tensor:
         """
         Rows, `[B, H, tokens, bytes]` in uint8, of values `[B, H, tokens, E]`.
 
+        Args:
+            values (`torch.Tensor` of shape `[B, H, tokens, E]`): the values, any floating dtype.
+            valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which are no padding.
+            steps (`CompressionSteps`, *optional*): what computes, and is asked for its range by the caller.
+
         Raises:
-            ValueError: naming the layer, if values do not fit float16.
+            ValueError: if values do not fit float16.
         """
-        try:
-            states = decompose(rotate(values).unsqueeze(2), None, self.config, self._grouping, 0, 1)
-        except ValueError as error:
-            raise ValueError(f"layer {layer_idx}: {error}") from error
+        chunk, valid = rotate(values).unsqueeze(2), None if valid is None else valid.unsqueeze(1)
+        states = decompose(chunk, valid, self.config, self._grouping, 0, 1, steps=steps)
         parts = [part.view(torch.uint8) for part in (states.codes, states.scale, states.zero)]
         return torch.cat(parts, dim=4)[:, :, 0]
 

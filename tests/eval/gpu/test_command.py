@@ -70,10 +70,13 @@ def test_offloading(tmp_path):
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
-    assert list(rows) == ["dynamic", "infinigen:share=0.1", "infinigen:share=0.1, all resident"]
-    counted = rows["infinigen:share=0.1"]["counted"]
+    choosing = ["infinigen:share=0.1", "infinigen-gear:share=0.1"]
+    assert list(rows) == ["dynamic", *(name + more for name in choosing for more in ("", ", all resident"))]
+    counted, of_codes = (rows[name]["counted"] for name in choosing)
     # Of four layers two are whole, of the others about a tenth is fetched
     assert 0.04 < counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"] < 0.07
+    assert of_codes["bytes_per_token"] < counted["bytes_per_token"] / 5
+    assert of_codes["full_offloading_bytes_per_token"] == counted["full_offloading_bytes_per_token"]
     assert rows["infinigen:share=0.1"]["time_against_resident"] > 0
     assert rows["infinigen:share=0.1"]["hidden_share"] == 0.0
 
