@@ -162,11 +162,7 @@ class CodedLayer(InfiniGenLayer):
         from kvcache_plugins.ops.compiled.coded_rows import KeyCodes, widen_rows
 
         assert self.pool is not None and self.scoring is not None
-        values = self._value_rows
-        first_slots, (keys_of_sinks, values_of_sinks) = (
-            self._first_slots(self.device)[:, 0],
-            self.sinks or self._no_sinks(),
-        )
+        values, sinks = self._value_rows, self.sinks or self._no_sinks()
         rows = widen_rows(
             KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
             self.scoring.places_of(slots),
