@@ -1,4 +1,4 @@
-"""Figures of a sweep: accuracy against bytes held, perplexity against position, memory by part; time against context.
+"""Figures: accuracy against bytes held, perplexity against position, memory by part, time against context.
 
 Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
 """
@@ -24,6 +24,8 @@ _DOTS_PER_INCH = 150
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
 _PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
+# Bits of keys and of values: one method, whatever they are
+_BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?")
 
 Content = Mapping[str, Any]
 
@@ -106,6 +108,11 @@ def _percent_held(content: Content) -> float:
     return float(memory["kv_percent"])
 
 
+def _method(cache: str) -> str:
+    """The name of a cache without its bits."""
+    return _BITS_OF_SIDES.sub("-k-v", _BITS.split(cache)[0])
+
+
 def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
     name = _score(group[0])[0]
@@ -115,7 +122,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     methods: dict[str, list[Content]] = defaultdict(list)
     for content in group:
         if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
-            methods[_BITS.split(content["settings"]["cache"])[0]].append(content)
+            methods[_method(content["settings"]["cache"])].append(content)
     for number, contents in enumerate(methods.values()):
         style = _style(number)
         ordered = sorted(contents, key=_percent_held)
@@ -126,9 +133,13 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             _, value, error = _score(content)
             cache = content["settings"]["cache"]
             face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
-            axes.errorbar(
-                _percent_held(content), value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style
-            )
+            percent = _percent_held(content)
+            axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style)
+            sides = _BITS_OF_SIDES.search(cache)
+            if sides:
+                # They share all but the number of bits
+                place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                axes.annotate(sides.group().strip("-"), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:
         axes.set_xscale("log")
@@ -173,16 +184,38 @@ def _draw_parts(group: Sequence[Content], title: str) -> Figure:
     return figure
 
 
-def draw_steps(content: Content, path: Path) -> Path:
+def draw_result(content: Content, path: Path) -> Path:
     """
-    Draws the time of a decoded token against the context, as PNG.
+    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
+    divergence from the dense cache against bytes held.
 
     Args:
-        content (`Content`): A result of `bench step`; any other is a `ValueError`.
+        content (`Content`): The result; any other is a `ValueError`.
         path (`Path`): The file, its folder made if need be.
     """
-    if content.get("benchmark") != "step":
-        raise ValueError("`figures` can be drawn of a sweep's folder and of a result of `bench step` only")
+    if content.get("benchmark") == "step":
+        figure = _draw_steps(content)
+    elif content["rows"] and "kl_spread" in content["rows"][0]:
+        figure = _draw_fidelity(content)
+    else:
+        raise ValueError(
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step` or `eval fidelity` only"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
+def _draw_fidelity(content: Content) -> Figure:
+    settings = content["settings"]
+    title = f"{settings['text_file']}, {settings['model']}, {settings['scored']} tokens after {settings['prefix']}"
+    group = [
+        {"settings": {"kind": "fidelity", "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
+        for row in content["rows"]
+    ]
+    return _draw_against_bytes(group, title)
+
+
+def _draw_steps(content: Content) -> Figure:
     rows = content["rows"]
     title = f"{content['settings']['model']}, {content['device']}"
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
@@ -195,5 +228,4 @@ def draw_steps(content: Content, path: Path) -> Path:
         axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
     axes.set_ylim(bottom=0)
     _add_legend(axes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _save(figure, path)
+    return figure

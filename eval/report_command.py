@@ -15,10 +15,10 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Markdown file to write; printed by default.")] = None,
     figures: Annotated[Path | None, typer.Option(help="Folder to draw figures into.")] = None,
 ) -> None:
-    """Tables of a result, and figures of a sweep or of `bench step`.
+    """Tables of a result, and figures of a sweep, of `bench step` or of `eval fidelity`.
 
     A sweep gives accuracy against bytes, perplexity against position and memory by part; `bench step` time against
-    context.
+    context; `eval fidelity` divergence from the dense cache against bytes.
 
     \b
     Examples:
@@ -34,11 +34,11 @@ def main(
         out.write_text(text, encoding="utf-8")
     if figures is None:
         return
-    from .figures import draw_steps, draw_sweep
+    from .figures import draw_result, draw_sweep
 
     if result.is_dir():
         paths = draw_sweep(read_sweep(result), figures, result.name)
     else:
-        paths = [draw_steps(json.loads(result.read_text(encoding="utf-8")), figures / f"{result.stem}.png")]
+        paths = [draw_result(json.loads(result.read_text(encoding="utf-8")), figures / f"{result.stem}.png")]
     for path in paths:
         typer.echo(f"drew {path}", err=True)

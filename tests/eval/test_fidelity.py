@@ -112,6 +112,9 @@ def test_chunks_change_only_what_goes_through_the_cache(
     assert decoded["dense"].kl == 0
     assert decoded["dense"].ppl == pytest.approx(whole["dense"].ppl, rel=1e-4)
     assert decoded["noisy"].kl > whole["noisy"].kl
+    # What was held is looked at after each token
+    assert whole["dense"].mean_kv_percent is None
+    assert decoded["dense"].mean_kv_percent == pytest.approx(200.0)
     with pytest.raises(ValueError, match="`chunk` must be at least 1"):
         measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=0)
 

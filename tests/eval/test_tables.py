@@ -103,6 +103,23 @@ def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
     assert "| `h2o` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | - |" in text
 
 
+def test_bytes_fetched_are_set_against_whole_layers_at_16_bits(tmp_path):
+    common = {"ppl_ratio": 1.0, "kl": 0.01, "kl_spread": 0.0, "top1_agreement": 0.9, "mean_kv_percent": 20.0}
+    # A cache of 1000 and then of 1200 bytes at 16 bits, read ten times
+    held = {
+        "memory_after_prefix": {"total_bytes": 200, "kv_percent": 20.0},
+        "memory_at_end": {"total_bytes": 360, "kv_percent": 30.0},
+    }
+    stats = {"tokens_fetched": 97, "tokens_fetchable": 1000, "bytes_fetched": 550}
+    rows = [{"cache": "coded", **common, **held, "stats": stats, "windows": [{"num_scored": 3}, {"num_scored": 10}]}]
+    content = {"commit": "a", "date": "2026-11-21", "device": "CPU", "versions": {}, "settings": {}, "rows": rows}
+    (tmp_path / "result.json").write_text(json.dumps(content), encoding="utf-8")
+    text = render("<!-- table: result -->\n<!-- end -->", tmp_path)
+    assert "| % of 16 bits | % while decoding | PPL / dense |" in text
+    assert "| 20.0 | 20.0 | 1.000 |" in text
+    assert "| 9.7 | 5.00 |" in text
+
+
 TIMES = {"median_s": 2.0, "lower_quartile_s": 1.5, "upper_quartile_s": 2.5}
 
 
