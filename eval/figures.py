@@ -208,6 +208,8 @@ def draw_result(content: Content, path: Path) -> Path:
 def _draw_fidelity(content: Content) -> Figure:
     settings = content["settings"]
     title = f"{settings['text_file']}, {settings['model']}, {settings['scored']} tokens after {settings['prefix']}"
+    if settings["chunk"] is not None:
+        title += f", {settings['chunk']} at a time"
     group = [
         {"settings": {"kind": "fidelity", "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
         for row in content["rows"]

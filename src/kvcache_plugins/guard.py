@@ -31,10 +31,15 @@ from .gear.layer import GEARLayer
 from .registry import create_cache, parse_cache_spec, unwrap_model
 
 
-DEFAULT_CANDIDATES = ("gear-k2v2", "gear-k3v2", "gear-k4v3", "gear-k4v4", "gear-k4v4:nbits=8,value_nbits=8")
+DEFAULT_CANDIDATES = (
+    *("gear-k2v2", "gear-k3v2", "gear-k4v3", "gear-k4v4", "gear-k4v4-g32"),
+    "gear-k4v4:nbits=8,value_nbits=8",
+)
 # By default a quarter of the prompt is held out, within these
 _FEWEST_HELD_OUT = 16
 _MOST_HELD_OUT = 128
+# Of this many tokens groups of every usual size leave none over
+_WHOLE_GROUPS = 1024
 # Held-out tokens a forward through a candidate
 _CHUNK = 16
 
@@ -246,7 +251,11 @@ def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
 
 
 def _bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
-    """Bytes that the compressed layers would hold of the prefix, told from its shapes alone."""
+    """
+    Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
+    rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says nothing
+    of what is generated.
+    """
     alike = Counter(
         (layer.keys.shape, layer.values.shape, layer.keys.dtype)
         for layer in layers
@@ -255,7 +264,12 @@ def _bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
     total = 0
     for (*shapes, dtype), count in alike.items():
         layer = GEARLayer(cache.gear_config, 0)
-        keys, values = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        keys, values = (
+            torch.empty(
+                *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
+            )
+            for shape in shapes
+        )
         layer.take_prompt(keys, values, None)
         total += count * sum(tensor.nbytes for _, tensor in layer.named_tensors())
     return total
