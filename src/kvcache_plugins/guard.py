@@ -253,8 +253,8 @@ def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
 def _bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
     """
     Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
-    rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says nothing
-    of what is generated.
+    rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
+    nothing of what is generated.
     """
     alike = Counter(
         (layer.keys.shape, layer.values.shape, layer.keys.dtype)
