@@ -21,13 +21,13 @@ from kvcache_plugins.registry import CacheEntry, describe_caches
 
 ENTRIES = {entry.name: entry for entry in describe_caches()}
 # The same cache under a second name
-ALIASES = {"gear": "gear-4bit"}
+ALIASES = {"gear": "gear-k4v4"}
 
 QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
-LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v4", "gear-k4v3", "gear-k2v2")
+LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would

@@ -25,7 +25,7 @@ RESULTS = [
     for name in ("wikitext2_smollm2", "sinks_smollm2", "sinks_gemma3")
 ]
 # Caches of which one needs host memory and one none, and the dense one
-CACHES = ["gear-2bit", "infinigen", "dynamic", "gear:nbits=3"]
+CACHES = ["gear-2bit", "infinigen", "dynamic", "gear-4bit:nbits=3"]
 
 
 def ask(model: PreTrainedModel, memory: int | str, context: int = 500, **options: object) -> Recommendation:
@@ -114,14 +114,17 @@ def test_the_most_faithful_that_fits_is_recommended(contract_model: PreTrainedMo
     assert found.recommended == "dynamic"
     assert "nothing has to be given up" in found.reason
     # What is known to be faithful comes first, what was not measured last
-    assert [fit.cache for fit in found.caches] == ["dynamic", "infinigen", "gear-2bit", "gear:nbits=3"]
+    assert [fit.cache for fit in found.caches] == ["dynamic", "infinigen", "gear-2bit", "gear-4bit:nbits=3"]
     found = ask(contract_model, sizes["dynamic"] - 1)
     assert found.recommended == "infinigen"
     assert f"{show_bytes(by_name(found)['infinigen'].host_bytes)} of it are in host memory" in found.reason
     found = ask(contract_model, sizes["dynamic"] - 1, host_memory=100)
     assert found.recommended == "gear-2bit"
     assert not by_name(found)["infinigen"].fits
-    assert ask(contract_model, sizes["gear:nbits=3"], caches=["gear:nbits=3"]).recommended == "gear:nbits=3"
+    assert (
+        ask(contract_model, sizes["gear-4bit:nbits=3"], caches=["gear-4bit:nbits=3"]).recommended
+        == "gear-4bit:nbits=3"
+    )
     nothing = ask(contract_model, 1000)
     assert nothing.recommended is None
     assert nothing.reason == f"No cache fits: the smallest, `gear-2bit`, would hold {show_bytes(sizes['gear-2bit'])}."

@@ -33,7 +33,7 @@ from .registry import create_cache, parse_cache_spec, unwrap_model
 
 DEFAULT_CANDIDATES = (
     *("gear-k2v2", "gear-k3v2", "gear-k4v3", "gear-k4v4", "gear-k4v4-g32"),
-    "gear-k4v4:nbits=8,value_nbits=8",
+    "gear-k4v4:nbits=8",
 )
 # By default a quarter of the prompt is held out, within these
 _FEWEST_HELD_OUT = 16
