@@ -40,12 +40,14 @@ for _nbits in (4, 2):
 # every model and text tried: so the short name is one of these
 _BEYOND: dict[str, Any] = {"backbone": "kivi", "num_sink_tokens": 4, "rotate_values": True, **_PLAIN}
 for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
+    _bits: dict[str, Any] = {"nbits": _key_nbits}
+    if _value_nbits != _key_nbits:
+        _bits["value_nbits"] = _value_nbits
     register_cache(
         f"gear-k{_key_nbits}v{_value_nbits}",
         create_gear,
         summary=f"Keys in {_key_nbits} bits, rotated values in {_value_nbits}, sink tokens exact",
-        nbits=_key_nbits,
-        **({} if _value_nbits == _key_nbits else {"value_nbits": _value_nbits}),
+        **_bits,
         **_BEYOND,
     )
 register_cache("gear", create_gear, summary="The same as gear-k4v4", nbits=4, **_BEYOND)
