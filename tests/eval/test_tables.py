@@ -88,6 +88,12 @@ def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
     assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
 
 
+def render_fidelity_rows(tmp_path, rows):
+    content = {"commit": "a", "date": "2026-11-21", "device": "CPU", "versions": {}, "settings": {}, "rows": rows}
+    (tmp_path / "result.json").write_text(json.dumps(content), encoding="utf-8")
+    return render("<!-- table: result -->\n<!-- end -->", tmp_path)
+
+
 def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
     common = {"ppl_ratio": 1.0, "kl": 0.01, "top1_agreement": 0.9}
     stats = {"infinigen": {"tokens_fetched": 97, "tokens_fetchable": 1000}, "h2o": {"tokens_kept": 5}}
@@ -95,9 +101,7 @@ def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
         {"cache": name, **common, "memory_after_prefix": {"total_bytes": 1e6, "kv_percent": 10.0}, "stats": each}
         for name, each in stats.items()
     ]
-    content = {"commit": "a", "date": "2026-11-21", "device": "CPU", "versions": {}, "settings": {}, "rows": rows}
-    (tmp_path / "result.json").write_text(json.dumps(content), encoding="utf-8")
-    text = render("<!-- table: result -->\n<!-- end -->", tmp_path)
+    text = render_fidelity_rows(tmp_path, rows)
     assert "| same top token | % of tokens fetched |" in text
     assert "| `infinigen` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | 9.7 |" in text
     assert "| `h2o` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | - |" in text
@@ -112,9 +116,7 @@ def test_bytes_fetched_are_set_against_whole_layers_at_16_bits(tmp_path):
     }
     stats = {"tokens_fetched": 97, "tokens_fetchable": 1000, "bytes_fetched": 550}
     rows = [{"cache": "coded", **common, **held, "stats": stats, "windows": [{"num_scored": 3}, {"num_scored": 10}]}]
-    content = {"commit": "a", "date": "2026-11-21", "device": "CPU", "versions": {}, "settings": {}, "rows": rows}
-    (tmp_path / "result.json").write_text(json.dumps(content), encoding="utf-8")
-    text = render("<!-- table: result -->\n<!-- end -->", tmp_path)
+    text = render_fidelity_rows(tmp_path, rows)
     assert "| % of 16 bits | % while decoding | PPL / dense |" in text
     assert "| 20.0 | 20.0 | 1.000 |" in text
     assert "| 9.7 | 5.00 |" in text

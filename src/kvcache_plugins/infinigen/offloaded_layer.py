@@ -139,7 +139,7 @@ class OffloadedLayer(PromptLayer):
 
     def _make_scoring(self, keys: torch.Tensor, position: int) -> ScoringStates:
         queries = self._prompt_queries
-        valid = self._fitted_tokens(position, keys.shape[2] if queries is None else queries.shape[2])
+        valid = self._valid_tokens(position, keys.shape[2] if queries is None else queries.shape[2])
         if self.config.partial_ratio is not None:
             assert self.config.skewing is not None
             return ScoringColumns(keys, queries, valid, self.config.partial_ratio, self.config.skewing)
@@ -148,10 +148,6 @@ class OffloadedLayer(PromptLayer):
         scoring.fit(keys, valid)
         scoring.num_fitted = max(keys.shape[2] - self._longest_padding(), 0)
         return scoring
-
-    def _fitted_tokens(self, position: int, count: int) -> torch.Tensor | None:
-        """Which of the first `count` tokens channels' statistics are told from, `[B, count]`; `None` if all."""
-        return self._valid_tokens(position, count)
 
     def _refit(self) -> None:
         """Tells channels' statistics anew as long as they are those of few tokens."""

@@ -12,6 +12,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, 
 """
 
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 
@@ -21,8 +22,6 @@ from kvcache_plugins.ops.quantization import pack
 
 # Tokens from which a channel's mean and spread are told
 NUM_FITTED = 512
-_GROWTH = 1.25
-_MIN_GROWTH = 64
 _TINY = 1e-6
 # A Gaussian in four levels is told best with steps of about its spread
 _TWO_BIT_STEP = 1.0
@@ -30,6 +29,9 @@ _TWO_BIT_STEP = 1.0
 
 class ScoringStates:
     """Base of both: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced."""
+
+    # By which factor, and how many rows beside, room grows that is used up
+    growth: ClassVar[tuple[float, int]] = (1.25, 64)
 
     def __init__(self) -> None:
         self.length = 0
@@ -57,17 +59,22 @@ class ScoringStates:
 
     def append(self, keys: torch.Tensor) -> None:
         """Adds the rows of keys `[B, H, tokens, D]` that follow."""
-        total = self.length + keys.shape[2]
-        for name, new in self.encode(keys).items():
+        self.length = self._append_rows(self.encode(keys), self.length)
+
+    def _append_rows(self, encoded: dict[str, torch.Tensor], used: int) -> int:
+        """Writes rows `[B, H, new, ...]` behind the first `used` ones, with more room if need be; how many are there."""
+        total = used + next(iter(encoded.values())).shape[2]
+        for name, new in encoded.items():
             rows = self._rows.get(name)
             if rows is None or rows.shape[2] < total:
-                capacity = total if rows is None else max(total, int(_GROWTH * rows.shape[2]) + _MIN_GROWTH)
+                factor, least = self.growth
+                capacity = total if rows is None else max(total, int(factor * rows.shape[2]) + least)
                 grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])
                 if rows is not None:
-                    grown[:, :, : self.length] = rows[:, :, : self.length]
+                    grown[:, :, :used] = rows[:, :, :used]
                 rows = self._rows[name] = grown
-            rows[:, :, self.length : total] = new
-        self.length = total
+            rows[:, :, used:total] = new
+        return total
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Writes the rows of keys `[B, H, tokens, D]` into slots `[B, H, tokens]`."""

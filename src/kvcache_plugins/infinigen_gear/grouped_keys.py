@@ -24,10 +24,6 @@ from kvcache_plugins.ops.gather import code_scores
 from kvcache_plugins.ops.quantization import Grouping, unpack
 
 
-# Spare groups are scored too
-_GROWTH = 1.125
-
-
 class GroupedKeys(ScoringStates):
     """
     Keys of a layer in codes, with a step and a minimum for every channel of every group of tokens.
@@ -36,6 +32,9 @@ class GroupedKeys(ScoringStates):
         config (`SideConfig`): what keys are compressed to: codes of 2, 4 or 8 bits alone, no rank and no outliers.
         group_size (`int`): tokens of a group.
     """
+
+    # In groups, and less than elsewhere: spare ones are scored too
+    growth = (1.125, 1)
 
     def __init__(self, config: SideConfig, group_size: int):
         super().__init__()
@@ -49,17 +48,7 @@ class GroupedKeys(ScoringStates):
         place = self._num_groups * self.group_size + -count % self.group_size
         if not self._runs or self._runs[-1][1] != place - self.length:
             self._runs.append((self.length, place - self.length))
-        total = self._num_groups + encoded["codes"].shape[2]
-        for name, new in encoded.items():
-            rows = self._rows.get(name)
-            if rows is None or rows.shape[2] < total:
-                capacity = total if rows is None else max(total, int(_GROWTH * rows.shape[2]) + 1)
-                grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])
-                if rows is not None:
-                    grown[:, :, : self._num_groups] = rows[:, :, : self._num_groups]
-                rows = self._rows[name] = grown
-            rows[:, :, self._num_groups : total] = new
-        self._num_groups = total
+        self._num_groups = self._append_rows(encoded, self._num_groups)
         self.length += count
 
     def encode(  # type: ignore[override]

@@ -119,9 +119,7 @@ class CodedLayer(InfiniGenLayer):
         place = self._first_slots(self.device) + torch.arange(self.config.sink, device=self.device) - position
         is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
         place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
-        found = [
-            states.gather(2, place.expand(-1, *states.shape[1:2], -1, states.shape[3])) for states in (keys, values)
-        ]
+        found = [states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)]
         before = self.sinks or [torch.zeros_like(states) for states in found]
         new_keys, new_values = (torch.where(is_here, new, old) for new, old in zip(found, before, strict=True))
         self.sinks = new_keys, new_values
