@@ -62,7 +62,7 @@ class ScoringStates:
         self.length = self._append_rows(self.encode(keys), self.length)
 
     def _append_rows(self, encoded: dict[str, torch.Tensor], used: int) -> int:
-        """Writes rows `[B, H, new, ...]` behind the first `used` ones, with more room if need be; how many are there."""
+        """Writes rows `[B, H, new, ...]` behind the first `used`, with more room if need be; how many are there."""
         total = used + next(iter(encoded.values())).shape[2]
         for name, new in encoded.items():
             rows = self._rows.get(name)
