@@ -1,1 +1,16 @@
-"""KV caches for Hugging Face Transformers that hold less, move less and start sooner."""
+"""Measuring caches: how near they stay to a dense one, what they hold, how fast they are, and the tables of it.
+
+| folder | has |
+|---|---|
+| `harness/` | what every measurement needs: windows of text, caches by name, timing, checks |
+| `measures/` | what is measured of a cache's answers: divergence, perplexity, retrieval, texts side by side |
+| `benchmarks/` | what is timed or weighed: `kvcache-plugins bench` |
+| `sweeps/` | caches x models x measures, from a file: `kvcache-plugins eval sweep` |
+| `tables/` | results as documents and figures: `kvcache-plugins eval report` |
+| `tasks/` | tasks of lm-eval that need no network |
+| `gpu/` | the checks and timings for a machine with a GPU |
+| `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
+| `results/` | JSON of what was measured |
+
+`lm_eval_model` is lm-eval's model `kvcache`; `evaluate` is the command `kvcache-plugins eval`.
+"""

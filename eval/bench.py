@@ -4,37 +4,29 @@ from collections.abc import Callable
 
 import typer
 
-from . import (
-    benchmark_compile,
-    benchmark_decode,
-    benchmark_infinigen,
-    benchmark_kernels,
-    benchmark_lm_eval,
-    benchmark_memory,
-    benchmark_prefix,
-    benchmark_step,
-    prediction,
-)
-from .command_group import CommandGroup
-from .command_line import with_user_errors
+from kvcache_plugins.console.command_group import CommandGroup
+from kvcache_plugins.console.command_line import with_user_errors
+
+from .benchmarks import compile as benchmark_compile
+from .benchmarks import decode, infinigen, kernels, lm_eval, memory, prediction, prefix, step
 from .gpu import command as gpu
-from .runahead import benchmark as benchmark_runahead
+from .runahead import benchmark as runahead
 from .runahead import simulation as runahead_simulation
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "kernels": benchmark_kernels.main,
-    "step": benchmark_step.main,
-    "decode": benchmark_decode.main,
-    "memory": benchmark_memory.main,
-    "prefix": benchmark_prefix.main,
+    "kernels": kernels.main,
+    "step": step.main,
+    "decode": decode.main,
+    "memory": memory.main,
+    "prefix": prefix.main,
     "compile": benchmark_compile.main,
-    "infinigen": benchmark_infinigen.main,
+    "infinigen": infinigen.main,
     "predict": prediction.main,
     "gpu": gpu.main,
-    "runahead": benchmark_runahead.main,
+    "runahead": runahead.main,
     "runahead-simulation": runahead_simulation.main,
-    "lm-eval": benchmark_lm_eval.main,
+    "lm-eval": lm_eval.main,
 }
 
 

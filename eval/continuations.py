@@ -20,9 +20,9 @@ import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
-from kvcache_plugins.memory import MemoryReport, StatValue, measure_memory
+from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .caches import cache_stats, check_length
+from .harness.caches import cache_stats, check_length
 
 
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states

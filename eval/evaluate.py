@@ -12,9 +12,12 @@ from typing import Any
 
 import typer
 
-from . import fidelity, perplexity, report_command, retrieval, sweep
-from .command_group import CommandGroup
-from .command_line import user_errors, with_user_errors
+from kvcache_plugins.console.command_group import CommandGroup
+from kvcache_plugins.console.command_line import user_errors, with_user_errors
+
+from . import report
+from .measures import fidelity, perplexity, retrieval
+from .sweeps import sweep
 from .tasks import FOLDER, task_files
 
 
@@ -45,7 +48,7 @@ _MEASURES: dict[str, Callable[..., None]] = {
     "perplexity": perplexity.main,
     "retrieval": retrieval.main,
     "sweep": sweep.main,
-    "report": report_command.main,
+    "report": report.main,
 }
 
 

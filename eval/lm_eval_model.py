@@ -25,11 +25,11 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.reference_model import resolve_model
+from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
 from .continuations import DECODE, ContinuationScorer, Feeding, Score, was_exercised
-from .report import memory_fields
 
 
 logger = logging.getLogger(__name__)

@@ -1,81 +1,44 @@
-"""What every evaluation writes beside its numbers: commit, date, device and versions."""
+"""`kvcache-plugins eval report`: any result of this package as a Markdown table, and what figures there are of it."""
 
 import json
-import os
-import platform
-import subprocess
-from collections.abc import Mapping
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 
-from kvcache_plugins.memory import MemoryReport
-
-
-def provenance(device: torch.device) -> dict[str, object]:
-    """Commit, date, device and versions behind a number."""
-    # What compiles the kernels of a GPU
-    names = ("torch", "transformers", *(["triton"] if device.type == "cuda" else []))
-    versions = {name: metadata.version(name) for name in names}
-    return {
-        "commit": _commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": _device_name(device),
-        "versions": {
-            "python": platform.python_version(),
-            **versions,
-            "kvcache_plugins": metadata.version("kvcache-plugins"),
-        },
-    }
+from .tables.documents import render_result
+from .tables.sweeps import read_sweep
 
 
-def _commit() -> str | None:
+def main(
+    result: Annotated[Path, typer.Argument(help="A folder that a sweep has filled, or the JSON file of one result.")],
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write; printed by default.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder to draw figures into.")] = None,
+) -> None:
+    """Tables of a result, and figures of a sweep, of `bench step` or of `eval fidelity`.
+
+    A sweep gives accuracy against bytes, perplexity against position and memory by part; `bench step` time against
+    context; `eval fidelity` divergence from the dense cache against bytes.
+
+    \b
+    Examples:
+        kvcache-plugins eval report eval/results/gear --figures docs/figures
+        kvcache-plugins eval report eval/results/step_smollm2_cpu.json --figures docs/figures
     """
-    The checkout's commit, marked where tracked files differ from it. For an installed package what
-    `KVCACHE_PLUGINS_COMMIT` says, marked as told, else `None`.
-    """
-    here = Path(__file__).resolve()
-    # An installed package may lie in a folder of some other repository, whose commit would say nothing about it
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        told = os.environ.get("KVCACHE_PLUGINS_COMMIT")
-        return f"{told} (told)" if told else None
-    commit = _git(here.parent, "rev-parse", "--short=12", "HEAD")
-    has_changes = bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no"))
-    return f"{commit}-modified" if commit and has_changes else commit
+    if result.is_file() and result.suffix != ".json":
+        raise ValueError(f"`result` has to be a folder or a .json file but is {result}")
+    text = render_result(result.parent, result.stem if result.is_file() else result.name)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(text, encoding="utf-8")
+    if figures is None:
+        return
+    from .figures import draw_result, draw_sweep
 
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        finished = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return finished.stdout.strip()
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return str(device)
-
-
-def memory_fields(memory: MemoryReport) -> dict[str, object]:
-    """A `MemoryReport` for a JSON file."""
-    return {
-        "total_bytes": memory.total_bytes,
-        "dense_bytes": memory.dense_bytes,
-        "parts": memory.parts,
-        "devices": memory.devices,
-        "kv_percent": memory.kv_percent,
-        "compression_ratio": memory.compression_ratio,
-        "bits_per_value": memory.bits_per_value,
-    }
-
-
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Writes an indented JSON file, its folder made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if result.is_dir():
+        paths = draw_sweep(read_sweep(result), figures, result.name)
+    else:
+        paths = [draw_result(json.loads(result.read_text(encoding="utf-8")), figures / f"{result.stem}.png")]
+    for path in paths:
+        typer.echo(f"drew {path}", err=True)

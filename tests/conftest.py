@@ -146,7 +146,7 @@ def contract_model() -> Iterator[PreTrainedModel]:
 
 def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a reference model; without its package the test fails in CI and is skipped elsewhere."""
-    from kvcache_plugins.reference_model import load_model, reference_models
+    from kvcache_plugins.models.reference_model import load_model, reference_models
 
     if not reference_models()[name]:
         reason = f"the package that carries `{name}` is not installed: run `make test`"

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,31 @@ FOLDERS = {
 MAX_NUM_LINES = 400
 Check = Callable[[dict[str, str]], list[str]]
 
-# A unit is a module or package directly inside `kvcache_plugins`; it imports from its own tier and the tiers above.
+# A room is a module or package directly inside `kvcache_plugins`; it imports from its own floor and the floors below.
+# Floors from the ground up.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
-# Made of several methods, which do not know of each other
-COMPOSITIONS = {"infinigen_gear"}
-TIERS: tuple[set[str], ...] = (
-    {"triton_kernels"},
+FLOORS: tuple[set[str], ...] = (
+    {"registry", "models", "triton_kernels"},
     {"ops"},
-    {"registry", "memory", "html", "lazy_states", "prompt_layer", "exact_buffer", "layer_types", "fingerprint"},
-    {"reference_model", "transformers_caches"},
-    METHODS,
-    COMPOSITIONS,
-    {"sizing", "recommendation", "guard"},
+    {"layers"},
+    {"reports"},
+    {*METHODS, "contract"},
+    # Made of several methods, which do not know of each other
+    {"infinigen_gear", "advice"},
     {"__init__"},
-    {"cli", "eval", "contract", "doctor"},
+    {"console"},
+    {"eval"},
+    {"cli"},
+)
+# `eval/` is a house of its own.
+EVAL_FLOORS: tuple[set[str], ...] = (
+    {"harness"},
+    {"continuations", "tables"},
+    {"lm_eval_model", "measures"},
+    {"tasks", "runahead"},
+    {"benchmarks", "sweeps"},
+    {"gpu", "report"},
+    {"bench", "evaluate"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.
 ONLY_IN = {"lm_eval": "eval"}
@@ -47,12 +59,20 @@ def read_sources() -> dict[str, str]:
     return sources
 
 
-def unit_of(module: str) -> str:
-    """`kvcache_plugins.gear.cache` belongs to `gear`; the root package is the unit `__init__`; commands are `cli`."""
+def room_of(module: str) -> str:
+    """`kvcache_plugins.gear.cache` is in `gear`; the root package is the room `__init__`; commands are `cli`."""
     parts = module.split(".")
     if parts[-1] == "__main__":
         return "cli"
     return parts[1] if len(parts) > 1 else "__init__"
+
+
+def eval_room_of(module: str) -> str | None:
+    """`kvcache_plugins.eval.tables.figures` is in `tables`; `None` outside `eval` and for what only starts it."""
+    parts = module.split(".")
+    if parts[1:2] != ["eval"] or parts[-1] == "__main__" or parts[2:] == ["__init__"]:
+        return None
+    return parts[2]
 
 
 def imported_names(module: str, source: str) -> Iterator[str]:
@@ -87,20 +107,28 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def find_order_violations(sources: dict[str, str]) -> list[str]:
-    """The imports that go against the tiers, and the units that stand in none."""
-    tier_of = {unit: index for index, tier in enumerate(TIERS) for unit in tier}
-    unknown = {unit_of(module) for module in sources} - tier_of.keys()
-    violations = [f"`{unit}` stands in no tier: place it in TIERS" for unit in sorted(unknown)]
-    for module, imported in import_graph(sources).items():
+    """The imports that go up, and the rooms that stand on no floor."""
+    graph = import_graph(sources)
+    violations = [*_upward_imports(graph, room_of, FLOORS), *_upward_imports(graph, eval_room_of, EVAL_FLOORS)]
+    for module, imported in graph.items():
         for target in sorted(imported):
-            unit, target_unit = unit_of(module), unit_of(target)
-            if unit == target_unit or {unit, target_unit} & unknown:
-                continue
-            if {unit, target_unit} <= METHODS:
+            if {room_of(module), room_of(target)} <= METHODS and room_of(module) != room_of(target):
                 violations.append(f"{module} imports {target}: methods never import each other")
-            elif tier_of[target_unit] > tier_of[unit]:
-                violations.append(f"{module} imports {target}: `{target_unit}` stands after `{unit}`")
     return violations
+
+
+def _upward_imports(
+    graph: dict[str, set[str]], place: Callable[[str], str | None], floors: tuple[set[str], ...]
+) -> Iterator[str]:
+    floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
+    rooms = {module: place(module) for module in graph}
+    for room in sorted({room for room in rooms.values() if room is not None} - floor_of.keys()):
+        yield f"`{room}` stands on no floor: place it in FLOORS or EVAL_FLOORS"
+    for module, imported in graph.items():
+        for target in sorted(imported):
+            room, target_room = rooms[module], place(target)
+            if room in floor_of and target_room in floor_of and floor_of[target_room] > floor_of[room]:
+                yield f"{module} imports {target}: `{target_room}` stands above `{room}`"
 
 
 def find_foreign_violations(sources: dict[str, str]) -> list[str]:
@@ -108,22 +136,35 @@ def find_foreign_violations(sources: dict[str, str]) -> list[str]:
     violations = []
     for module, source in sources.items():
         for package in sorted({name.split(".")[0] for name in imported_names(module, source)}):
-            if ONLY_IN.get(package, unit_of(module)) != unit_of(module):
+            if ONLY_IN.get(package, room_of(module)) != room_of(module):
                 violations.append(f"{module} imports {package}: only `{ONLY_IN[package]}` may")
-            if NEVER_IN.get(package) == unit_of(module):
+            if NEVER_IN.get(package) == room_of(module):
                 violations.append(f"{module} imports {package}: `{NEVER_IN[package]}` must not")
     return violations
 
 
 def find_cycles(sources: dict[str, str]) -> list[str]:
-    """The units that import each other, directly or through others; inside a unit files may refer to each other."""
-    graph: dict[str, set[str]] = {unit_of(module): set() for module in sources}
-    for module, imported in import_graph(sources).items():
-        graph[unit_of(module)] |= {unit_of(target) for target in imported} - {unit_of(module)}
-    # Units that import nothing of what is left are taken away until none is: what remains holds the cycles.
-    while leaves := {unit for unit, imported in graph.items() if not imported & graph.keys()}:
-        graph = {unit: imported for unit, imported in graph.items() if unit not in leaves}
-    return [f"`{unit}` is in, or leads to, a cycle of imports" for unit in sorted(graph)]
+    """The circles of modules, and of rooms, that import each other, directly or through others: the first of each."""
+    # What a package offers is imported from it by others, and by the package from its modules: no circle of jobs
+    graph = {
+        module: {target for target in imported if not target.endswith(".__init__")}
+        for module, imported in import_graph(sources).items()
+    }
+    rooms: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        if (eval_room_of(module) or room_of(module)) != "cli":
+            room = eval_room_of(module) or room_of(module)
+            rooms.setdefault(room, set()).update({eval_room_of(each) or room_of(each) for each in imported} - {room})
+    return [*_circle(graph), *_circle(rooms)]
+
+
+def _circle(graph: dict[str, set[str]]) -> Iterator[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1][:0:-1]
+        start = circle.index(min(circle))
+        yield f"a circle of imports: {' -> '.join([*circle[start:], *circle[: start + 1]])}"
 
 
 def find_long_files(sources: dict[str, str]) -> list[str]:
@@ -156,17 +197,17 @@ BAD_EXAMPLES = {
     "upwards": (
         find_order_violations,
         {"kvcache_plugins.ops.x": "import kvcache_plugins.gear.cache", "kvcache_plugins.gear.cache": ""},
-        "`gear` stands after `ops`",
+        "`gear` stands above `ops`",
     ),
     "relative": (
         find_order_violations,
         {"kvcache_plugins.ops.x": "from ..gear import cache", "kvcache_plugins.gear.cache": ""},
-        "`gear` stands after `ops`",
+        "`gear` stands above `ops`",
     ),
     "relative-in-init": (
         find_order_violations,
-        {"kvcache_plugins.ops.__init__": "from ..memory import measure", "kvcache_plugins.memory": ""},
-        "`memory` stands after `ops`",
+        {"kvcache_plugins.ops.__init__": "from ..reports.memory import measure", "kvcache_plugins.reports.memory": ""},
+        "`reports` stands above `ops`",
     ),
     "inside-a-function": (
         find_order_violations,
@@ -174,27 +215,27 @@ BAD_EXAMPLES = {
             "kvcache_plugins.registry": "def f():\n    from kvcache_plugins.gear import C",
             "kvcache_plugins.gear.__init__": "",
         },
-        "`gear` stands after `registry`",
+        "`gear` stands above `registry`",
     ),
     "type-checking": (
         find_order_violations,
         {
-            "kvcache_plugins.memory": "if TYPE_CHECKING:\n    from kvcache_plugins.cli import app",
+            "kvcache_plugins.reports.memory": "if TYPE_CHECKING:\n    from kvcache_plugins.cli import app",
             "kvcache_plugins.cli": "",
         },
-        "`cli` stands after `memory`",
+        "`cli` stands above `reports`",
     ),
     "from-the-root": (
         find_order_violations,
         {"kvcache_plugins.gear.cache": "from kvcache_plugins import create_cache"},
-        "`__init__` stands after `gear`",
+        "`__init__` stands above `gear`",
     ),
     "between-methods": (
         find_order_violations,
         {"kvcache_plugins.gear.cache": "import kvcache_plugins.baselines", "kvcache_plugins.baselines.__init__": ""},
         "methods never import each other",
     ),
-    "unplaced": (find_order_violations, {"kvcache_plugins.utils": ""}, "`utils` stands in no tier"),
+    "unplaced": (find_order_violations, {"kvcache_plugins.utils": ""}, "`utils` stands on no floor"),
     "lm-eval-outside-eval": (
         find_foreign_violations,
         {"kvcache_plugins.cli": "from lm_eval.models import huggingface"},
@@ -205,13 +246,31 @@ BAD_EXAMPLES = {
         {"kvcache_plugins.triton_kernels.x": "import transformers"},
         "`triton_kernels` must not",
     ),
-    "cycle": (
+    "upwards-in-eval": (
+        find_order_violations,
+        {
+            "kvcache_plugins.eval.harness.caches": "from kvcache_plugins.eval.measures import fidelity",
+            "kvcache_plugins.eval.measures.fidelity": "",
+        },
+        "`measures` stands above `harness`",
+    ),
+    "unplaced-in-eval": (find_order_violations, {"kvcache_plugins.eval.utils": ""}, "`utils` stands on no floor"),
+    "circle-of-modules": (
         find_cycles,
         {
-            "kvcache_plugins.memory": "from kvcache_plugins.registry import x",
-            "kvcache_plugins.registry": "from kvcache_plugins.memory import y",
+            "kvcache_plugins.gear.cache": "from .snapshot import load",
+            "kvcache_plugins.gear.snapshot": "if TYPE_CHECKING:\n    from .cache import GEARCache",
         },
-        "cycle",
+        "gear.cache -> kvcache_plugins.gear.snapshot -> kvcache_plugins.gear.cache",
+    ),
+    "circle-of-rooms": (
+        find_cycles,
+        {
+            "kvcache_plugins.registry": "from kvcache_plugins.models.a import x",
+            "kvcache_plugins.models.a": "",
+            "kvcache_plugins.models.b": "from kvcache_plugins.registry import y",
+        },
+        "models -> registry -> models",
     ),
     "long-file": (find_long_files, {"kvcache_plugins.cli": "x = 1\n" * (MAX_NUM_LINES + 1)}, "has 401 lines"),
 }
@@ -224,8 +283,8 @@ def test_check_can_fail(check: Check, sources: dict[str, str], complaint: str) -
 
 def test_checks_accept_what_is_allowed() -> None:
     sources = {
-        "kvcache_plugins.memory": "from kvcache_plugins.ops import quantization",
-        "kvcache_plugins.registry": "from kvcache_plugins.memory import MemoryReport\nimport transformers",
+        "kvcache_plugins.reports.memory": "from kvcache_plugins.ops import quantization\nimport transformers",
+        "kvcache_plugins.registry": "",
         "kvcache_plugins.gear.cache": "from kvcache_plugins.gear.config import GEARConfig",
         "kvcache_plugins.gear.config": "from kvcache_plugins.registry import register_cache",
         "kvcache_plugins.__init__": "from kvcache_plugins.gear import cache",

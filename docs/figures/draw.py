@@ -79,7 +79,7 @@ def read_keys() -> torch.Tensor:
     """Keys of one head of SmolLM2, `[NUM_TOKENS, head_dim]`, after the rotary embedding."""
     from transformers import DynamicCache
 
-    from kvcache_plugins.reference_model import load_model
+    from kvcache_plugins.models.reference_model import load_model
 
     model, tokenizer = load_model("smollm2")
     token_ids = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), return_tensors="pt").input_ids

@@ -15,9 +15,9 @@ import typer
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.eval.benchmark_step import step_rows
-from kvcache_plugins.eval.checking import MismatchError
-from kvcache_plugins.eval.timing import time_call
+from kvcache_plugins.eval.benchmarks.step import step_rows
+from kvcache_plugins.eval.harness.timing import time_call
+from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 

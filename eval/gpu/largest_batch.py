@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.eval.timing import spread, time_call
-from kvcache_plugins.memory import measure_memory
+from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.reports.memory import measure_memory
 
 from .partial_report import TimeBox, TimeIsUpError
 

@@ -14,11 +14,11 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from kvcache_plugins.eval.benchmark_kernels import BACKENDS, Contest, describe
-from kvcache_plugins.eval.benchmark_step import describe as describe_step
-from kvcache_plugins.eval.benchmark_step import step_rows, time_turns
-from kvcache_plugins.eval.checking import require_close_layers
-from kvcache_plugins.eval.timing import time_call
+from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, Contest, describe
+from kvcache_plugins.eval.benchmarks.step import describe as describe_step
+from kvcache_plugins.eval.benchmarks.step import step_rows, time_turns
+from kvcache_plugins.eval.harness.timing import time_call
+from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.registry import create_cache
 
 from .infinigen import check_exact, time_offloading

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache_plugins.eval.benchmark_kernels import CACHES, Shape
+from kvcache_plugins.eval.benchmarks.kernels import CACHES, Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.eval.command_line import make_table, open_console, track_progress
-from kvcache_plugins.eval.json_output import with_results
-from kvcache_plugins.eval.report import provenance
-from kvcache_plugins.eval.timing import spread
+from kvcache_plugins.console.command_line import make_table, open_console, track_progress
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.harness.timing import spread
 from kvcache_plugins.kv_runahead.cost import CostModel, Link
 from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable

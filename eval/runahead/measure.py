@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from kvcache_plugins.fingerprint import fingerprint
 from kvcache_plugins.kv_runahead.chain import Chain
 from kvcache_plugins.kv_runahead.communication import Neighbours
 from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, bytes_of_token
 from kvcache_plugins.kv_runahead.partition import planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.shapes import layer_shapes
+from kvcache_plugins.models.fingerprint import fingerprint
 
 from .rank_processes import Ranks, Worker
 from .tsp import tsp_prefill

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.eval.command_line import make_table, open_console, track_progress, user_errors
-from kvcache_plugins.eval.json_output import JsonOption, print_json
-from kvcache_plugins.eval.report import provenance
+from kvcache_plugins.console.command_line import make_table, open_console, track_progress, user_errors
+from kvcache_plugins.console.json_output import JsonOption, print_json
+from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
 from kvcache_plugins.kv_runahead.partition import searched
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry

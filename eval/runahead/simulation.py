@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.eval.command_line import make_table, open_console
-from kvcache_plugins.eval.json_output import with_results
-from kvcache_plugins.eval.report import provenance
+from kvcache_plugins.console.command_line import make_table, open_console
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_tsp_ttft, predict_ttft
 from kvcache_plugins.kv_runahead.partition import planned
 

@@ -7,17 +7,19 @@
 ```
 """
 
-from . import transformers_caches  # noqa: F401 - registers them
-from .baselines import H2OCache
+from .advice.choose_by_kl import choose_cache
+from .advice.memory_prediction import predict_memory
+from .advice.recommendation import recommend
+from .baselines import (
+    H2OCache,
+    transformers_caches,  # noqa: F401 - registers them
+)
 from .gear import GEARCache
-from .guard import choose_cache
 from .infinigen import InfiniGenCache
 from .infinigen_gear import InfiniGenGEARCache
 from .kv_runahead import runahead_generate, runahead_prefill
-from .memory import MemoryReport, measure_memory
-from .recommendation import recommend
 from .registry import create_cache, list_caches, register_cache
-from .sizing import predict_memory
+from .reports.memory import MemoryReport, measure_memory
 
 
 __all__ = [

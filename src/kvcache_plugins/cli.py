@@ -4,7 +4,6 @@ Results go to standard output, with `--json` as JSON; progress, timings and erro
 mean stands in `eval.command_group`.
 """
 
-import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -14,18 +13,22 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel, TextStreamer
 
-from .doctor import examine
-from .eval import bench, evaluate, recommend
-from .eval.command_group import FAILED, CommandGroup
-from .eval.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
-from .eval.comparison import Comparison, encode_prompt, generate_with, generation_fields, row_fields
-from .eval.comparison_tables import choice_line, print_rows, summary_line
-from .eval.doctor_tables import print_report
-from .eval.json_output import JsonOption, free_stdout, prepare_file, print_json
-from .eval.report import provenance
+from kvcache_plugins.console.prompts import encode_prompt, read_prompt
+
+from .advice.choose_by_kl import choose_cache
+from .advice.doctor import examine
+from .console import recommend
+from .console.command_group import FAILED, CommandGroup
+from .console.command_line import load_for_evaluation, make_table, open_console, track_progress, user_errors
+from .console.doctor_tables import print_report
+from .console.json_output import JsonOption, free_stdout, prepare_file, print_json
+from .console.run_report import provenance
+from .eval import evaluate
+from .eval.benchmarks import command as bench
+from .eval.harness.windows import encode_text, spread_windows
+from .eval.measures.comparison import Comparison, generate_with, generation_fields, row_fields
+from .eval.measures.comparison_tables import choice_line, print_rows, summary_line
 from .eval.runahead import plan
-from .eval.windows import encode_text, spread_windows
-from .guard import choose_cache
 from .infinigen.calibration import LayerReport
 from .infinigen.calibration import calibrate as measure_layers
 from .registry import CacheEntry, create_cache, describe_caches, list_caches, parse_option
@@ -190,7 +193,7 @@ def generate(
         if max_kl is not None and (cache is not None or cache_option):
             raise ValueError("`max_kl` chooses the cache: give it, or `cache` and `cache_option`, but not both")
         options = dict(parse_option(option) for option in cache_option or [])
-        text = _read_prompt(prompt, prompt_file)
+        text = read_prompt(prompt, prompt_file)
         loaded, tokenizer = load_for_evaluation(model, dtype, device)
         token_ids = encode_prompt(tokenizer, text, chat)
         cache = cache or "gear"
@@ -249,7 +252,7 @@ def compare(
         kvcache-plugins compare --prompt-file book.txt --json > comparison.json
     """
     with user_errors():
-        text = _read_prompt(prompt, prompt_file)
+        text = read_prompt(prompt, prompt_file)
         loaded, tokenizer = load_for_evaluation(model, dtype, device)
         token_ids = encode_prompt(tokenizer, text, chat)
         caches = cache or DEMO_CACHES
@@ -325,15 +328,6 @@ def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tenso
     assert cache.choice is not None
     open_console(stderr=True).print(choice_line(cache.choice), markup=False, soft_wrap=True)
     return cache.choice.preset, cache
-
-
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if prompt_file is None:
-        if prompt is None:
-            raise ValueError("Give a prompt with `--prompt`, `--prompt-file` or both")
-        return prompt
-    text = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
-    return text if prompt is None else f"{text.rstrip()}\n\n{prompt}"
 
 
 if __name__ == "__main__":

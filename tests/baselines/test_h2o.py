@@ -13,7 +13,7 @@ from kvcache_plugins.baselines import attention_weights
 from kvcache_plugins.baselines.h2o_config import H2OConfig
 from kvcache_plugins.baselines.h2o_layer import H2OLayer
 from kvcache_plugins.contract import CONTRACT, run_check, tiny_models
-from kvcache_plugins.memory import reachable_tensors
+from kvcache_plugins.reports.memory import reachable_tensors
 
 
 TOLERANCE = 1e-5

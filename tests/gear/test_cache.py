@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, create_cache, list_caches
 from kvcache_plugins.gear.layer import GEARLayer
-from kvcache_plugins.memory import reachable_tensors
+from kvcache_plugins.reports.memory import reachable_tensors
 
 
 GEAR_NAMES = list_caches("gear*") + list_caches("k[ic]v*") + list_caches("per-token*")

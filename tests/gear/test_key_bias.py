@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.fidelity import measure_fidelity
+from kvcache_plugins.eval.measures.fidelity import measure_fidelity
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
 

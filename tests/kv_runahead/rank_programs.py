@@ -159,7 +159,7 @@ def prefill_real_model(
     rank: int, name: str, caches: list[str], length: int, new: int, implementation: str = "sdpa"
 ) -> tuple[float, dict[str, bool]] | None:
     """On the last rank: difference of logits, and for every cache whether the tokens are those of one process."""
-    from kvcache_plugins.reference_model import load_model
+    from kvcache_plugins.models.reference_model import load_model
 
     model, tokenizer = load_model(name, attn_implementation=implementation)
     text = Path(__file__).parents[2].joinpath("LICENSE").read_text()

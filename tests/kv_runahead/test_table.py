@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.fingerprint import fingerprint
 from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
 from kvcache_plugins.kv_runahead.partition import resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.models.fingerprint import fingerprint
 
 
 SHORT = TableEntry(length=1000, ratios=(0.6, 0.4), seconds=0.5, measured=True)

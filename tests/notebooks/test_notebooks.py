@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 import nbformat
 from nbclient.exceptions import CellExecutionError
 
-from kvcache_plugins.reference_model import reference_models
+from kvcache_plugins.models.reference_model import reference_models
 
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"

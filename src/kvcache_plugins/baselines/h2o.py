@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.layer_types import replace_full_attention
-from kvcache_plugins.memory import ReportingMixin
+from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.reports.memory import ReportingMixin
 
 from .h2o_config import H2OConfig
 from .h2o_layer import H2OLayer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcache_plugins.prompt_layer import PromptLayer
+from kvcache_plugins.layers.prompt_layer import PromptLayer
 
 from .attention_weights import SlotMask, attend_and_weigh, sum_weights
 from .h2o_config import H2OConfig

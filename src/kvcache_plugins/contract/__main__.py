@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from kvcache_plugins.reference_model import load_model
+from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import CacheEntry, create_cache, describe_caches
 
 from .models import tiny_models

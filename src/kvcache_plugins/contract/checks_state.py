@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.memory import MemoryReport, StatValue
+from kvcache_plugins.reports.memory import MemoryReport, StatValue
 
 from .comparison import distance, require, require_close, require_length
 from .reachable import reachable_bytes

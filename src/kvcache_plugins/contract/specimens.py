@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.memory import ReportingMixin
+from kvcache_plugins.reports.memory import ReportingMixin
 
 from .runner import CONTRACT, run_contract
 

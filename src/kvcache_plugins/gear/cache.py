@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.layer_types import replace_full_attention
-from kvcache_plugins.memory import ReportingMixin, StatValue
+from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 from .choice import PresetChoice
 from .config import GEARConfig

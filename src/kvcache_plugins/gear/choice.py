@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcache_plugins.memory import StatValue
+from kvcache_plugins.reports.memory import StatValue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.exact_buffer import ExactBuffer
+from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
-from kvcache_plugins.prompt_layer import PromptLayer
 
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
@@ -69,7 +69,7 @@ class GEARLayer(PromptLayer):
         super()._clear()
         self.prefix: ExactPrefix | None = None
         self.blocks: list[CompressedBlock] = []
-        self.buffer: ExactBuffer | None = None
+        self.buffer: ResidualBuffer | None = None
         # The block that further decode chunks may join
         self._open_block: CompressedBlock | None = None
 
@@ -190,7 +190,7 @@ class GEARLayer(PromptLayer):
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.buffer is None:
-            self.buffer = ExactBuffer(keys, values, self.config.residual_length)
+            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
         self.buffer.append(keys, values)
 
     def materialize(self, side: str) -> torch.Tensor:
@@ -284,7 +284,7 @@ class GEARLayer(PromptLayer):
         blocks: list[CompressedBlock],
         is_open: bool,
         prefix: ExactPrefix | None,
-        buffer: ExactBuffer | None,
+        buffer: ResidualBuffer | None,
         padding: torch.Tensor | None,
     ) -> None:
         """Takes over what a snapshot held; the counterpart of `scalars` and the stored tensors."""

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.exact_buffer import ExactBuffer
-from kvcache_plugins.fingerprint import fingerprint
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.ops.quantization import Grouping
 
@@ -158,7 +158,7 @@ def _fill_layer(layer: GEARLayer, document: dict[str, Any], tensors: dict[str, t
     buffer = None
     if "buffer.keys" in tensors:
         keys, values = tensors["buffer.keys"], tensors["buffer.values"]
-        buffer = ExactBuffer(keys, values, layer.config.residual_length)
+        buffer = ResidualBuffer(keys, values, layer.config.residual_length)
         buffer.append(keys, values)
     layer.restore(
         document,

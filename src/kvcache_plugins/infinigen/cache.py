@@ -15,9 +15,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layer_types import replace_full_attention
-from kvcache_plugins.memory import MemoryReport, ReportingMixin
+from kvcache_plugins.models.layer_types import replace_full_attention
 from kvcache_plugins.registry import unwrap_model
+from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig

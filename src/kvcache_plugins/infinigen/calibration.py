@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.fingerprint import fingerprint
+from kvcache_plugins.models.fingerprint import fingerprint
 
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach
 from .queries import PositionEmbeddings

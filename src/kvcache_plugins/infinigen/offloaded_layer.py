@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
-from kvcache_plugins.exact_buffer import ExactBuffer
+from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.masking import mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.prompt_layer import PromptLayer
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
@@ -49,7 +49,7 @@ class OffloadedLayer(PromptLayer):
         super()._clear()
         self.pool: TokenPool | None = None
         self.scoring: ScoringStates | None = None
-        self.window: ExactBuffer | None = None
+        self.window: ResidualBuffer | None = None
         # Queries of the prompt, `[B, H * G, tokens, D]`, while columns are chosen by them
         self._prompt_queries: torch.Tensor | None = None
 
@@ -86,7 +86,7 @@ class OffloadedLayer(PromptLayer):
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.window is None:
-            self.window = ExactBuffer(keys, values, self.config.recent + self.config.flush_length)
+            self.window = ResidualBuffer(keys, values, self.config.recent + self.config.flush_length)
         self.window.append(keys, values)
 
     def on_dense_read(self, side: str) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import typer
 from transformers import PreTrainedModel, TextStreamer
 
-from kvcache_plugins.eval.command_line import load_for_evaluation, open_console, user_errors
-from kvcache_plugins.eval.comparison import encode_prompt
+from kvcache_plugins.console.command_line import load_for_evaluation, open_console, user_errors
+from kvcache_plugins.console.prompts import encode_prompt
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .communication import RunaheadError

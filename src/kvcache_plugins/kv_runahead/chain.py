@@ -15,7 +15,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcache_plugins.prompt_layer import PromptLayer
+from kvcache_plugins.layers.prompt_layer import PromptLayer
 
 from .communication import RECEIVES_AHEAD, Neighbours, RunaheadError
 from .layer import RunaheadLayer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_plugins.lazy_states import LazyLayer, LazyStates
+from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
 
 from .attention import attend_behind_prefix
 

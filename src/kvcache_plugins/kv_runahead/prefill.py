@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.fingerprint import fingerprint
+from kvcache_plugins.models.fingerprint import fingerprint
 
 from .agreement import Description, agree, digest
 from .chain import Chain, LayerShape

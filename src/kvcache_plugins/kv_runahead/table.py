@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvcache_plugins.fingerprint import fingerprint
+from kvcache_plugins.models.fingerprint import fingerprint
 
 from .cost import CostModel, Link, Timing
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.eval.checking import MismatchError
 from kvcache_plugins.eval.gpu import command as gpu_command
 from kvcache_plugins.eval.gpu import parts
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
 from kvcache_plugins.eval.gpu.plan import FULL
+from kvcache_plugins.gear.kernel_check import MismatchError
 
 
 def read(folder: Path, name: str) -> dict:

@@ -1,0 +1,1 @@
+"""What is timed or weighed, a module for each command of `kvcache-plugins bench`."""

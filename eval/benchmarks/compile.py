@@ -1,0 +1,92 @@
+"""What `torch.compile` of the model brings a decode step: static shapes for Transformers' `StaticCache`, growing ones,
+with a graph break a layer, for a compressed cache.
+
+kvcache-plugins bench compile --cache gear-2bit --text-file FILE
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import Cache, StaticCache
+
+from kvcache_plugins.console.command_line import load_for_evaluation
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+
+
+# Steps in which everything is compiled and recompiled
+_WARM_UP = 6
+
+
+@with_results
+@torch.inference_mode()
+def main(
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps + 6 tokens.")],
+    cache: Annotated[str, typer.Option(help="NAME or NAME:key=value,...: beside `StaticCache`.")] = "gear-2bit",
+    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 20,
+    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+) -> dict[str, Any]:
+    """Time decode steps of a model as it is and compiled. Caches take turns. On a CPU this needs a C++ compiler.
+
+    \b
+    Example:
+        kvcache-plugins bench compile --text-file book.txt
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    network, tokenizer = load_for_evaluation(model)
+    total = context + _WARM_UP + steps
+    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :total]
+    if token_ids.shape[1] < total:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {total} are needed")
+    token_ids = token_ids.to(network.device)
+    name, options = parse_cache_spec(cache)
+
+    def static() -> Cache:
+        return StaticCache(config=network.config, max_cache_len=total)
+
+    forward: Callable[..., Any] = network.forward
+    runs: dict[str, tuple[Cache, Callable[..., Any]]] = {
+        "dynamic": (create_cache("dynamic", network), forward),
+        "static": (static(), forward),
+        "static, compiled": (static(), torch.compile(forward, dynamic=False)),
+        cache: (create_cache(name, network, **options), forward),
+        f"{cache}, compiled": (create_cache(name, network, **options), torch.compile(forward, dynamic=True)),
+    }
+    for run, (instance, _) in runs.items():
+        typer.echo(f"{run} reads {context} tokens", err=True)
+        network(token_ids[:, :context], past_key_values=instance, logits_to_keep=1)
+    seconds: dict[str, list[float]] = {run: [] for run in runs}
+    typer.echo(f"{_WARM_UP} steps that compile, then {steps} that count", err=True)
+    for position in range(context, total):
+        place = torch.tensor([[position]], device=network.device)
+        for run, (instance, function) in runs.items():
+            step = partial(
+                function, token_ids[:, position : position + 1], past_key_values=instance, position_ids=place
+            )
+            seconds[run].append(time_call(step, network.device))
+    rows: list[dict[str, Any]] = []
+    dynamic = statistics.median(seconds["dynamic"][_WARM_UP:])
+    for run, times in seconds.items():
+        row = spread(times[_WARM_UP:])
+        speed = dynamic / row["median_s"]
+        rows.append({"cache": run, **row, "first_step_s": times[0], "speed_against_dynamic": speed})
+        typer.echo(
+            f"{run:<24} {1e3 * row['median_s']:8.1f} ms a token ({1e3 * row['lower_quartile_s']:.1f} to "
+            f"{1e3 * row['upper_quartile_s']:.1f}), first step {times[0]:.1f} s"
+        )
+    settings = {"model": model, "context": context, "steps": steps, "text_file": text_file.name}
+    return {"benchmark": "compile", **provenance(network.device), "settings": settings, "rows": rows}
+
+
+if __name__ == "__main__":
+    typer.run(main)

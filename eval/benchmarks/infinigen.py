@@ -1,0 +1,136 @@
+"""Where a decode step of an InfiniGen cache goes: shares of speculation, scoring, choosing and attention.
+
+kvcache-plugins bench infinigen --context 8000 --text-file FILE
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import Cache
+
+from kvcache_plugins.console.command_line import load_for_evaluation
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.infinigen import cache as cache_module
+from kvcache_plugins.infinigen import layer as layer_module
+from kvcache_plugins.infinigen import scoring as scoring_module
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+
+from .step import describe, step_rows, time_turns
+
+
+# What is timed, by name: where it stands, and what it is called there. Those of the second column contain others.
+_PARTS: dict[str, tuple[Any, str]] = {
+    "hooks": (cache_module.InfiniGenCache, "on_attention_input"),
+    "speculation": (layer_module.InfiniGenLayer, "speculate"),
+    "scoring": (scoring_module.ScoringCodes, "scores"),
+    "choosing": (layer_module, "select_tokens"),
+    "attention": (layer_module, "attend_rows"),
+}
+
+
+@contextmanager
+def _timed(owner: Any, name: str, part: str, seconds: dict[str, float]) -> Iterator[None]:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds[part] += time.perf_counter() - start  # type: ignore[assignment]
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float]:
+    """
+    Seconds a step of each part, and of what is none of them (the model itself), on a CPU.
+
+    Args:
+        step (`Callable[[int], object]`): takes the step of a number.
+        num_steps (`int`): how many.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    with ExitStack() as stack:
+        for part, (owner, name) in _PARTS.items():
+            stack.enter_context(_timed(owner, name, part, seconds))
+        start = time.perf_counter()
+        for number in range(num_steps):
+            step(number)
+        total = time.perf_counter() - start
+    parts = {
+        "expected queries": seconds["hooks"] - seconds["speculation"],
+        "scoring": seconds["scoring"],
+        "choosing": seconds["speculation"] - seconds["scoring"],
+        "fetching and attention": seconds["attention"],
+    }
+    parts["the model"] = total - sum(parts.values())
+    return {part: value / num_steps for part, value in parts.items()}
+
+
+@with_results
+@torch.inference_mode()
+def main(
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + 2 * --steps tokens.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable.")] = [  # noqa: B006
+        "dynamic",
+        "infinigen",
+        "h2o:heavy_ratio=0.05,recent_ratio=0.05",
+    ],
+    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 8000,
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
+    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+) -> dict[str, Any]:
+    """Time whole decode steps of caches that take turns, and the parts of those of InfiniGen.
+
+    \b
+    Examples:
+        kvcache-plugins bench infinigen --text-file book.txt
+        kvcache-plugins bench infinigen --cache dynamic --cache infinigen:share=0.05 --text-file book.txt
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    network, tokenizer = load_for_evaluation(model)
+    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(network.device)
+    if token_ids.shape[1] < context + 2 * steps:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {context + 2 * steps} are needed")
+    caches: dict[str, Cache] = {}
+    for spec in cache:
+        name, options = parse_cache_spec(spec)
+        caches[spec] = create_cache(name, network, **options)
+        network(token_ids[:, :context], past_key_values=caches[spec], logits_to_keep=1)
+        typer.echo(f"{context} tokens read through {spec}", err=True)
+    fed = token_ids[:, context : context + 2 * steps]
+    rows = step_rows(time_turns(network, caches, fed[:, :steps]), caches, context)
+    for row in rows:
+        typer.echo(describe(row))
+        used = caches[row["cache"]]
+        if not isinstance(used, cache_module.InfiniGenCache):
+            continue
+
+        def step(number: int, used: Cache = used) -> object:
+            return network(fed[:, steps + number : steps + number + 1], past_key_values=used)
+
+        row["parts_s"] = time_parts(step, steps)
+        for part, seconds in row["parts_s"].items():
+            typer.echo(f"    {part:<24} {1e3 * seconds:7.2f} ms")
+    dtype = str(network.dtype).removeprefix("torch.")
+    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
+    settings["num_threads"] = torch.get_num_threads()
+    return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
+
+
+if __name__ == "__main__":
+    typer.run(main)

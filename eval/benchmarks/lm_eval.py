@@ -1,0 +1,173 @@
+"""lm-eval's own model beside `kvcache`, on the requests of one task, taking turns: the same scores, and how fast.
+
+With the dense cache both have to score alike, in every mode; with any other cache the difference is what the cache
+costs. Tasks of log-likelihoods only: multiple choice and rolling perplexity.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_plugins.console.command_line import (
+    Announce,
+    load_for_evaluation,
+    make_table,
+    open_console,
+    track_progress,
+)
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.harness.timing import spread
+from kvcache_plugins.eval.tasks import find_task
+
+
+OWN = "hf"
+
+
+def build_requests(task: str, limit: int, num_fewshot: int | None) -> tuple[str, list[Any]]:
+    """
+    The requests of a task's first items.
+
+    Args:
+        task (`str`): A name of this project's tasks, a YAML file, or a name of lm-eval's.
+        limit (`int`): Items.
+        num_fewshot (`int`, *optional*): Examples before each; the task's own number by default.
+
+    Returns:
+        What the model is asked for (`loglikelihood` or `loglikelihood_rolling`), and the requests.
+    """
+    named, manager = find_task(task)
+    (built,) = manager.load([named])["tasks"].values()
+    if num_fewshot is not None:
+        built.set_config("num_fewshot", num_fewshot)
+    built.set_fewshot_seed(1234)
+    built.build_all_requests(limit=limit, rank=0, world_size=1)
+    kinds = {each.request_type for each in built.instances}
+    if len(kinds) != 1 or not kinds <= {"loglikelihood", "loglikelihood_rolling"}:
+        raise ValueError(f"`task` has to ask for log-likelihoods, but {task} asks for {', '.join(sorted(kinds))}")
+    return kinds.pop(), list(built.instances)
+
+
+def _log_likelihoods(answers: Sequence[Any]) -> list[float]:
+    return [float(each[0] if isinstance(each, tuple) else each) for each in answers]
+
+
+def _picks(requests: Sequence[Any], scores: Sequence[float]) -> list[int]:
+    """Of every item the number of its likeliest choice."""
+    by_item: dict[int, list[tuple[int, float]]] = {}
+    for request, score in zip(requests, scores, strict=True):
+        by_item.setdefault(request.doc_id, []).append((request.idx, score))
+    return [max(choices, key=lambda choice: choice[1])[0] for choices in by_item.values()]
+
+
+def compare_models(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    requests: list[Any],
+    caches: Sequence[str],
+    modes: Sequence[str],
+    *,
+    rounds: int,
+    batch_size: int,
+    max_length: int | None,
+    announce: Announce,
+) -> list[dict[str, Any]]:
+    """A row for lm-eval's model and one for each cache and mode: seconds, and how far scores are from the first's."""
+    from lm_eval.models.huggingface import HFLM
+
+    from kvcache_plugins.eval.lm_eval_model import KVCacheLM
+
+    common: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "max_length": max_length}
+    models: dict[str, Any] = {OWN: HFLM(model, **common)}
+    for cache in caches:
+        for mode in modes:
+            models[f"{cache}, {mode}"] = KVCacheLM(model, cache=cache, cache_mode=mode, cache_check=False, **common)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    scores: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for name in list(models)[:: 1 if number % 2 == 0 else -1]:
+            announce(f"round {number + 1} of {rounds}: {name}")
+            start = time.perf_counter()
+            answers = getattr(models[name], kind)(requests, disable_tqdm=True)
+            seconds[name].append(time.perf_counter() - start)
+            scores[name] = _log_likelihoods(answers)
+    rows = []
+    picks = _picks(requests, scores[OWN])
+    for name in models:
+        timing = spread(seconds[name])
+        own = _picks(requests, scores[name])
+        differences = [abs(one - other) for one, other in zip(scores[name], scores[OWN], strict=True)]
+        rows.append(
+            {
+                "model": name,
+                **timing,
+                "rounds_s": seconds[name],
+                "speed_against_hf": spread(seconds[OWN])["median_s"] / timing["median_s"],
+                "largest_difference": max(differences),
+                "largest_relative_difference": max(
+                    difference / abs(score) for difference, score in zip(differences, scores[OWN], strict=True)
+                ),
+                "same_picks": sum(one == other for one, other in zip(own, picks, strict=True)),
+                "num_items": len(picks),
+            }
+        )
+    return rows
+
+
+@with_results
+def main(
+    task: Annotated[str, typer.Option(help="A task of log-likelihoods: kv_piqa, a YAML file, or one of lm-eval's.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable.")] = ["dynamic"],  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help="Of `cache_mode`; repeatable.")] = ["auto"],  # noqa: B006
+    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
+    limit: Annotated[int, typer.Option(help="Items.", min=1)] = 50,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each; the task's own by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Of both models.", min=1)] = 1,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a window; the model's by default.")] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of every model, taking turns.", min=1)] = 3,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
+) -> dict[str, Any]:
+    """lm-eval's own model beside `kvcache` on one task: seconds, and the largest difference of their scores.
+
+    \b
+    Examples:
+        kvcache-plugins bench lm-eval --task kv_openbookqa --limit 50
+        kvcache-plugins bench lm-eval --task kv_copa --limit 200 --mode prefix --mode chunk --mode decode --rounds 1
+    """
+    settings = dict(locals())
+    kind, requests = build_requests(task, limit, num_fewshot)
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    with track_progress(rounds * (1 + len(cache) * len(mode))) as announce:
+        rows = compare_models(
+            loaded,
+            tokenizer,
+            kind,
+            requests,
+            cache,
+            mode,
+            rounds=rounds,
+            batch_size=batch_size,
+            max_length=max_length,
+            announce=announce,
+        )
+    headings = ("seconds", "quartiles", "times hf", "largest difference", "relative", "same picks")
+    cells = [
+        [
+            row["model"],
+            f"{row['median_s']:.2f}",
+            f"{row['lower_quartile_s']:.2f}-{row['upper_quartile_s']:.2f}",
+            f"{row['speed_against_hf']:.2f}",
+            f"{row['largest_difference']:.1e}",
+            f"{row['largest_relative_difference']:.1e}",
+            f"{row['same_picks']} of {row['num_items']}",
+        ]
+        for row in rows
+    ]
+    title = f"{model} on {task}: {len(requests)} requests, medians of {rounds}"
+    open_console().print(make_table(title, {"model": "name", **dict.fromkeys(headings, "number")}, cells))
+    return {"benchmark": "lm-eval", **provenance(loaded.device), "settings": settings, "rows": rows}

@@ -1,0 +1,126 @@
+"""Time of a whole decode step of a model, for several caches that take turns in one process.
+
+kvcache-plugins bench step --context 4096 --cache dynamic --cache gear-2bit --text-file FILE
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import Cache, PreTrainedModel
+
+from kvcache_plugins.console.command_line import load_for_evaluation
+from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.harness.caches import cache_stats
+from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.reports.memory import measure_memory
+
+
+def time_turns(
+    network: PreTrainedModel,
+    caches: Mapping[str, Cache],
+    token_ids: torch.Tensor,
+    guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    is_time_up: Callable[[], bool] = lambda: False,
+) -> dict[str, list[float]]:
+    """
+    Seconds of every decode step of each cache; the caches take turns.
+
+    Args:
+        network (`PreTrainedModel`): the model.
+        caches (`Mapping[str, Cache]`): caches that hold the context already.
+        token_ids (`torch.Tensor` of shape `[batch_size, steps]`): what is fed, a token a step.
+        guard (`Callable`, *optional*): entered with a cache's name around each of its steps. A cache whose step it
+            ends early takes no further turns.
+        is_time_up (`Callable[[], bool]`, *optional*): asked before each round whether it is to be the end.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    racing = list(caches)
+    for position in range(token_ids.shape[1]):
+        if is_time_up():
+            break
+        token = token_ids[:, position : position + 1]
+        for name in racing:
+            with guard(name):
+                step = partial(network, token, past_key_values=caches[name])
+                seconds[name].append(time_call(step, network.device))
+        racing = [name for name in racing if len(seconds[name]) > position]
+    return seconds
+
+
+def step_rows(seconds: Mapping[str, list[float]], caches: Mapping[str, Cache], context: int) -> list[dict[str, Any]]:
+    """A row for each cache that took at least three turns; speeds are against the first of them."""
+    measured = {name: times for name, times in seconds.items() if len(times) > 2}
+    first = statistics.median(next(iter(measured.values()), [1.0]))
+    return [
+        {
+            "context": context,
+            "cache": name,
+            **spread(times),
+            # What a token costs with its share of compressing a chunk; a median leaves that out
+            "mean_s": statistics.fmean(times),
+            "speed_against_first": first / statistics.median(times),
+            "bytes": measure_memory(caches[name]).total_bytes,
+            "stats": cache_stats(caches[name]),
+        }
+        for name, times in measured.items()
+    ]
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """One line of a result."""
+    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+    return (
+        f"{row['context']:6d} tokens, {row['cache']:<16} {median:8.2f} ms a token ({lower:.2f} to {upper:.2f}), "
+        f"{row['speed_against_first']:5.2f} times as fast as the first"
+    )
+
+
+@with_results
+@torch.inference_mode()
+def main(
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps tokens.")],
+    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.")] = [4096],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
+    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+) -> dict[str, Any]:
+    """Time whole decode steps of a model. Caches take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench step --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench step --cache dynamic --cache quanto-4bit --context 1024 --text-file book.txt --out s.json
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    network, tokenizer = load_for_evaluation(model)
+    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(network.device)
+    if token_ids.shape[1] < max(context) + steps:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {max(context) + steps} are needed")
+    rows: list[dict[str, Any]] = []
+    for length in context:
+        caches: dict[str, Cache] = {}
+        for spec in cache:
+            name, options = parse_cache_spec(spec)
+            caches[spec] = create_cache(name, network, **options)
+            network(token_ids[:, :length], past_key_values=caches[spec], logits_to_keep=1)
+            typer.echo(f"{length} tokens read through {spec}", err=True)
+        rows += step_rows(time_turns(network, caches, token_ids[:, length : length + steps]), caches, length)
+        for row in rows[-len(caches) :]:
+            typer.echo(describe(row))
+    dtype = str(network.dtype).removeprefix("torch.")
+    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
+    return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
+
+
+if __name__ == "__main__":
+    typer.run(main)

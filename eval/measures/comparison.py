@@ -1,0 +1,310 @@
+"""Several caches on one prompt, side by side: what each writes, how far it strays, what it holds and how fast it is.
+
+Every cache is used twice. Once to generate, with a streamer that notes when each token arrives: the first interval is
+prefill, the next is a warm-up, the median of the others is the time of a decoded token. And once to be scored: the
+prompt fills a fresh cache, the *dense* cache's continuation is fed through it, and its next-token distributions are
+held against the dense ones at the same positions. Two texts that part early say little about how different the caches
+are; distributions over one text do.
+
+`dynamic` always comes first: it is the reference.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.eval.harness.caches import CACHE_FAILURES, REFERENCE, cache_factories, cache_stats, with_reference
+from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
+
+from .fidelity import continuation_logits, fill_cache, score_logits
+from .layer_errors import LayerErrors, record_attention
+
+
+class TokenTimer(BaseStreamer):
+    """
+    Notes when `generate` delivers the prompt and each token, and hands them on to another streamer, if any.
+
+    Args:
+        inner (`BaseStreamer`, *optional*): Gets everything that this one gets.
+        on_token (`Callable[[], None]`, *optional*): Called at each generated token.
+    """
+
+    def __init__(self, inner: BaseStreamer | None = None, on_token: Callable[[], None] | None = None) -> None:
+        self.inner = inner
+        self.on_token = on_token
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: the prompt first, then token by token."""
+        self.times.append(time.perf_counter())
+        if self.on_token is not None and len(self.times) > 1:
+            self.on_token()
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        """Called by `generate` after the last token."""
+        if self.inner is not None:
+            self.inner.end()
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From the prompt to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Median over the decoded tokens, the first of them left out as a warm-up; `None` when nothing is left."""
+        intervals = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
+        return statistics.median(intervals[1:]) if len(intervals) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """
+    What one `generate` gave.
+
+    Args:
+        token_ids (`tuple[int, ...]`): The new tokens.
+        prefill_seconds (`float`): From the prompt to the first token.
+        seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
+        memory (`MemoryReport`): What the cache held at the end.
+        stats (`dict`): Its counters at the end.
+    """
+
+    token_ids: tuple[int, ...]
+    prefill_seconds: float
+    seconds_per_token: float | None
+    memory: MemoryReport
+    stats: dict[str, StatValue]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode speed."""
+        return 1 / self.seconds_per_token if self.seconds_per_token else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonRow:
+    """
+    One cache beside the reference.
+
+    Args:
+        cache (`str`): The name, with options if any.
+        text (`str`): What was generated.
+        generation (`Generation`, *optional*): Tokens, times and bytes; `None` when the cache failed.
+        first_difference (`int`, *optional*): Index of the first token that is not the reference's, if there is one.
+        kl (`float`, *optional*): Mean KL(dense || cache) along the reference's continuation, in nats.
+        top1_agreement (`float`, *optional*): Share of it at which both find the same token most likely.
+        layer_errors (`tuple[float, ...]`): Relative error of every layer's attention output along it.
+        error (`str`, *optional*): What the cache raised.
+    """
+
+    cache: str
+    text: str = ""
+    generation: Generation | None = None
+    first_difference: int | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    layer_errors: tuple[float, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The reference's text, the tokens that are scored of it, and what the dense cache makes of them."""
+
+    generation: Generation
+    targets: torch.Tensor
+    logits: torch.Tensor
+    outputs: list[torch.Tensor]
+
+
+def generate_with(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    seed: int = 42,
+    streamer: BaseStreamer | None = None,
+    on_token: Callable[[], None] | None = None,
+) -> Generation:
+    """
+    Continues a prompt through a cache and times it.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
+        cache (`Cache`): A fresh cache.
+        max_new_tokens (`int`): Tokens to generate at most.
+        temperature (`float`, *optional*): Samples at this temperature; greedy by default.
+        seed (`int`, *optional*, defaults to 42): Random seed.
+        streamer (`BaseStreamer`, *optional*): Shows the text as it comes.
+        on_token (`Callable[[], None]`, *optional*): Called at each new token.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    set_seed(seed)
+    timer = TokenTimer(streamer, on_token)
+    input_ids = token_ids[None].to(model.device)
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    output = model.generate(  # type: ignore[operator]
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=timer,
+        **sampling,
+    )
+    return Generation(
+        token_ids=tuple(output[0, token_ids.numel() :].tolist()),
+        prefill_seconds=timer.prefill_seconds,
+        seconds_per_token=timer.seconds_per_token,
+        memory=measure_memory(cache),
+        stats=cache_stats(cache),
+    )
+
+
+class Comparison:
+    """
+    Caches compared on one prompt, against `dynamic`.
+
+    Args:
+        model (`PreTrainedModel`): The model, in eval mode.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
+        caches (`Sequence[str]`): `name` or `name:key=value,key=value`. A wrong one is a `ValueError` here.
+        max_new_tokens (`int`): Tokens to generate at most.
+        seed (`int`, *optional*, defaults to 42): Random seed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        token_ids: torch.Tensor,
+        caches: Sequence[str],
+        *,
+        max_new_tokens: int,
+        seed: int = 42,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.token_ids = token_ids
+        self.factories = cache_factories(with_reference(caches), model)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+
+    @property
+    def num_steps(self) -> int:
+        """How often `run` announces what it does, if no text ends early."""
+        return len(self.factories) * (1 + self.max_new_tokens)
+
+    def run(self, announce: Callable[[str], None]) -> list[ComparisonRow]:
+        """The rows, `dynamic` first. A cache that fails on the way has a row with its error."""
+        announce(REFERENCE)
+        self._warm_up()
+        generation = self._generate(REFERENCE, announce)
+        continuation = torch.tensor(generation.token_ids)
+        # What follows the last token is nobody's text; a single token has nothing else
+        fed = continuation[: max(1, continuation.numel() - 1)]
+        dense = _Dense(generation, continuation[-fed.numel() :], *self._score(REFERENCE, fed))
+        rows = [self._row(REFERENCE, generation, dense.logits, dense.outputs, dense)]
+        for name in list(self.factories)[1:]:
+            announce(name)
+            try:
+                rows.append(self._row(name, self._generate(name, announce), *self._score(name, fed), dense))
+            except CACHE_FAILURES as error:
+                rows.append(ComparisonRow(cache=name, error=f"{type(error).__name__}: {error}"))
+        return rows
+
+    def _row(
+        self,
+        name: str,
+        generation: Generation,
+        logits: torch.Tensor,
+        outputs: list[torch.Tensor],
+        dense: _Dense,
+    ) -> ComparisonRow:
+        score = score_logits(dense.logits, logits, dense.targets)
+        errors = LayerErrors()
+        errors.add(dense.outputs, outputs)
+        return ComparisonRow(
+            cache=name,
+            text=str(self.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
+            generation=generation,
+            first_difference=first_difference(dense.generation.token_ids, generation.token_ids),
+            kl=score.mean_kl,
+            top1_agreement=score.num_agreeing / score.num_scored,
+            layer_errors=errors.relative(),
+        )
+
+    def _warm_up(self) -> None:
+        # The first forward of a process is slower than any later one; without this the reference would pay for it
+        generate_with(self.model, self.token_ids[:8], self.factories[REFERENCE](), max_new_tokens=2)
+
+    def _generate(self, name: str, announce: Callable[[str], None]) -> Generation:
+        return generate_with(
+            self.model,
+            self.token_ids,
+            self.factories[name](),
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            on_token=lambda: announce(name),
+        )
+
+    def _score(self, name: str, continuation: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits along a continuation, and every layer's attention outputs."""
+        cache = self.factories[name]()
+        fill_cache(self.model, self.token_ids, cache)
+        with record_attention(self.model) as recorded:
+            logits = continuation_logits(self.model, continuation, cache)
+        return logits, recorded.by_layer()
+
+
+def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
+    if tuple(reference) == tuple(other):
+        return None
+    pairs = enumerate(zip(reference, other, strict=False))
+    return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
+
+
+def generation_fields(generation: Generation) -> dict[str, object]:
+    """What a generation is in JSON, but for its text."""
+    return {
+        "token_ids": list(generation.token_ids),
+        "memory": memory_fields(generation.memory),
+        "stats": generation.stats,
+        "prefill_seconds": generation.prefill_seconds,
+        "seconds_per_token": generation.seconds_per_token,
+        "tokens_per_second": generation.tokens_per_second,
+    }
+
+
+def row_fields(row: ComparisonRow) -> dict[str, object]:
+    """A row for `compare --json`."""
+    fields: dict[str, object] = {"cache": row.cache, "error": row.error}
+    if row.generation is None:
+        return fields
+    return {
+        **fields,
+        "text": row.text,
+        "first_difference": row.first_difference,
+        "kl": row.kl,
+        "top1_agreement": row.top1_agreement,
+        "layer_errors": row.layer_errors,
+        **generation_fields(row.generation),
+    }

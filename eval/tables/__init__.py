@@ -1,0 +1,1 @@
+"""Results as Markdown tables and figures: what `kvcache-plugins eval report` writes into the documents."""

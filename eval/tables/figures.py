@@ -1,0 +1,235 @@
+"""Figures: accuracy against bytes held, perplexity against position, memory by part, time against context.
+
+Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvcache_plugins.eval.harness.caches import REFERENCE
+from kvcache_plugins.eval.harness.windows import stretch_stops
+
+from .markdown import standard_error_of_kl
+
+
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+_MARKERS = "osD^vP*Xh<>"
+_DOTS_PER_INCH = 150
+_PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
+_PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
+_BITS = re.compile(r"-(\d)bit")
+# Bits of keys and of values: one method, whatever they are
+_BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?")
+
+Content = Mapping[str, Any]
+
+
+def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
+    """
+    Draws all figures that a sweep's results allow, as PNG.
+
+    Args:
+        contents (`Sequence[Content]`): Results of one sweep.
+        folder (`Path`): Where the files go; made if need be.
+        prefix (`str`): What their names begin with.
+
+    Returns:
+        `list[Path]`: The files.
+    """
+    groups: dict[tuple[str, str, str], list[Content]] = defaultdict(list)
+    for content in contents:
+        settings = content["settings"]
+        groups[settings["kind"], settings["name"], settings["model"]].append(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for (kind, name, model), group in sorted(groups.items()):
+        title = f"{name}, {Path(model).name}"
+        drawn = {f"{prefix}-{name}-{Path(model).name}-bytes.png": _draw_against_bytes(group, title)}
+        if kind == "perplexity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-position.png"] = _draw_against_position(group, title)
+        if kind == "fidelity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-parts.png"] = _draw_parts(group, title)
+        for file, figure in drawn.items():
+            paths.append(_save(figure, folder / file))
+    return paths
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # Without the date of drawing the same results give the same file
+    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    return path
+
+
+def _new(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 6}
+
+
+def _add_legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _score(content: Content) -> tuple[str, float, float]:
+    """What a result is judged by: its name, value and standard error."""
+    result, kind = content["result"], content["settings"]["kind"]
+    if kind == "task":
+        metric = next(iter(result["metrics"]))
+        error = result["standard_errors"].get(metric)
+        return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
+    if kind == "fidelity":
+        return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
+    if kind == "perplexity":
+        return "perplexity", result["ppl"], 0.0
+    return "answers right", result["accuracy"], result["standard_error"]
+
+
+def _percent_held(content: Content) -> float:
+    # While tokens are decoded, if that was measured; or, as in the table of fidelity, before the scored tokens have
+    # filled a buffer by chance
+    mean = content["result"].get("mean_kv_percent")
+    if mean is not None:
+        return float(mean)
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory["kv_percent"])
+
+
+def _method(cache: str) -> str:
+    """The name of a cache without its bits."""
+    return _BITS_OF_SIDES.sub("-k-v", _BITS.split(cache)[0])
+
+
+def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
+    """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
+    name = _score(group[0])[0]
+    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
+    # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
+    is_logarithmic = name.startswith("KL")
+    methods: dict[str, list[Content]] = defaultdict(list)
+    for content in group:
+        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
+            methods[_method(content["settings"]["cache"])].append(content)
+    for number, contents in enumerate(methods.values()):
+        style = _style(number)
+        ordered = sorted(contents, key=_percent_held)
+        axes.plot(
+            [_percent_held(each) for each in ordered], [_score(each)[1] for each in ordered], color=style["color"]
+        )
+        for content in ordered:
+            _, value, error = _score(content)
+            cache = content["settings"]["cache"]
+            face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
+            percent = _percent_held(content)
+            axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style)
+            sides = _BITS_OF_SIDES.search(cache)
+            if sides:
+                # They share all but the number of bits
+                place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                axes.annotate(sides.group().strip("-"), (percent, value), **place)
+    lowest, highest = axes.get_xlim()
+    if highest > 2 * lowest > 0:
+        axes.set_xscale("log")
+        lowest, highest = axes.get_xlim()
+        axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
+        axes.xaxis.set_major_formatter(_PLAIN)
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    if is_logarithmic:
+        axes.set_yscale("log")
+    _add_legend(axes)
+    return figure
+
+
+def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
+    """Beside the dense cache's where it is among them: texts are harder in one place than in another."""
+    reference = next((each["result"] for each in group if each["settings"]["cache"] == REFERENCE), None)
+    figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if reference else ''}, by stretch")
+    for number, content in enumerate(group):
+        result = content["result"]
+        dense = reference["ppl_by_stretch"] if reference else [1.0] * len(result["ppl_by_stretch"])
+        ratios = [ppl / each for ppl, each in zip(result["ppl_by_stretch"], dense, strict=True)]
+        stops = stretch_stops(result["stretch"], result["num_scored"])
+        axes.plot(stops, ratios, label=content["settings"]["cache"], **_style(number))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.yaxis.set_minor_formatter(_PLAIN)
+    _add_legend(axes)
+    return figure
+
+
+def _draw_parts(group: Sequence[Content], title: str) -> Figure:
+    figure, axes = _new(title, "MB held", "")
+    parts = sorted({part for content in group for part in content["memory"]["parts"]})
+    names = [content["settings"]["cache"] for content in group]
+    left = [0.0] * len(group)
+    for number, part in enumerate(parts):
+        widths = [content["memory"]["parts"].get(part, 0) / 1e6 for content in group]
+        axes.barh(names, widths, left=left, label=part, color=_COLOURS[number % len(_COLOURS)])
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    _add_legend(axes)
+    return figure
+
+
+def draw_result(content: Content, path: Path) -> Path:
+    """
+    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
+    divergence from the dense cache against bytes held.
+
+    Args:
+        content (`Content`): The result; any other is a `ValueError`.
+        path (`Path`): The file, its folder made if need be.
+    """
+    if content.get("benchmark") == "step":
+        figure = _draw_steps(content)
+    elif content["rows"] and "kl_spread" in content["rows"][0]:
+        figure = _draw_fidelity(content)
+    else:
+        raise ValueError(
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step` or `eval fidelity` only"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
+def _draw_fidelity(content: Content) -> Figure:
+    settings = content["settings"]
+    title = f"{settings['text_file']}, {settings['model']}, {settings['scored']} tokens after {settings['prefix']}"
+    if settings["chunk"] is not None:
+        title += f", {settings['chunk']} at a time"
+    group = [
+        {"settings": {"kind": "fidelity", "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
+        for row in content["rows"]
+    ]
+    return _draw_against_bytes(group, title)
+
+
+def _draw_steps(content: Content) -> Figure:
+    rows = content["rows"]
+    title = f"{content['settings']['model']}, {content['device']}"
+    figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
+    for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
+        medians = [1e3 * row["median_s"] for row in own]
+        below = [1e3 * (row["median_s"] - row["lower_quartile_s"]) for row in own]
+        above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
+        contexts = [row["context"] for row in own]
+        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
+    axes.set_ylim(bottom=0)
+    _add_legend(axes)
+    return figure

@@ -1,0 +1,1 @@
+"""What the commands of `kvcache-plugins` share: options, tables, JSON, progress and exit codes."""

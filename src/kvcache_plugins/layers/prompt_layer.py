@@ -1,0 +1,257 @@
+"""Layers that take their prompt in only after attention over it.
+
+`update` sees states and no mask, `attend` sees the mask: so a prompt is handed out exact, attention over it is
+computed as in a dense cache, and only then is it stored, the padding of every item being known. `PromptLayer` is the
+base of the layers that do so; what they share beside that is the bookkeeping of lengths, padding and counters.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+
+from kvcache_plugins.ops.masking import leading_padding
+
+from .lazy_states import LazyLayer, LazyStates
+
+
+class PromptLayer(LazyLayer):
+    """
+    A layer whose prompt waits until attention has seen it.
+
+    A subclass says how a prompt (`_store_prompt`) and later tokens (`_append`) are stored, how the newest are dropped
+    (`_drop_newest`), and what else it does to its tensors (`_map_stored`, `_stored_tensors`).
+
+    Args:
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            The prompt's padding mask, for attention implementations that do not show it to the cache.
+    """
+
+    counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
+    # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
+    needs_prompt_attention = False
+
+    def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._given_mask = attention_mask
+        self._clear()
+
+    def _clear(self) -> None:
+        # An update that is stored as soon as attention has seen it
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sides_read: set[str] = set()
+        self.padding = None
+        self._mask_seen = False
+        self._length = 0
+        # Tokens of the newest update
+        self._num_new = 0
+        self._counters = dict.fromkeys(self.counter_names, 0)
+        self.dense_reads = 0
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Left padding of every item, once a mask has shown it, `[batch_size]`."""
+        return self._padding
+
+    @padding.setter
+    def padding(self, padding: torch.Tensor | None) -> None:
+        self._padding: torch.Tensor | None = padding
+        self._known_longest: int | None = None
+
+    def _longest_padding(self) -> int:
+        """Padding of the item that has most. The host waits for a device only the first time it asks."""
+        if self._known_longest is None:
+            self._known_longest = 0 if self.padding is None else int(self.padding.max())
+        return self._known_longest
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._shapes = {"keys": tuple(key_states.shape), "values": tuple(value_states.shape)}
+        self.batch_size = key_states.shape[0]
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Takes in new states and returns all states, lazily.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[batch_size, num_heads, new tokens, head_dim]`):
+                The new states, after the rotary embedding.
+
+        Raises:
+            ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
+            as it was.
+        """
+        # Lazy initialization
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._length and key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
+                f"{key_states.shape[0]}: for another prompt make a new cache, or call `reset()`"
+            )
+        if key_states.device != self.device:
+            self._move_to(key_states.device)
+        self.settle_prompt()
+        self._sides_read.clear()
+        self._before_update()
+        is_first, count = self._length == 0, key_states.shape[2]
+        self._num_new = count
+        if is_first:
+            self.batch_size = key_states.shape[0]
+        exact = (key_states, value_states) if is_first else (None, None)
+        # What is stored would otherwise keep the graph of every update alive
+        self.has_gradients = key_states.requires_grad or value_states.requires_grad
+        if self.has_gradients:
+            key_states, value_states = key_states.detach(), value_states.detach()
+        if is_first or self._is_prompt(count):
+            self._pending = (key_states, value_states)
+        else:
+            self._append(key_states, value_states)
+        self._length += count
+        keys, values = (
+            LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
+            for side, states in zip(("keys", "values"), exact, strict=True)
+        )
+        return keys, values
+
+    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
+        """
+        Stores a first prompt that was attended to elsewhere.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): its states.
+            padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding at the start of every item.
+        """
+        assert self._length == 0 and not self.needs_prompt_attention
+        self.update(keys, values)
+        self._mask_seen = True
+        if padding is not None and bool(padding.any()):
+            self.padding = padding
+        self.settle_prompt()
+
+    def _before_update(self) -> None:
+        """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
+
+    def _is_prompt(self, count: int) -> bool:
+        """Whether an update of `count` tokens, not the first, is stored as a prompt of its own."""
+        return False
+
+    @abstractmethod
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores tokens that follow a prompt; `get_seq_length()` does not count them yet."""
+
+    @abstractmethod
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        """Stores a prompt that attention has seen; `get_seq_length()` counts it."""
+
+    @abstractmethod
+    def _drop_newest(self, count: int) -> None:
+        """Drops the newest `count` tokens, not all; `get_seq_length()` still counts them."""
+
+    @abstractmethod
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor stored, the padding aside, by `function` of it."""
+
+    @abstractmethod
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Part and tensor of everything stored, the padding aside; the batch is the first dimension of the first."""
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        self._learn_padding(attn_mask)
+        self.settle_prompt()
+
+    def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
+        self._mask_seen = True
+        if attn_mask is not None and attn_mask.shape[-2] > 1:
+            first_new = self._length - attn_mask.shape[-2]
+            if first_new >= 0:
+                self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
+
+    def on_dense_read(self, side: str) -> None:
+        super().on_dense_read(side)
+        # An attention that reads both sides dense has its own references by now
+        self._sides_read.add(side)
+        if self._pending is not None and len(self._sides_read) == 2:
+            self.settle_prompt()
+
+    def settle_prompt(self) -> None:
+        """Stores a prompt that still waits, so that what is stored is complete."""
+        if self._pending is None:
+            return
+        (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
+        self._use_given_mask()
+        try:
+            self._store_prompt(keys, values, is_first=is_first)
+        except (ValueError, MemoryError):
+            # As if the update had not been
+            self._length -= keys.shape[2]
+            self._pending = None
+            raise
+        self._pending = None
+
+    def _use_given_mask(self) -> None:
+        if self._given_mask is not None and not self._mask_seen and self.padding is None:
+            self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
+        elif not self._mask_seen:
+            self._counters["prompts_without_mask"] += 1
+
+    def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
+        """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
+        if self.padding is None or self._longest_padding() <= start:
+            return None
+        return torch.arange(start, start + count, device=self.device) >= self.padding.to(self.device)[:, None]
+
+    def crop_tokens(self, count: int) -> None:
+        self.settle_prompt()
+        if count == self._length:
+            counters, reads = self._counters, self.dense_reads
+            self._clear()
+            self._counters, self.dense_reads = counters, reads
+            return
+        self._drop_newest(count)
+        self._length -= count
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.settle_prompt()
+        self._map_stored(function)
+        if self.padding is not None:
+            self.padding = function(self.padding)
+        for _, tensor in self.named_tensors():
+            self.batch_size = tensor.shape[0]
+            break
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.settle_prompt()
+        yield from self._stored_tensors()
+        if self.padding is not None:
+            yield "index", self.padding
+
+    def num_values(self) -> int:
+        if not self.is_initialized:
+            return 0
+        return sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in map(self.states_shape, ("keys", "values")))
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        _, num_heads, _, head_dim = self._shapes[side]
+        return self.batch_size, num_heads, self._length, head_dim
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def reset(self) -> None:
+        self._clear()
+        self.is_initialized = False
+
+    def _move_to(self, device: torch.device) -> None:
+        self.device = device
+        self.map_tensors(lambda tensor: tensor.to(device))

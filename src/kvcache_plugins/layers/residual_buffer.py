@@ -1,0 +1,68 @@
+"""A buffer of the newest tokens, exact, in front of whatever a layer does with older ones."""
+
+from collections.abc import Callable
+
+import torch
+
+
+# Tokens that there is room for beyond those held, at most, and that room grows by
+_STEP = 8
+
+
+class ResidualBuffer:
+    """
+    The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use.
+
+    Capacity grows in small steps, as what is reserved is held too: moving a few tokens costs less than the room would.
+    It ends at `limit`, the most that waits in ordinary decoding; a longer update goes beyond only as far as it needs.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
+        capacity = min(max(keys.shape[2], _STEP), max(limit, keys.shape[2]))
+        self.limit = limit
+        self._keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
+        self._values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
+        self.length = 0
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[:, :, : self.length]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, :, : self.length]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        total = self.length + keys.shape[2]
+        if total > self._keys.shape[2]:
+            self._resize(max(total, min(-(-total // _STEP) * _STEP, self.limit)))
+        self._keys[:, :, self.length : total] = keys
+        self._values[:, :, self.length : total] = values
+        self.length = total
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the oldest `count` tokens, and gives their room back."""
+        keys, values = self.keys[:, :, count:], self.values[:, :, count:]
+        self.length = keys.shape[2]
+        capacity = min(-(-max(self.length, 1) // _STEP) * _STEP, max(self.limit, self.length))
+        self._keys, self._values = (_with_room(states, capacity) for states in (keys, values))
+
+    def drop_last(self, count: int) -> None:
+        self.length -= count
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._keys, self._values = function(self._keys), function(self._values)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with all their room."""
+        return self._keys, self._values
+
+    def _resize(self, capacity: int) -> None:
+        self._keys, self._values = (_with_room(states, capacity) for states in (self.keys, self.values))
+
+
+def _with_room(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of `[B, H, tokens, D]` with room for `capacity` tokens."""
+    resized = states.new_zeros(*states.shape[:2], capacity, states.shape[3])
+    resized[:, :, : states.shape[2]] = states
+    return resized

@@ -1,0 +1,1 @@
+"""What a cache holds, in bytes and counters, and how a notebook shows it."""

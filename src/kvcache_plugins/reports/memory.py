@@ -1,0 +1,197 @@
+"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcache_plugins.layers.lazy_states import LazyLayer
+
+from .html import render_memory
+
+
+# What a cache says of itself: counters, and perhaps how it was chosen
+StatValue = int | float | str | Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """
+    What a cache holds.
+
+    Attributes:
+        parts (`dict[str, int]`): bytes per part (`codes`, `scales`, `low_rank`, `outliers`, `residual`, `spare`,
+            `dense`, ...).
+        devices (`dict[str, int]`): bytes per device.
+        dense_bytes (`int`): bytes that `DynamicCache` would hold of the same tokens in the same dtype.
+        num_values (`int`): key and value numbers that those tokens have.
+    """
+
+    parts: dict[str, int]
+    devices: dict[str, int]
+    dense_bytes: int
+    num_values: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes stored, metadata, buffers and spare capacity included."""
+        return sum(self.parts.values())
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller than `DynamicCache` in the same dtype; 1.0 for an empty cache."""
+        return self.dense_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
+    def kv_percent(self) -> float:
+        """
+        Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200).
+        """
+        return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits stored for every key and value number."""
+        return 8 * self.total_bytes / self.num_values if self.num_values else 0.0
+
+    def _repr_html_(self) -> str:
+        return self.to_html("MemoryReport")
+
+    def to_html(self, title: str, counters: Mapping[str, StatValue] | None = None) -> str:
+        """
+        A stacked bar of the parts, the ratios and the numbers, as notebooks show them.
+
+        Args:
+            title (`str`): What stands before it.
+            counters (`Mapping`, *optional*): What a cache's `stats()` returned.
+        """
+        return render_memory(
+            title,
+            self.parts,
+            self.devices,
+            dense_bytes=self.dense_bytes,
+            compression_ratio=self.compression_ratio,
+            kv_percent=self.kv_percent,
+            counters=counters,
+        )
+
+
+def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
+    """
+    What any cache of Transformers holds.
+
+    Args:
+        cache (`Cache` or `Sequence[Cache]`):
+            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
+            parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
+            `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is counted once.
+    """
+    caches = [cache] if isinstance(cache, Cache) else cache
+    parts: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
+    dense_bytes = num_values = 0
+    seen: set[tuple[int, int]] = set()
+    for layer in (layer for each in caches for layer in each.layers):
+        named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
+        for part, tensor in named:
+            if len(caches) > 1 and not tensor.is_meta:
+                place = tensor.data_ptr(), tensor.nbytes
+                if place in seen:
+                    continue
+                seen.add(place)
+            parts[part] += tensor.nbytes
+            devices[str(tensor.device)] += tensor.nbytes
+        layer_values, itemsize = _dense_equivalent(layer, named)
+        num_values += layer_values
+        dense_bytes += layer_values * itemsize
+    return MemoryReport(parts=dict(parts), devices=dict(devices), dense_bytes=dense_bytes, num_values=num_values)
+
+
+class ReportingMixin:
+    """Adds `memory()` and `stats()` to a cache of Transformers."""
+
+    def memory(self) -> MemoryReport:
+        """What the cache holds."""
+        return measure_memory(self)  # type: ignore[arg-type]
+
+    def stats(self) -> Mapping[str, StatValue]:
+        """Counters that show the cache was used."""
+        layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
+        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]
+        quantized = [layer.get_seq_length() for layer in layers if getattr(layer, "_quantized_keys", None) is not None]
+        return {
+            "num_layers": len(layers),
+            "tokens_cached": max(lengths, default=0),
+            "layers_quantized": len(quantized),
+        }
+
+    def _repr_html_(self) -> str:
+        return self.memory().to_html(type(self).__name__, self.stats())
+
+
+def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
+    """
+    Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once
+    each.
+    """
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, (str, bytes, int, float, type)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            inner = getattr(item, "__tensor_flatten__", None)
+            if inner is None:
+                yield item
+            else:
+                stack.extend(getattr(item, name) for name in inner()[0])
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set)):
+            stack.extend(item)
+        else:
+            stack.extend(getattr(item, "__dict__", {}).values())
+            slots = getattr(type(item), "__slots__", ())
+            stack.extend(getattr(item, name) for name in slots if name in dir(item) and not name.startswith("__"))
+
+
+def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
+    quantized = {
+        id(tensor)
+        for name in ("_quantized_keys", "_quantized_values")
+        for tensor in reachable_tensors(getattr(layer, name, None))
+    }
+    for tensor in reachable_tensors(layer):
+        yield ("quantized" if id(tensor) in quantized else "dense"), tensor
+
+
+def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+    """Numbers that a dense layer would hold, and bytes a number."""
+    if isinstance(layer, LazyLayer):
+        return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
+    quantized_keys = getattr(layer, "_quantized_keys", None)
+    if quantized_keys is not None:
+        per_token = sum(
+            _quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values")
+        )
+        return per_token * layer.get_seq_length(), layer.dtype.itemsize
+    stored = [tensor for _, tensor in named if tensor.is_floating_point()]
+    numbers = sum(tensor.numel() for tensor in stored)
+    return numbers, (stored[0].element_size() if stored else 0)
+
+
+def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
+    """
+    Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
+    fp8).
+    """
+    shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
+    if isinstance(states, tuple) and isinstance(states[1], dict):
+        shape = states[1]["shape"]
+    return shape[0] * shape[1] * shape[3]

@@ -1,0 +1,330 @@
+"""The guard's choice: it is the cheapest that keeps the bound, it measures what an ordinary run would show, and a
+prompt that it cannot judge is an error."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from kvcache_plugins import GEARCache, choose_cache, cli, create_cache
+from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
+from kvcache_plugins.contract import CONTRACT, run_check
+from kvcache_plugins.eval.continuations import was_exercised
+from kvcache_plugins.eval.measures.comparison import generate_with, generation_fields
+from kvcache_plugins.gear.layer import GEARLayer
+
+
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
+LENGTH = 200
+HELD_OUT = 50
+# Bounds that every candidate meets, and none
+LOOSE, TIGHT = 1e3, 1e-12
+CHOICE = {"chosen_preset", "chosen_kl", "max_kl", "kl_by_preset"}
+ARCHITECTURES = ["llama", "gemma3-hybrid"]
+
+
+def prompt(length=LENGTH, batch_size=1):
+    return torch.randint(2, 128, (batch_size, length), generator=torch.Generator().manual_seed(5))
+
+
+def padded():
+    """Items of 200, 130 and 30 tokens: the last one's prefix is nothing but padding."""
+    input_ids, mask = prompt(batch_size=3), torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, :70], mask[2, :170] = 0, 0
+    return input_ids.masked_fill(mask == 0, 0), mask
+
+
+def measured(error):
+    """What the message of a bound that was too low says of each candidate."""
+    listed = str(error.value).partition("dense cache: ")[2].partition(". Accepted")[0]
+    return {spec.strip("`"): float(kl) for spec, kl in (each.rsplit(" ", 1) for each in listed.split(", `"))}
+
+
+def measure_all(model, input_ids, **options):
+    with pytest.raises(ValueError, match="`max_kl`") as error:
+        choose_cache(model, input_ids, max_kl=TIGHT, **options)
+    return measured(error)
+
+
+@torch.no_grad()
+def ordinary_kl(model, cache, input_ids, mask, held_out, chunk=16):
+    """The same KL with nothing of the guard: the prefix is prefilled through the cache itself."""
+    first, length = input_ids.shape[1] - held_out, input_ids.shape[1]
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def feed(cache, start, stop):
+        options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        return model(input_ids[:, start:stop], past_key_values=cache, **options).logits
+
+    dense = DynamicCache(config=model.config)
+    for each in (cache, dense):
+        feed(each, 0, first)
+    exact = feed(dense, first, length).double()
+    parts = [feed(cache, start, min(start + chunk, length)) for start in range(first, length, chunk)]
+    log_probs = F.log_softmax(torch.cat(parts, dim=1).double(), dim=-1)
+    each = F.kl_div(log_probs, F.log_softmax(exact, dim=-1), reduction="none", log_target=True).sum(dim=-1)
+    return each[mask[:, first:] == 1].mean().item()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_padded, implementation):
+    model = tiny_model(architecture, attn_implementation=implementation)
+    input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
+    options = {"attention_mask": mask, "held_out": HELD_OUT}
+    for spec in ("gear-k2v2", "gear-2bit:residual_length=32,q_group_size=16"):
+        cache = choose_cache(model, input_ids, max_kl=LOOSE, candidates=[spec], **options)
+        name, _, _ = spec.partition(":")
+        own = {"residual_length": 32, "q_group_size": 16} if ":" in spec else {}
+        twin = create_cache(name, model, attention_mask=mask, **own)
+        expected = ordinary_kl(model, twin, input_ids, mask, HELD_OUT)
+        assert expected > 1e-4
+        assert cache.stats()["chosen_kl"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_choice_follows_the_bound(tiny_model, architecture):
+    model, input_ids = tiny_model(architecture), prompt()
+    kl = measure_all(model, input_ids, held_out=HELD_OUT)
+    # The cheapest first, whatever the order in which they are given
+    assert list(kl) == list(DEFAULT_CANDIDATES)
+    assert measure_all(model, input_ids, held_out=HELD_OUT, candidates=DEFAULT_CANDIDATES[::-1]) == kl
+    values = list(kl.values())
+    assert values[0] > values[1] > values[2] > values[-1] > 0
+    for place, (spec, value) in enumerate(kl.items()):
+        bound = 1.001 * value
+        cache = choose_cache(model, input_ids, max_kl=bound, held_out=HELD_OUT)
+        expected = next(each for each in kl if kl[each] <= bound)
+        stats = cache.stats()
+        assert stats["chosen_preset"] == expected
+        assert stats["chosen_kl"] <= stats["max_kl"] == bound
+        tried = list(kl)[: list(kl).index(expected) + 1]
+        assert list(stats["kl_by_preset"]) == tried and len(tried) <= place + 1
+        assert stats["kl_by_preset"][expected] == stats["chosen_kl"]
+        if spec == expected:
+            name, _, own = spec.partition(":")
+            options = {"nbits": 8, "value_nbits": 8} if own else {}
+            assert cache.gear_config == create_cache(name, model, **options).gear_config
+
+
+def test_a_bound_that_is_too_low_says_how_near_each_came(tiny_model):
+    kl = measure_all(tiny_model("llama"), prompt(), candidates=["gear-k4v4", "gear-k2v2"])
+    assert set(kl) == {"gear-k2v2", "gear-k4v4"}
+    assert kl["gear-k2v2"] > kl["gear-k4v4"] > 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_cache_is_empty_and_generates(tiny_model, architecture):
+    model = tiny_model(architecture)
+    input_ids, mask = padded()
+    cache = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask, candidates=["gear-k3v2"])
+    assert cache.get_seq_length() == cache.stats()["tokens_compressed"] == 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    twin = create_cache("gear-k3v2", model)
+    chosen = model.generate(input_ids, past_key_values=cache, **options)
+    assert torch.equal(chosen, model.generate(input_ids, past_key_values=twin, **options))
+    assert {name: value for name, value in cache.stats().items() if name not in CHOICE} == twin.stats()
+    assert cache.stats()["tokens_compressed"] > 0
+
+
+def test_the_prompt_and_the_model_are_left_as_they_were(tiny_model):
+    model, (input_ids, mask) = tiny_model("llama"), padded()
+    before = input_ids.clone(), mask.clone()
+    first = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask)
+    second = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask)
+    assert first.stats() == second.stats()
+    assert torch.equal(before[0], input_ids) and torch.equal(before[1], mask)
+
+
+def test_padding_changes_nothing(tiny_model):
+    model, ids = tiny_model("llama"), prompt(150)
+    alone = measure_all(model, ids, held_out=40)
+    left = torch.cat([torch.zeros(1, 30, dtype=ids.dtype), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 30), torch.ones(1, 150)], dim=1)
+    together = measure_all(model, left, attention_mask=mask, held_out=40)
+    assert together == pytest.approx(alone, rel=2e-3)
+
+
+# What `GEARCache.stats()` tells survives whatever is done with the cache
+
+
+def test_the_choice_is_kept(tiny_model, tmp_path):
+    model, input_ids = tiny_model("llama"), prompt()
+    cache = choose_cache(model, input_ids, max_kl=LOOSE)
+    chosen = {name: value for name, value in cache.stats().items() if name in CHOICE}
+    assert set(chosen) == CHOICE
+    with torch.no_grad():
+        model(input_ids, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", model)
+    others = [copy.deepcopy(cache), *cache.fork(2), GEARCache.load(tmp_path / "cache.safetensors", model)]
+    for other in others:
+        assert other.stats().items() >= chosen.items()
+    cache.reset()
+    assert cache.stats().items() >= chosen.items()
+    assert not CHOICE & set(GEARCache(model.config).stats())
+
+
+def test_the_contract_takes_a_chosen_cache(contract_model):
+    chosen = choose_cache(contract_model, prompt(), max_kl=LOOSE)
+    for item in ("memory", "reset", "deepcopy", "save-load"):
+        (check,) = (each for each in CONTRACT if each.name == item)
+        assert run_check(check, contract_model, lambda: copy.deepcopy(chosen)).status == "pass", item
+
+
+def test_whoever_reads_stats_copes(tiny_model):
+    model, input_ids = tiny_model("llama"), prompt()
+    cache = choose_cache(model, input_ids, max_kl=LOOSE)
+    generation = generate_with(model, input_ids[0], cache, max_new_tokens=4)
+    assert json.loads(json.dumps(generation_fields(generation)))["stats"]["chosen_preset"] == "gear-k2v2"
+    assert was_exercised(cache)
+    shown = "".join(ElementTree.fromstring(cache._repr_html_()).itertext())
+    assert "chosen_preset\N{NO-BREAK SPACE}gear-k2v2" in shown
+    assert f"kl_by_preset\N{NO-BREAK SPACE}(gear-k2v2 {cache.stats()['chosen_kl']:.4g})" in shown
+
+
+# What it refuses
+
+
+def test_nan_never_passes(tiny_model, monkeypatch):
+    attend = GEARLayer.attend
+
+    def attend_badly(self, *arguments, **options):
+        output = attend(self, *arguments, **options)
+        return output * math.nan if self.config.key.nbits < 4 else output
+
+    monkeypatch.setattr(GEARLayer, "attend", attend_badly)
+    cache = choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE)
+    assert cache.stats()["chosen_preset"] == "gear-k4v3"
+    assert math.isnan(cache.stats()["kl_by_preset"]["gear-k2v2"])
+    with pytest.raises(ValueError, match="`gear-k2v2` nan"):
+        choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE, candidates=["gear-k2v2"])
+
+
+@pytest.mark.parametrize(
+    ("length", "held_out", "message"),
+    [
+        (12, None, "12 tokens, which is too short: 16 are held out"),
+        (79, None, "of the 60 tokens before the 19 held out it compresses none, as an item needs at least 64"),
+        (LENGTH, 150, "of the 50 tokens before the 150 held out it compresses none"),
+    ],
+)
+def test_a_short_prompt_is_no_pass(tiny_model, length, held_out, message):
+    with pytest.raises(ValueError, match=message):
+        # Of groups of 32 some would be compressed
+        choose_cache(
+            tiny_model("llama"), prompt(length), max_kl=LOOSE, held_out=held_out, candidates=["gear-k2v2", "gear-k4v3"]
+        )
+
+
+def test_default_share_held_out(tiny_model):
+    def fed(length):
+        lengths = []
+        model = tiny_model("llama")
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        choose_cache(model, prompt(length), max_kl=LOOSE, candidates=["gear-k2v2"])
+        return lengths
+
+    assert fed(85) == [64, 21, 16, 5]
+    assert fed(600) == [472, 128, *[16] * 8]
+
+
+@pytest.mark.parametrize("max_kl", [0, -1, math.nan, math.inf, "0.1", True, None])
+def test_max_kl_is_checked(tiny_model, max_kl):
+    with pytest.raises(ValueError, match="`max_kl` has to be a number above 0"):
+        choose_cache(tiny_model("llama"), prompt(), max_kl=max_kl)
+
+
+@pytest.mark.parametrize("held_out", [0, -1, LENGTH, 1.5, True])
+def test_held_out_is_checked(tiny_model, held_out):
+    with pytest.raises(ValueError, match="`held_out` has to be an integer from 1 to 199"):
+        choose_cache(tiny_model("llama"), prompt(), held_out=held_out)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        ("gear-k2v2", "`candidates` has to be a sequence"),
+        ([], "`candidates` has to be a sequence"),
+        (["geer"], "Unknown cache `geer`. Did you mean `gear`"),
+        (["gear:ranks=2"], "Unknown option `ranks`"),
+        (["gear:nbits=5"], "`nbits`"),
+        (["gear-k2v2", "dynamic"], "`candidates` have to be GEAR caches.*`dynamic` is a `ReportingDynamicCache`"),
+    ],
+)
+def test_candidates_are_checked_before_anything_runs(tiny_model, candidates, message):
+    model = tiny_model("llama")
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match=message):
+        choose_cache(model, prompt(), candidates=candidates)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(1, 3), torch.ones(2, LENGTH), torch.full((1, LENGTH), 2), torch.arange(LENGTH)[None] < 150],
+    ids=["short", "batch", "twos", "right"],
+)
+def test_masks_are_checked(tiny_model, mask):
+    with pytest.raises(ValueError, match="`attention_mask` has to be"):
+        choose_cache(tiny_model("llama"), prompt(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("input_ids", [prompt()[0], prompt().float(), prompt().tolist()])
+def test_input_ids_are_checked(tiny_model, input_ids):
+    with pytest.raises(ValueError, match="`input_ids` has to be a tensor of token ids"):
+        choose_cache(tiny_model("llama"), input_ids)
+
+
+def test_a_model_in_training_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="`model` is in training mode"):
+        choose_cache(tiny_model("llama").train(), prompt())
+
+
+# On the console, and on a real model
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["generate", *arguments])
+
+
+def test_generate_by_a_bound(tiny_folder):
+    options = ["--model", tiny_folder, "--prompt", "It was the best of times. " * 8, "--max-new-tokens", "4"]
+    result = run(*options, "--max-kl", "1000", "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("gear-k2v2 was chosen: KL 0.")
+    content = json.loads(result.stdout)
+    assert (content["settings"]["cache"], content["settings"]["max_kl"]) == ("gear-k2v2", 1000)
+    assert content["stats"]["chosen_preset"] == "gear-k2v2"
+    assert run(*options, "--cache", "gear-k2v2").stdout == run(*options, "--max-kl", "1000").stdout
+    tight = run(*options, "--max-kl", "1e-12")
+    assert tight.exit_code == 2 and tight.stderr.startswith(
+        "Error: `max_kl` is 1e-12, but on this prompt no candidate"
+    )
+    later = run(*options, "--max-kl", str(1.01 * content["stats"]["chosen_kl"] / 4))
+    assert "; too far: gear-k2v2 0." in later.stderr
+
+
+@pytest.mark.parametrize("other", [["--cache", "gear-2bit"], ["--cache", "gear"], ["--cache-option", "rank=2"]])
+def test_a_bound_and_a_cache_are_one_too_many(tiny_folder, other):
+    result = run("--model", tiny_folder, "--prompt", "x", "--max-kl", "0.1", *other)
+    assert result.exit_code == 2
+    assert "Error: `max_kl` chooses the cache" in result.stderr
+
+
+def test_on_a_real_model(smollm2):
+    model, tokenizer = smollm2
+    input_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :400]
+    chosen = {bound: choose_cache(model, input_ids, max_kl=bound, held_out=32).stats() for bound in (0.5, 0.02)}
+    assert chosen[0.5]["chosen_preset"] == "gear-k2v2"
+    assert chosen[0.02]["chosen_preset"] in ("gear-k3v2", "gear-k4v3", "gear-k4v4")
+    assert chosen[0.5]["chosen_kl"] > chosen[0.02]["chosen_kl"] > 0

@@ -1,0 +1,169 @@
+"""Comparison: the reference first, distributions rather than texts, and one cache's failure is one row."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_plugins import create_cache, register_cache, registry
+from kvcache_plugins.console.prompts import encode_prompt
+from kvcache_plugins.eval.measures import comparison
+from kvcache_plugins.eval.measures.comparison import (
+    Comparison,
+    TokenTimer,
+    first_difference,
+    generate_with,
+    row_fields,
+)
+
+
+Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+class DigitTokenizer:
+    """Writes token ids as numbers."""
+
+    def decode(self, token_ids: tuple[int, ...], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(token) for token in token_ids)
+
+
+class BrokenLayer(DynamicLayer):
+    """Takes the prompt and fails at the first decoded token."""
+
+    def update(self, key_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.get_seq_length():
+            raise IndexError("too many indices for tensor of dimension 1")
+        return super().update(key_states, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(2, 128, (150,))
+
+
+def test_reference_comes_first_once_and_is_exact(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    caches = ["gear-2bit", "dynamic", "gear-2bit"]
+    run = Comparison(tiny_llama, DigitTokenizer(), prompt, caches, max_new_tokens=8)
+    announced: list[str] = []
+    rows = run.run(announced.append)
+    assert [row.cache for row in rows] == ["dynamic", "gear-2bit"]
+    assert (rows[0].kl, rows[0].first_difference, rows[0].error) == (0, None, None)
+    assert rows[1].kl > 0
+    assert len(announced) == run.num_steps
+    expected = tiny_llama.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 150:].tolist()
+    assert rows[0].generation.token_ids == tuple(expected)
+    assert rows[0].text == " ".join(map(str, expected))
+
+
+def test_kl_is_over_the_references_continuation_through_the_filled_cache(
+    tiny_llama: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=6).run(lambda _: None)
+    fed = torch.tensor(rows[0].generation.token_ids[:-1])[None]
+    logits = []
+    with torch.no_grad():
+        for name in ("dynamic", "kivi-4bit"):
+            cache = create_cache(name, tiny_llama)
+            tiny_llama(prompt[None], past_key_values=cache)
+            logits.append(tiny_llama(fed, past_key_values=cache).logits[0].double().log_softmax(-1))
+    expected = F.kl_div(logits[1], logits[0], log_target=True, reduction="batchmean").item()
+    assert rows[1].kl == pytest.approx(expected, rel=1e-4)
+    assert rows[1].kl > 0
+
+
+def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    cache = "infinigen:share=0.02,recent=4"
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6).run(lambda _: None)
+    # All at once they would be scored exactly, and show no error at all
+    assert rows[1].kl > 1e-6
+    assert len(rows[1].layer_errors) == 2 and max(rows[1].layer_errors) > 1e-4
+    assert row_fields(rows[1])["top1_agreement"] == rows[1].top1_agreement <= 1
+
+
+def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    row = Comparison(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=5).run(lambda _: None)[0]
+    # The last token is never fed
+    assert row.generation.memory.total_bytes == 2 * 2 * 2 * 32 * 4 * (150 + 5 - 1)
+    fields = row_fields(row)
+    assert fields["memory"]["total_bytes"] == row.generation.memory.total_bytes
+    assert fields["memory"]["kv_percent"] == pytest.approx(200)
+    assert fields["seconds_per_token"] > 0
+    assert fields["prefill_seconds"] > 0
+
+
+def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4).run(
+        lambda _: None
+    )
+    assert [row.cache for row in rows] == ["dynamic", "broken", "kivi-4bit"]
+    assert rows[1].error == "IndexError: too many indices for tensor of dimension 1"
+    assert row_fields(rows[1]) == {"cache": "broken", "error": rows[1].error}
+    assert rows[2].error is None
+
+
+def test_one_token_is_enough(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=1).run(lambda _: None)
+    assert rows[1].kl > 0
+    assert rows[1].generation.tokens_per_second is None
+
+
+def test_wrong_arguments_are_errors_before_anything_runs(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="Unknown cache `gaer`"):
+        Comparison(tiny_llama, DigitTokenizer(), prompt, ["gaer"], max_new_tokens=4)
+    with pytest.raises(ValueError, match="`max_new_tokens` must be at least 1"):
+        Comparison(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=0)
+    with pytest.raises(ValueError, match="`temperature` must be above 0"):
+        generate_with(tiny_llama, prompt, DynamicCache(), max_new_tokens=4, temperature=0.0)
+
+
+def test_sampling_depends_on_the_seed_alone(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    def sample(seed: int) -> tuple[int, ...]:
+        options = {"max_new_tokens": 12, "temperature": 5.0, "seed": seed}
+        return generate_with(tiny_llama, prompt, DynamicCache(), **options).token_ids
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_timer_leaves_the_first_decoded_token_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # prompt, first token after 5, a slow warm-up of 9, then 1, 2 and 3
+    clock = iter([10.0, 15.0, 24.0, 25.0, 27.0, 30.0])
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(clock))
+    tokens = []
+    timer = TokenTimer(on_token=lambda: tokens.append(1))
+    for _ in range(6):
+        timer.put(torch.tensor([1]))
+    timer.end()
+    assert timer.prefill_seconds == 5
+    assert timer.seconds_per_token == 2
+    assert len(tokens) == 5
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "expected"),
+    [([1, 2], [1, 2], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2, 3], [1, 2], 2), ([], [], None), ([], [4], 0)],
+)
+def test_first_difference(reference: list[int], other: list[int], expected: int | None) -> None:
+    assert first_difference(reference, other) == expected
+
+
+def test_prompts_are_encoded_plain_or_as_a_turn_of_chat(smollm2: Reference, gemma3: Reference) -> None:
+    _, tokenizer = smollm2
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "Hello"
+    chat = tokenizer.decode(encode_prompt(tokenizer, "Hello", chat=True))
+    assert "<|im_start|>user\nHello<|im_end|>" in chat
+    assert chat.rstrip().endswith("<|im_start|>assistant")
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        encode_prompt(tokenizer, "")
+    _, base_tokenizer = gemma3
+    assert encode_prompt(base_tokenizer, "Hello")[0] == base_tokenizer.bos_token_id
+    with pytest.raises(ValueError, match="chat template"):
+        encode_prompt(base_tokenizer, "Hello", chat=True)

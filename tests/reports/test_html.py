@@ -1,0 +1,131 @@
+"""What notebooks show of caches and memory reports: numbers are those of `memory()`, and any names are safe."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcache_plugins import create_cache, list_caches
+from kvcache_plugins.registry import CUDA, describe_caches
+from kvcache_plugins.reports.html import render_memory
+from kvcache_plugins.reports.memory import MemoryReport
+
+
+OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
+HEX = re.compile(r"#[0-9A-F]{6}")
+
+
+def widths(root: ElementTree.Element) -> list[float]:
+    """Percentages of the bar's segments."""
+    found = [re.search(r"width:([\d.]+)%;height", each.get("style", "")) for each in root.iter("div")]
+    return [float(match[1]) for match in found if match]
+
+
+def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
+    """Text of the cells, by part."""
+    rows = [["".join(cell.itertext()).strip() for cell in row] for row in root.iter("tr")]
+    return {part: (num_bytes, share) for part, num_bytes, share in rows}
+
+
+def text_of(root: ElementTree.Element) -> str:
+    return "".join(root.itertext())
+
+
+def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> object:
+    """A cache by name after a prompt and two steps."""
+    cache = create_cache(name, model)
+    tokens = torch.arange(1, num_tokens + 1).remainder(120)[None]
+    with torch.no_grad():
+        for chunk in (tokens, tokens[:, :1], tokens[:, :1]):
+            model(chunk, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in describe_caches() if entry.is_available])
+def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: str) -> None:
+    cache = filled(name, tiny_llama)
+    root = ElementTree.fromstring(cache._repr_html_())
+    report, shown = cache.memory(), text_of(root)
+    held = {part: num_bytes for part, num_bytes in report.parts.items() if num_bytes}
+    assert {part: cells[0] for part, cells in table(root).items()} == {
+        part: f"{num_bytes:,} bytes" for part, num_bytes in held.items()
+    }
+    for part, (_, share) in table(root).items():
+        assert share == f"{100 * held[part] / report.total_bytes:.1f} %"
+    assert sum(widths(root)) == pytest.approx(100, abs=1e-3)
+    assert sorted(widths(root)) == pytest.approx(
+        sorted(100 * each / report.total_bytes for each in held.values()), abs=1e-4
+    )
+    assert f"{report.kv_percent:.1f} % of a cache at 16 bits" in shown
+    assert f"{report.compression_ratio:.2f} times" in shown
+    assert shown.strip().startswith(f"{type(cache).__name__}: {report.total_bytes / 1e6:.2f} MB")
+    for counter, value in cache.stats().items():
+        assert f"{counter}\N{NO-BREAK SPACE}{value:,}" in shown or isinstance(value, float)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_parts_of_one_cache_have_colours_of_their_own(tiny_model, name: str) -> None:
+    markup = filled(name, tiny_model("gemma3-hybrid"))._repr_html_()
+    root = ElementTree.fromstring(markup)
+    colours = [HEX.search(each.get("style", "")) for each in root.iter("span")]
+    assert len(colours) == len(table(root)) > 2
+    assert len({match[0] for match in colours if match}) == len(colours)
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_hides_on_dark_pages(tiny_llama: PreTrainedModel) -> None:
+    markup = filled("gear-2bit", tiny_llama)._repr_html_()
+    assert not re.search(r"<script|<style|<img|href|src=|url\(|http", markup)
+    # Text and cells have the page's own colours
+    assert set(re.findall(r"[^-]color:(\w+)", markup)) == {"currentColor", "inherit"}
+    assert set(re.findall(r"background:(\w+)", markup)) == {"transparent"}
+    assert not {"#000000", "#FFFFFF"} & set(HEX.findall(markup))
+
+
+def test_names_are_escaped() -> None:
+    bad = '<script>alert("1")</script>&\'x'
+    markup = render_memory(
+        bad,
+        {bad: 30, "codes": 70},
+        {bad: 100},
+        dense_bytes=400,
+        compression_ratio=4.0,
+        kv_percent=25.0,
+        counters={bad: 3},
+    )
+    assert "<script" not in markup
+    root = ElementTree.fromstring(markup)
+    assert text_of(root).count(bad) == 4
+    assert table(root) == {"codes": ("70 bytes", "70.0 %"), bad: ("30 bytes", "30.0 %")}
+
+
+def test_an_empty_cache_says_so(tiny_llama: PreTrainedModel) -> None:
+    for name in OWN:
+        root = ElementTree.fromstring(create_cache(name, tiny_llama)._repr_html_())
+        assert "holds nothing yet" in text_of(root)
+        assert widths(root) == []
+
+
+def test_a_report_shows_itself() -> None:
+    report = MemoryReport(parts={"codes": 3, "spare": 0, "mine": 1}, devices={"cpu": 4}, dense_bytes=16, num_values=4)
+    root = ElementTree.fromstring(report._repr_html_())
+    assert table(root) == {"codes": ("3 bytes", "75.0 %"), "mine": ("1 bytes", "25.0 %")}
+    assert widths(root) == [75, 25]
+    assert "50.0 % of a cache at 16 bits" in text_of(root)
+    assert "4.00 times" in text_of(root)
+    assert "counters" not in text_of(root)
+
+
+def test_unknown_parts_never_take_the_colour_of_a_known_one() -> None:
+    parts = {"codes": 1, "scales": 1, "zebra": 1, "yak": 1}
+    markup = render_memory("x", parts, {"cpu": 4}, dense_bytes=8, compression_ratio=2.0, kv_percent=9.0)
+    spans = ElementTree.fromstring(markup).iter("span")
+    assert len({HEX.search(each.get("style", ""))[0] for each in spans}) == 4
+
+
+def test_all_own_caches_are_among_those_shown() -> None:
+    assert set(OWN) <= set(list_caches())
+    assert all(
+        entry.requires != CUDA or not entry.is_available or torch.cuda.is_available() for entry in describe_caches()
+    )
