@@ -34,7 +34,7 @@ def main(
         out.write_text(text, encoding="utf-8")
     if figures is None:
         return
-    from .figures import draw_result, draw_sweep
+    from .tables.figures import draw_result, draw_sweep
 
     if result.is_dir():
         paths = draw_sweep(read_sweep(result), figures, result.name)

@@ -23,8 +23,7 @@ from .console.command_line import load_for_evaluation, make_table, open_console,
 from .console.doctor_tables import print_report
 from .console.json_output import JsonOption, free_stdout, prepare_file, print_json
 from .console.run_report import provenance
-from .eval import evaluate
-from .eval.benchmarks import command as bench
+from .eval import bench, evaluate
 from .eval.harness.windows import encode_text, spread_windows
 from .eval.measures.comparison import Comparison, generate_with, generation_fields, row_fields
 from .eval.measures.comparison_tables import choice_line, print_rows, summary_line
