@@ -18,7 +18,7 @@ from kvcache_plugins.advice import doctor
 from kvcache_plugins.ops import dispatch
 
 
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "doctor.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((Path(__file__).parents[1] / "console" / "schemas" / "doctor.json").read_text(encoding="utf-8"))
 
 
 def run(*arguments: str) -> Result:

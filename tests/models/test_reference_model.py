@@ -20,7 +20,7 @@ LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROCESS = """
 import os, time
 from importlib import metadata
-from kvcache_plugins import reference_model
+from kvcache_plugins.models import reference_model
 
 def convert(packaged, name, folder, console):
     folder.mkdir()
