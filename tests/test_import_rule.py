@@ -15,7 +15,6 @@ FOLDERS = {
     f"{ROOT_PACKAGE}.triton_kernels": PROJECT_ROOT / "triton_kernels",
     f"{ROOT_PACKAGE}.eval": PROJECT_ROOT / "eval",
 }
-MAX_NUM_LINES = 400
 Check = Callable[[dict[str, str]], list[str]]
 
 # A room is a module or package directly inside `kvcache_plugins`; it imports from its own floor and the floors below.
@@ -167,23 +166,12 @@ def _circle(graph: dict[str, set[str]]) -> Iterator[str]:
         yield f"a circle of imports: {' -> '.join([*circle[start:], *circle[: start + 1]])}"
 
 
-def find_long_files(sources: dict[str, str]) -> list[str]:
-    """The files of more lines than the style allows."""
-    lengths = {module: len(source.splitlines()) for module, source in sources.items()}
-    return [f"{module} has {length} lines" for module, length in lengths.items() if length > MAX_NUM_LINES]
-
-
-CHECKS = (find_order_violations, find_foreign_violations, find_cycles, find_long_files)
+CHECKS = (find_order_violations, find_foreign_violations, find_cycles)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_project_obeys(check: Check) -> None:
     assert check(read_sources()) == []
-
-
-def test_tests_are_no_longer_than_allowed() -> None:
-    paths = (PROJECT_ROOT / "tests").rglob("*.py")
-    assert find_long_files({path.name: path.read_text(encoding="utf-8") for path in paths}) == []
 
 
 def test_every_file_is_read() -> None:
@@ -272,7 +260,6 @@ BAD_EXAMPLES = {
         },
         "models -> registry -> models",
     ),
-    "long-file": (find_long_files, {"kvcache_plugins.cli": "x = 1\n" * (MAX_NUM_LINES + 1)}, "has 401 lines"),
 }
 
 
