@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.attention import block_size
-from kvcache_plugins.triton_kernels.attention_tiles import dot_exact
+from .dot import block_size, dot_exact
 
 
 # Bytes of codes, and numbers of scores, that a program holds at once: what fits into its registers

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvcache_plugins.triton_kernels.attention import CompressedTensors, attend_compressed
-from kvcache_plugins.triton_kernels.combine import DensePart, combine
+from kvcache_plugins.triton_kernels.attention.attend import attend_compressed
+from kvcache_plugins.triton_kernels.attention.combine import combine
+from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
 
 
 # Triton reads the variable when it is imported, which is before this file is

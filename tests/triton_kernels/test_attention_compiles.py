@@ -77,7 +77,7 @@ class Recorder:
 
 def compressed(side, head_dim):
     """Empty storage of a prompt of 1024 tokens in one chunk, with 8 heads."""
-    from kvcache_plugins.triton_kernels.attention import CompressedTensors
+    from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 
     nbits, (axis, group_size), rank, outliers = side
     chunk, length = (2, 8, 3), 1024
@@ -136,7 +136,8 @@ def resources(kernel, arguments, capability, num_warps, num_stages=2):
 
 def compile_variant(name, capability):
     """What each kernel of a variant uses on a GPU of that compute capability."""
-    from kvcache_plugins.triton_kernels import attention, combine
+    from kvcache_plugins.triton_kernels.attention import attend, combine
+    from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
 
     keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name]
     # One of the configurations that tuning chooses from
@@ -144,8 +145,8 @@ def compile_variant(name, capability):
     query = torch.empty(2, 8, num_rows, head_dim, dtype=dtype)
     mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
     recorder = Recorder()
-    attention._launchable = lambda on_gpu: recorder
-    partials = attention.attend_compressed(
+    attend._launchable = lambda on_gpu: recorder
+    partials = attend.attend_compressed(
         query,
         compressed(keys, head_dim),
         compressed(values, head_dim),
@@ -154,11 +155,11 @@ def compile_variant(name, capability):
         mask=mask,
         scale=0.1,
     )
-    result = {"attend": resources(attention.attend_kernel, recorder.arguments, capability, num_warps)}
+    result = {"attend": resources(attend.attend_kernel, recorder.arguments, capability, num_warps)}
     kernel = combine.combine_kernel
     combine.combine_kernel = recorder
     states = torch.empty(2, 8, 100, head_dim, dtype=dtype)
-    part = combine.DensePart(states, states, None if mask is None else mask[..., :100])
+    part = DensePart(states, states, None if mask is None else mask[..., :100])
     combine.combine([partials, partials], [part, part], query, 0.1)
     combine.combine_kernel = kernel
     result["combine"] = resources(kernel, recorder.arguments, capability, num_warps=4)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from kvcache_plugins.ops import low_rank, outliers
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping, pack, quantize, unpack
-from kvcache_plugins.triton_kernels.low_rank import power_iteration
-from kvcache_plugins.triton_kernels.outliers import select_outliers
-from kvcache_plugins.triton_kernels.quantization import MAX_TOKENS_IN_PROGRAM, quantize_and_pack
+from kvcache_plugins.triton_kernels.compression.low_rank import power_iteration
+from kvcache_plugins.triton_kernels.compression.outliers import select_outliers
+from kvcache_plugins.triton_kernels.compression.quantization import quantize_and_pack
+from kvcache_plugins.triton_kernels.compression.quantize_channels import MAX_TOKENS_IN_PROGRAM
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,10 +25,10 @@ def calls() -> dict[str, Callable[[], object]]:
     """Calls of the launchers that between them launch every kind of kernel in the sizes that models have."""
     import torch
 
-    from kvcache_plugins.triton_kernels.low_rank import power_iteration
-    from kvcache_plugins.triton_kernels.outlier_storage import store_outliers
-    from kvcache_plugins.triton_kernels.outliers import select_outliers
-    from kvcache_plugins.triton_kernels.quantization import quantize_and_pack
+    from kvcache_plugins.triton_kernels.compression.low_rank import power_iteration
+    from kvcache_plugins.triton_kernels.compression.outlier_storage import store_outliers
+    from kvcache_plugins.triton_kernels.compression.outliers import select_outliers
+    from kvcache_plugins.triton_kernels.compression.quantization import quantize_and_pack
 
     exceeded = torch.zeros(1, dtype=torch.int32)
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention import CompressedTensors, Partials, attend_compressed
-from kvcache_plugins.triton_kernels.combine import DensePart as KernelDensePart
-from kvcache_plugins.triton_kernels.combine import combine
+from kvcache_plugins.triton_kernels.attention.attend import attend_compressed
+from kvcache_plugins.triton_kernels.attention.combine import combine
+from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.attention.partials import Partials
 
 from .compressed_states import TENSOR_NAMES, CompressedStates
 from .masking import slice_mask

@@ -13,10 +13,10 @@ Quantization is always by kernel, so of states that are compressed here none is 
 
 import torch
 
-from kvcache_plugins.triton_kernels.low_rank import MAX_RANK, MAX_SIDE, power_iteration
-from kvcache_plugins.triton_kernels.outlier_storage import MAX_OUTLIERS, store_outliers
-from kvcache_plugins.triton_kernels.outliers import MAX_ROW_LENGTH, select_outliers
-from kvcache_plugins.triton_kernels.quantization import quantize_and_pack
+from kvcache_plugins.triton_kernels.compression.low_rank import MAX_RANK, MAX_SIDE, power_iteration
+from kvcache_plugins.triton_kernels.compression.outlier_storage import MAX_OUTLIERS, store_outliers
+from kvcache_plugins.triton_kernels.compression.outliers import MAX_ROW_LENGTH, select_outliers
+from kvcache_plugins.triton_kernels.compression.quantization import quantize_and_pack
 
 from .compression_steps import OUT_OF_RANGE, STORAGE_DTYPE, CompressionSteps, Outliers, without_padding
 from .low_rank import starting_matrix

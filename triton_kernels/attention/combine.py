@@ -1,24 +1,25 @@
 """The end of a decode step in one launch: merges partial attentions and attends to what is stored exactly.
 
 A program takes one key/value head and some channels of the output. It attends to the exact parts (the first tokens,
-the newest tokens) as `attention.py` does to a tile, and then merges the splits of every compressed block by their
+the newest tokens) as `attend.py` does to a tile, and then merges the splits of every compressed block by their
 maxima.
 
-Legend as in `attention.py`; T tokens of an exact part.
+Legend as in `attend.py`; T tokens of an exact part.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.attention import Partials, block_size, dot_precision, mask_arguments
-from kvcache_plugins.triton_kernels.attention_tiles import attend_part, merge_splits
+from kvcache_plugins.triton_kernels.dot import block_size, dot_precision
+
+from .dense_part import DensePart, attend_part, part_arguments
+from .partials import Partials, block_arguments, merge_splits
 
 
 _MAX_BLOCKS = 2
@@ -27,23 +28,6 @@ _BLOCK_TOKENS = 64
 _MAX_BLOCK_CHANNELS = 64
 # Rows of splits that are read at once, so that their loads overlap
 _ROWS_AT_ONCE = 128
-_STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")
-
-
-class DensePart(NamedTuple):
-    """
-    A short stretch of the sequence that is stored as it is.
-
-    Args:
-        keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
-            The states.
-        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
-            Boolean (`True` attends) or added to the scores.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor | None = None
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits_0", "num_splits_1", "num_tokens_0", "num_tokens_1"])
@@ -126,110 +110,32 @@ def combine_kernel(
             mask=row_in_use[:, None] & (key_channels < KEY_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
+    # fmt: off
     if NUM_PARTS > 0:
         output, maximum, total = attend_part(
-            output,
-            maximum,
-            total,
-            query,
-            row_in_use,
-            first_channel,
-            num_rows,
-            keys_0_ptr,
-            keys_0_stride_b,
-            keys_0_stride_h,
-            keys_0_stride_t,
-            values_0_ptr,
-            values_0_stride_b,
-            values_0_stride_h,
-            values_0_stride_t,
-            mask_0_ptr,
-            mask_0_stride_b,
-            mask_0_stride_h,
-            mask_0_stride_q,
-            mask_0_stride_t,
-            mask_0_num_queries,
-            num_tokens_0,
-            batch,
-            head,
-            scale_base_2,
-            MASK_0,
-            KEY_DIM,
-            VALUE_DIM,
-            PRECISION,
-            BLOCK_R,
-            BLOCK_T,
-            BLOCK_K,
-            BLOCK_V,
-        )
+            output, maximum, total, query, row_in_use, first_channel, num_rows,
+            keys_0_ptr, keys_0_stride_b, keys_0_stride_h, keys_0_stride_t,
+            values_0_ptr, values_0_stride_b, values_0_stride_h, values_0_stride_t,
+            mask_0_ptr, mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries,
+            num_tokens_0, batch, head, scale_base_2, MASK_0, KEY_DIM, VALUE_DIM, PRECISION,
+            BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V)
     if NUM_PARTS > 1:
         output, maximum, total = attend_part(
-            output,
-            maximum,
-            total,
-            query,
-            row_in_use,
-            first_channel,
-            num_rows,
-            keys_1_ptr,
-            keys_1_stride_b,
-            keys_1_stride_h,
-            keys_1_stride_t,
-            values_1_ptr,
-            values_1_stride_b,
-            values_1_stride_h,
-            values_1_stride_t,
-            mask_1_ptr,
-            mask_1_stride_b,
-            mask_1_stride_h,
-            mask_1_stride_q,
-            mask_1_stride_t,
-            mask_1_num_queries,
-            num_tokens_1,
-            batch,
-            head,
-            scale_base_2,
-            MASK_1,
-            KEY_DIM,
-            VALUE_DIM,
-            PRECISION,
-            BLOCK_R,
-            BLOCK_T,
-            BLOCK_K,
-            BLOCK_V,
-        )
+            output, maximum, total, query, row_in_use, first_channel, num_rows,
+            keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t,
+            values_1_ptr, values_1_stride_b, values_1_stride_h, values_1_stride_t,
+            mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t, mask_1_num_queries,
+            num_tokens_1, batch, head, scale_base_2, MASK_1, KEY_DIM, VALUE_DIM, PRECISION,
+            BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V)
     if NUM_BLOCKS > 0:
         output, maximum, total = merge_splits(
-            output,
-            maximum,
-            total,
-            output_0_ptr,
-            maximum_0_ptr,
-            total_0_ptr,
-            num_splits_0,
-            num_rows,
-            first_channel,
-            VALUE_DIM,
-            BLOCK_R,
-            BLOCK_V,
-            BLOCK_S,
-        )
+            output, maximum, total, output_0_ptr, maximum_0_ptr, total_0_ptr, num_splits_0, num_rows, first_channel,
+            VALUE_DIM, BLOCK_R, BLOCK_V, BLOCK_S)
     if NUM_BLOCKS > 1:
         output, maximum, total = merge_splits(
-            output,
-            maximum,
-            total,
-            output_1_ptr,
-            maximum_1_ptr,
-            total_1_ptr,
-            num_splits_1,
-            num_rows,
-            first_channel,
-            VALUE_DIM,
-            BLOCK_R,
-            BLOCK_V,
-            BLOCK_S,
-        )
+            output, maximum, total, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, num_rows, first_channel,
+            VALUE_DIM, BLOCK_R, BLOCK_V, BLOCK_S)
+    # fmt: on
     output = output / tl.where(total > 0, total, 1.0)[:, None]
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     result = tl.program_id(0).to(tl.int64) * num_rows + rows
@@ -281,10 +187,10 @@ def combine(
         query_stride_h=query.stride(1),
         query_stride_r=query.stride(2),
         result_ptr=result,
-        **_block_arguments(0, blocks),
-        **_block_arguments(1, blocks),
-        **_part_arguments(0, exact_parts, num_heads, num_rows),
-        **_part_arguments(1, exact_parts, num_heads, num_rows),
+        **block_arguments(0, blocks),
+        **block_arguments(1, blocks),
+        **part_arguments(0, exact_parts, num_heads, num_rows),
+        **part_arguments(1, exact_parts, num_heads, num_rows),
         num_heads=num_heads,
         num_rows=num_rows,
         scale=scale,
@@ -300,30 +206,3 @@ def combine(
         BLOCK_S=max(1, _ROWS_AT_ONCE // block_rows),
     )
     return result
-
-
-def _block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:
-    names = [f"{name}_{index}_ptr" for name in Partials._fields]
-    if index >= len(blocks):
-        return {**dict.fromkeys(names), f"num_splits_{index}": 0}
-    block = blocks[index]
-    return {**dict(zip(names, block, strict=True)), f"num_splits_{index}": block.output.shape[2]}
-
-
-def _part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
-    prefix = f"mask_{index}"
-    if index >= len(parts):
-        names = (f"{name}_{index}" for name in ("keys", "values"))
-        empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
-        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
-    part = parts[index]
-    arguments: dict[str, object] = {}
-    for name, states in (("keys", part.keys), ("values", part.values)):
-        states = states if states.stride(-1) == 1 else states.contiguous()
-        for end, argument in zip(_STATE_ARGUMENTS, (states, *states.stride()[:3]), strict=True):
-            arguments[f"{name}_{index}_{end}"] = argument
-    return {
-        **arguments,
-        **mask_arguments(part.mask, num_heads, num_rows, prefix),
-        f"num_tokens_{index}": part.keys.shape[2],
-    }

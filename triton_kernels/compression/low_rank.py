@@ -2,9 +2,8 @@
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, R rank. A library's QR is a launch (or a
 dozen) a step; here all steps are one launch. Both factors live in their outputs, and for each product the matrix is
-read in tiles from the GPU's cache; held in registers as a whole, matrices from 100 x 80 on spilled. Products are of
-three TF32 terms each, which keeps nearly float32's precision. Rounded copies of the factors are made in the same
-launch.
+read in tiles from the GPU's cache; held in registers as a whole, matrices from 100 x 80 on spilled. Rounded copies of
+the factors are made in the same launch.
 """
 
 # What a kernel is given are pointers, integers and tiles, for which Triton has no types
@@ -14,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .factors import load_factor, multiply, orthonormalize, replace_factor, store_rounded
+
 
 MAX_RANK = 16
 MAX_SIDE = 256
@@ -21,95 +22,6 @@ MAX_SIDE = 256
 _BLOCK_R = 16
 _BLOCK = 64
 _EPSILON = tl.constexpr(1e-30)
-
-
-@triton.jit
-def _column(matrix, ranks, index):
-    """Column `index` of a `[rows, R]` tile."""
-    return tl.sum(tl.where(ranks[None, :] == index, matrix, 0.0), axis=1)
-
-
-@triton.jit
-def _orthonormalize(matrix, ranks, RANK: tl.constexpr):
-    """
-    Orthonormal columns by Gram-Schmidt done twice. A column that depends on those before it becomes zero.
-    """
-    basis = tl.zeros_like(matrix)
-    for index in range(RANK):
-        column = _column(matrix, ranks, index)
-        norm_before = tl.sqrt(tl.sum(column * column, axis=0))
-        # Columns of the basis that are yet to be filled are zero and take nothing away
-        for _ in range(2):
-            shares = tl.sum(basis * column[:, None], axis=0)
-            column -= tl.sum(basis * shares[None, :], axis=1)
-        norm = tl.sqrt(tl.sum(column * column, axis=0))
-        scale = tl.where(norm > 1e-6 * norm_before, 1.0 / tl.maximum(norm, _EPSILON), 0.0)
-        basis = tl.where(ranks[None, :] == index, (column * scale)[:, None], basis)
-    return basis
-
-
-@triton.jit
-def _load_factor(factor_ptr, rows, ranks, num_rows, RANK: tl.constexpr):
-    """Rows of a contiguous `[num_rows, R]`, zeros past its end."""
-    in_factor = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
-    return tl.load(factor_ptr + rows[:, None] * RANK + ranks[None, :], mask=in_factor, other=0.0)
-
-
-@triton.jit
-def _replace_factor(factor_ptr, rows, ranks, num_rows, RANK: tl.constexpr, factor):
-    """Stores all rows, after every thread has read the old ones and before any reads the new ones."""
-    tl.debug_barrier()
-    in_factor = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
-    tl.store(factor_ptr + rows[:, None] * RANK + ranks[None, :], factor, mask=in_factor)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _multiply(
-    matrix_ptr,
-    keep_ptr,
-    factor_ptr,
-    product_ptr,
-    num_rows,
-    num_columns,
-    row_stride,
-    column_stride,
-    keep_row_stride,
-    keep_column_stride,
-    HAS_KEEP: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Stores `matrix @ factor`; a barrier before what reads it is the caller's."""
-    ranks = tl.arange(0, BLOCK_R)
-    for first_row in range(0, num_rows, BLOCK):
-        rows = first_row + tl.arange(0, BLOCK)
-        product = tl.zeros([BLOCK, BLOCK_R], dtype=tl.float32)
-        for first_column in range(0, num_columns, BLOCK_C):
-            columns = first_column + tl.arange(0, BLOCK_C)
-            in_matrix = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-            if HAS_KEEP:
-                keep_offsets = rows[:, None] * keep_row_stride + columns[None, :] * keep_column_stride
-                in_matrix = tl.load(keep_ptr + keep_offsets, mask=in_matrix, other=0) != 0
-            offsets = rows[:, None] * row_stride + columns[None, :] * column_stride
-            tile = tl.load(matrix_ptr + offsets, mask=in_matrix, other=0.0).to(tl.float32)
-            factor = _load_factor(factor_ptr, columns, ranks, num_columns, RANK)
-            product = tl.dot(tile, factor, product, input_precision="tf32x3")
-        in_product = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
-        tl.store(product_ptr + rows[:, None] * RANK + ranks[None, :], product, mask=in_product)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _store_rounded(rounded_ptr, rows, ranks, num_rows, RANK: tl.constexpr, factor):
-    """Stores a factor in the type of the pointer, and returns 1 if something of it does not fit that."""
-    in_factor = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
-    rounded = factor.to(rounded_ptr.dtype.element_ty)
-    tl.store(rounded_ptr + rows[:, None] * RANK + ranks[None, :], rounded, mask=in_factor)
-    poison = rounded.to(tl.float32) * 0.0
-    return tl.max(tl.max((poison != poison).to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit
@@ -160,35 +72,35 @@ def _power_iteration_kernel(
     tokens = tl.arange(0, ALL_TOKENS)
     channels = tl.arange(0, ALL_CHANNELS)
     ranks = tl.arange(0, BLOCK_R)
-    start = _load_factor(start_ptr, channels, ranks, HEAD_DIM, RANK)
-    _replace_factor(b_ptr, channels, ranks, HEAD_DIM, RANK, start)
+    start = load_factor(start_ptr, channels, ranks, HEAD_DIM, RANK)
+    replace_factor(b_ptr, channels, ranks, HEAD_DIM, RANK, start)
     for iteration in range(num_iterations):
         is_last = iteration == num_iterations - 1
         if is_last:
-            b = _load_factor(b_ptr, channels, ranks, HEAD_DIM, RANK)
-            _replace_factor(b_ptr, channels, ranks, HEAD_DIM, RANK, _orthonormalize(b, ranks, RANK))
+            b = load_factor(b_ptr, channels, ranks, HEAD_DIM, RANK)
+            replace_factor(b_ptr, channels, ranks, HEAD_DIM, RANK, orthonormalize(b, ranks, RANK))
         # fmt: off
-        _multiply(residual_ptr, keep_ptr, b_ptr, a_ptr, num_tokens, HEAD_DIM, stride_l, stride_d,
+        multiply(residual_ptr, keep_ptr, b_ptr, a_ptr, num_tokens, HEAD_DIM, stride_l, stride_d,
                   keep_stride_l, keep_stride_d, HAS_KEEP, RANK, BLOCK, BLOCK_C, BLOCK_R)
         # fmt: on
-        a = _load_factor(a_ptr, tokens, ranks, num_tokens, RANK)
+        a = load_factor(a_ptr, tokens, ranks, num_tokens, RANK)
         if is_last:
-            a = _orthonormalize(a, ranks, RANK)
+            a = orthonormalize(a, ranks, RANK)
         else:
             # Scaled so that repeated products of a large residual stay in range; directions are unchanged
             a = a / tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), _EPSILON)
-        _replace_factor(a_ptr, tokens, ranks, num_tokens, RANK, a)
+        replace_factor(a_ptr, tokens, ranks, num_tokens, RANK, a)
         # fmt: off
-        _multiply(residual_ptr, keep_ptr, a_ptr, b_ptr, HEAD_DIM, num_tokens, stride_d, stride_l,
+        multiply(residual_ptr, keep_ptr, a_ptr, b_ptr, HEAD_DIM, num_tokens, stride_d, stride_l,
                   keep_stride_d, keep_stride_l, HAS_KEEP, RANK, BLOCK, BLOCK_C, BLOCK_R)
         # fmt: on
     if ROUNDS:
-        a = _load_factor(a_ptr, tokens, ranks, num_tokens, RANK)
-        b = _load_factor(b_ptr, channels, ranks, HEAD_DIM, RANK)
+        a = load_factor(a_ptr, tokens, ranks, num_tokens, RANK)
+        b = load_factor(b_ptr, channels, ranks, HEAD_DIM, RANK)
         rounded_a_ptr += matrix_index * num_tokens * RANK
         rounded_b_ptr += matrix_index * HEAD_DIM * RANK
-        exceeds = _store_rounded(rounded_a_ptr, tokens, ranks, num_tokens, RANK, a)
-        exceeds |= _store_rounded(rounded_b_ptr, channels, ranks, HEAD_DIM, RANK, b)
+        exceeds = store_rounded(rounded_a_ptr, tokens, ranks, num_tokens, RANK, a)
+        exceeds |= store_rounded(rounded_b_ptr, channels, ranks, HEAD_DIM, RANK, b)
         if REPORTS:
             tl.store(exceeded_ptr, 1, mask=exceeds > 0)
 

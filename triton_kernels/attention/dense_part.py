@@ -1,0 +1,121 @@
+"""Parts of the sequence that are stored as they are: the first tokens, the newest tokens.
+
+Legend as in `attend.py`; T tokens of a part.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .masks import mask_arguments, mask_row_offsets, mask_scores
+from .softmax import update_softmax
+
+
+_STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")
+
+
+class DensePart(NamedTuple):
+    """
+    A short stretch of the sequence that is stored as it is.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
+            The states.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
+            Boolean (`True` attends) or added to the scores.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
+    """The arguments of `combine_kernel` for an exact part, which may be one too many."""
+    prefix = f"mask_{index}"
+    if index >= len(parts):
+        names = (f"{name}_{index}" for name in ("keys", "values"))
+        empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
+        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
+    part = parts[index]
+    arguments: dict[str, object] = {}
+    for name, states in (("keys", part.keys), ("values", part.values)):
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        for end, argument in zip(_STATE_ARGUMENTS, (states, *states.stride()[:3]), strict=True):
+            arguments[f"{name}_{index}_{end}"] = argument
+    return {
+        **arguments,
+        **mask_arguments(part.mask, num_heads, num_rows, prefix),
+        f"num_tokens_{index}": part.keys.shape[2],
+    }
+
+
+@triton.jit
+def attend_part(
+    output,
+    maximum,
+    total,
+    query,
+    row_in_use,
+    first_channel,
+    num_rows,
+    keys_ptr,
+    keys_stride_b,
+    keys_stride_h,
+    keys_stride_t,
+    values_ptr,
+    values_stride_b,
+    values_stride_h,
+    values_stride_t,
+    mask_ptr,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_q,
+    mask_stride_t,
+    num_queries,
+    num_tokens,
+    batch,
+    head,
+    scale_base_2,
+    MASK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Carries output, maximum and total of the online softmax on through one exact part."""
+    rows = tl.arange(0, BLOCK_R)
+    key_channels = tl.arange(0, BLOCK_K)
+    value_channels = first_channel + tl.arange(0, BLOCK_V)
+    keys_ptr += batch * keys_stride_b + head * keys_stride_h
+    values_ptr += batch * values_stride_b + head * values_stride_h
+    mask_rows = mask_row_offsets(rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
+    for first_token in range(0, num_tokens, BLOCK_T):
+        tokens = first_token + tl.arange(0, BLOCK_T)
+        token_in_use = tokens < num_tokens
+        tokens = tl.cast(tokens, tl.int64)
+        keys = tl.load(
+            keys_ptr + tokens[:, None] * keys_stride_t + key_channels[None, :],
+            mask=token_in_use[:, None] & (key_channels < KEY_DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale_base_2
+        in_use = row_in_use[:, None] & token_in_use[None, :]
+        scores = mask_scores(scores, mask_ptr, mask_rows, tokens, mask_stride_t, in_use, MASK)
+        probabilities, decay, maximum, total = update_softmax(scores, maximum, total)
+        values = tl.load(
+            values_ptr + tokens[:, None] * values_stride_t + value_channels[None, :],
+            mask=token_in_use[:, None] & (value_channels < VALUE_DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        output = output * decay[:, None] + tl.dot(probabilities, values, input_precision=PRECISION)
+    return output, maximum, total

@@ -1,0 +1,108 @@
+"""Attention per split before its normalisation: written by `attend_kernel`, merged by `combine`.
+
+Legend as in `attend.py`.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Partials(NamedTuple):
+    """
+    An attention per split before its normalisation, float32.
+
+    Args:
+        output (`torch.Tensor` of shape `[B, H, splits, rows, value D]`):
+            Sum of the values, weighted by `2 ** (score - maximum)`.
+        maximum, total (`torch.Tensor` of shape `[B, H, splits, rows]`):
+            Largest score (in base 2: `log2(e)` times the usual score; `-inf` where nothing is attended to) and sum of
+            the weights.
+    """
+
+    output: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+
+@triton.jit
+def store_partials(
+    output_ptr,
+    maximum_ptr,
+    total_ptr,
+    output,
+    maximum,
+    total,
+    rows,
+    num_rows,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Stores what program (head, split) of the grid has summed."""
+    row_in_use = rows < num_rows
+    value_channels = tl.arange(0, BLOCK_V)
+    split = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    result = split * num_rows + rows
+    tl.store(maximum_ptr + result, maximum, mask=row_in_use)
+    tl.store(total_ptr + result, total, mask=row_in_use)
+    tl.store(
+        output_ptr + result[:, None] * VALUE_DIM + value_channels[None, :],
+        output,
+        mask=row_in_use[:, None] & (value_channels < VALUE_DIM)[None, :],
+    )
+
+
+def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:
+    """The arguments of `combine_kernel` for a compressed block, which may be one too many."""
+    names = [f"{name}_{index}_ptr" for name in Partials._fields]
+    if index >= len(blocks):
+        return {**dict.fromkeys(names), f"num_splits_{index}": 0}
+    block = blocks[index]
+    return {**dict(zip(names, block, strict=True)), f"num_splits_{index}": block.output.shape[2]}
+
+
+@triton.jit
+def merge_splits(
+    output,
+    maximum,
+    total,
+    output_ptr,
+    maximum_ptr,
+    total_ptr,
+    num_splits,
+    num_rows,
+    first_channel,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Carries output, maximum and total of the online softmax on through the splits of one compressed block."""
+    rows = tl.arange(0, BLOCK_R)
+    value_channels = first_channel + tl.arange(0, BLOCK_V)
+    first_split = tl.program_id(0).to(tl.int64) * num_splits
+    for block in range(0, num_splits, BLOCK_S):
+        splits = block + tl.arange(0, BLOCK_S)
+        in_use = (splits < num_splits)[:, None] & (rows < num_rows)[None, :]
+        offsets = (first_split + splits)[:, None] * num_rows + rows[None, :]
+        maxima = tl.load(maximum_ptr + offsets, mask=in_use, other=float("-inf"))
+        totals = tl.load(total_ptr + offsets, mask=in_use, other=0.0)
+        outputs = tl.load(
+            output_ptr + offsets[:, :, None] * VALUE_DIM + value_channels[None, None, :],
+            mask=in_use[:, :, None] & (value_channels < VALUE_DIM)[None, None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(maxima - reference[None, :])
+        decay = tl.exp2(maximum - reference)
+        total = total * decay + tl.sum(totals * weights, axis=0)
+        output = output * decay[:, None] + tl.sum(outputs * weights[:, :, None], axis=0)
+        maximum = new_maximum
+    return output, maximum, total

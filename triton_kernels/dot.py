@@ -1,0 +1,52 @@
+"""Products on tensor cores: the blocks that `tl.dot` takes, and products that are more precise than its own."""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+
+# The smallest side of an operand of `tl.dot`
+_MIN_DOT_SIZE = 16
+
+
+def block_size(size: int) -> int:
+    """The block that covers `size` and that `tl.dot` takes."""
+    return max(_MIN_DOT_SIZE, triton.next_power_of_2(size))
+
+
+def min_columns(block_rows: int) -> int:
+    """
+    How wide every product of a kernel has to be for warps to share its columns.
+
+    Triton lays out chained products all alike, and gives each warp its own rows once one of them is not wider than
+    high. With 16 rows, four warps would then each do the whole work.
+    """
+    return 2 * block_rows if block_rows < 64 else _MIN_DOT_SIZE
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """A product of float16 or bfloat16 queries is exact in TF32; one of float32 is not."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def dot_exact(left, right, PARTS: tl.constexpr):
+    """
+    The product of float32 `[rows, K]` and what float16 holds exactly `[K, N]`: codes, factors, one-hot matrices.
+
+    Rows are first scaled to at most 1, so that nothing overflows and what underflows is far below the row's largest.
+    A row below 1e-30 throughout counts as zero: the factor that scales it might be infinite.
+    One part (11 bits) is as precise as TF32 and takes half its registers and tensor core steps; two are near float32.
+    """
+    largest = tl.max(tl.abs(left), axis=1)
+    left *= tl.where(largest > 1e-30, 1.0 / largest, 0.0)[:, None]
+    part = left.to(tl.float16)
+    product = tl.dot(part, right)
+    for _ in tl.static_range(1, PARTS):
+        left -= part.to(tl.float32)
+        part = left.to(tl.float16)
+        product = tl.dot(part, right, product)
+    return product * largest[:, None]
