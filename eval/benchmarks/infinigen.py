@@ -18,8 +18,10 @@ from kvcache_plugins.console.command_line import load_for_evaluation
 from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.infinigen import cache as cache_module
-from kvcache_plugins.infinigen import layer as layer_module
-from kvcache_plugins.infinigen import scoring as scoring_module
+from kvcache_plugins.infinigen import fetching as fetching_module
+from kvcache_plugins.infinigen import selected_attention as attention_module
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .step import describe, step_rows, time_turns
@@ -28,10 +30,10 @@ from .step import describe, step_rows, time_turns
 # What is timed, by name: where it stands, and what it is called there. Those of the second column contain others.
 _PARTS: dict[str, tuple[Any, str]] = {
     "hooks": (cache_module.InfiniGenCache, "on_attention_input"),
-    "speculation": (layer_module.InfiniGenLayer, "speculate"),
-    "scoring": (scoring_module.ScoringCodes, "scores"),
-    "choosing": (layer_module, "select_tokens"),
-    "attention": (layer_module, "attend_rows"),
+    "speculation": (InfiniGenLayer, "speculate"),
+    "scoring": (ScoringCodes, "scores"),
+    "choosing": (fetching_module, "select_tokens"),
+    "attention": (attention_module, "attend_rows"),
 }
 
 

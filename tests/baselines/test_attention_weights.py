@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.attention_weights import SlotMask, attend_and_weigh, sum_weights
+from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
+from kvcache_plugins.baselines.slot_mask import SlotMask
 
 
 B, H, G, Q, L, D = 2, 2, 3, 7, 19, 8

@@ -13,7 +13,8 @@ import torch
 from kvcache_plugins.infinigen import prefetch
 from kvcache_plugins.infinigen.counters import TransferTimes
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
-from kvcache_plugins.infinigen.prefetch import Prefetcher, attend_staged
+from kvcache_plugins.infinigen.prefetch import Prefetcher
+from kvcache_plugins.infinigen.selected_attention import attend_staged
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.ops.gather import attend_rows
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
+from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
+from kvcache_plugins.infinigen.scoring_columns import ScoringColumns
 from kvcache_plugins.infinigen.selection import select_tokens
 from kvcache_plugins.ops.quantization import pack
 

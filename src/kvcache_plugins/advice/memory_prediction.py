@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.layers.lazy_states import LazyLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory

@@ -12,9 +12,10 @@ import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 
-from .attention_weights import SlotMask, attend_and_weigh, sum_weights
+from .attention_weights import attend_and_weigh, sum_weights
 from .h2o_config import H2OConfig
 from .kept_tokens import FREE, KeptTokens
+from .slot_mask import SlotMask
 
 
 # Newest queries of an update whose weights can be taken back: more than any draft has

@@ -21,9 +21,11 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
+from .exact_store import ExactStore
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
 from .prefetch import expected_staging_bytes, staging_bytes
+from .token_store import TokenStore
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
@@ -202,7 +204,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
             return DynamicLayer()
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask)
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, self._store(index))
+
+    def _store(self, index: int) -> TokenStore:
+        """Where a layer's older tokens go, and in which form."""
+        return ExactStore(self.infinigen_config)
 
     @property
     def _attachment(self) -> Attachment | None:

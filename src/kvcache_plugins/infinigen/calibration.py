@@ -17,22 +17,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.models.fingerprint import fingerprint
 
-from .hooks import Attachment, AttentionInputs, AttentionListener, attach
-from .queries import PositionEmbeddings
+from .observation import NUM_QUERIES, Observation, observe, observe_newest
+from .speculation_quality import captured_masses, low_rank_map
 
 
 FORMAT = "kvcache_plugins.infinigen"
 VERSION = 1
 _HEADER = "kvcache_plugins"
-# Measured with: the share of tokens chosen, and the newest queries of a window
-_SHARE = 0.1
-_NUM_QUERIES = 64
-_RIDGE = 1e-2
 # A correction is worth its products if it is right by so much more of the mass
 _MIN_GAIN = 0.002
 
@@ -150,47 +146,6 @@ class Calibration:
         return cls(document["model"], reports, corrections)
 
 
-class _Recorder(AttentionListener, DynamicCache):
-    """A dense cache that hands on, for every layer, what was expected of its attention input and what it is."""
-
-    def __init__(self, model: PreTrainedModel, on_layer: Callable[[_Observation], None]):
-        super().__init__(config=model.config)
-        self._on_layer = on_layer
-        self._expected: torch.Tensor | None = None
-        self._input: torch.Tensor | None = None
-
-    def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        if self._expected is not None and self._input is not None and type(self.layers[layer_idx]) is DynamicLayer:
-            embeddings = inputs.position_embeddings
-            self._on_layer(_Observation(layer_idx, self._expected, self._input, inputs.hidden_states, embeddings))
-        self._expected = self._input = None
-        if layer_idx + 1 < len(self.layers):
-            self._expected = attachment.expected_hidden_states(
-                layer_idx + 1, layer_idx, inputs, inputs.hidden_states.device
-            )
-            self._input = inputs.hidden_states
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Observation:
-    """Attention inputs `[1, tokens, hidden size]` of a layer: expected, of the layer before, and true."""
-
-    layer_idx: int
-    expected: torch.Tensor
-    before: torch.Tensor
-    true: torch.Tensor
-    embeddings: PositionEmbeddings | None
-
-    def newest(self) -> _Observation:
-        """The same of the newest tokens alone, which is little to keep."""
-        last = slice(-_NUM_QUERIES, None)
-        embeddings = self.embeddings
-        if embeddings is not None:
-            embeddings = embeddings[0][:, last].clone(), embeddings[1][:, last].clone()
-        expected, before, true = (each[:, last].clone() for each in (self.expected, self.before, self.true))
-        return _Observation(self.layer_idx, expected, before, true, embeddings)
-
-
 @torch.no_grad()
 def calibrate(
     model: PreTrainedModel,
@@ -215,11 +170,11 @@ def calibrate(
     Raises:
         ValueError: if there are fewer than two windows, or a window is too short to choose a tenth of.
     """
-    if len(windows) < 2 or min(window.numel() for window in windows) < 2 * _NUM_QUERIES:
-        raise ValueError(f"`windows` has to hold two windows at least, of {2 * _NUM_QUERIES} tokens at least")
+    if len(windows) < 2 or min(window.numel() for window in windows) < 2 * NUM_QUERIES:
+        raise ValueError(f"`windows` has to hold two windows at least, of {2 * NUM_QUERIES} tokens at least")
     moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def fit(observation: _Observation) -> None:
+    def fit(observation: Observation) -> None:
         expected = observation.expected[0].float()
         missed = observation.true[0].float() - expected
         own, cross = moments.get(observation.layer_idx, (0, 0))
@@ -228,96 +183,24 @@ def calibrate(
     for number, window in enumerate(windows[::2] if rank else (), start=1):
         if on_progress is not None:
             on_progress(f"fitting, window {number}")
-        _observe(model, window, fit)
-    corrections = {index: _low_rank_map(*moments.pop(index), rank) for index in list(moments)}
+        observe(model, window, fit)
+    corrections = {index: low_rank_map(*moments.pop(index), rank) for index in list(moments)}
 
     masses: dict[int, list[dict[str, float]]] = {}
     for number, window in enumerate(windows[1::2], start=1):
         if on_progress is not None:
             on_progress(f"measuring, window {number}")
-        cache, attachment, observations = _observe_newest(model, window)
+        cache, attachment, observations = observe_newest(model, window)
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
             keys = layer.keys
-            masses.setdefault(observation.layer_idx, []).append(_masses(attachment, keys, observation, corrections))
+            masses.setdefault(observation.layer_idx, []).append(
+                captured_masses(attachment, keys, observation, corrections)
+            )
     reports = [_report(index, values, min_recall, num_first_layers) for index, values in masses.items()]
     used = {report.layer_idx: corrections[report.layer_idx] for report in reports if report.choice == "corrected"}
     return Calibration(fingerprint(model), tuple(reports), used)
-
-
-def _observe(
-    model: PreTrainedModel, window: torch.Tensor, on_layer: Callable[[_Observation], None]
-) -> tuple[_Recorder, Attachment]:
-    """Sends a window through the model twice at most: which modules norm is seen at the first."""
-    for attempt in (lambda observation: None, on_layer):
-        recorder = _Recorder(model, attempt)
-        attachment = attach(model, recorder)
-        attachment.keeps_streams = True
-        try:
-            count = 2 if attempt is not on_layer else window.numel()
-            model.get_decoder()(window[None, :count].to(model.device), past_key_values=recorder, use_cache=True)
-        finally:
-            attachment.keeps_streams = False
-    return recorder, attachment
-
-
-def _observe_newest(model: PreTrainedModel, window: torch.Tensor) -> tuple[_Recorder, Attachment, list[_Observation]]:
-    """As `_observe`, with every layer's inputs of the newest tokens."""
-    observations: list[_Observation] = []
-    cache, attachment = _observe(model, window, lambda observation: observations.append(observation.newest()))
-    return cache, attachment, observations
-
-
-def _low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Factors of the ridge regression with these moments, cut to the directions in which what it predicts varies most.
-
-    Args:
-        own (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with themselves.
-        cross (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with what is predicted.
-        rank (`int`): columns of the first factor, rows of the second.
-    """
-    own, cross = own.double(), cross.double()
-    ridge = _RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype, device=own.device)
-    solution = torch.linalg.solve(own + ridge, cross)
-    directions = torch.linalg.eigh(solution.T @ own @ solution).eigenvectors[:, -rank:]
-    return (solution @ directions).float(), directions.T.float()
-
-
-def _masses(
-    attachment: Attachment,
-    keys: torch.Tensor,
-    observation: _Observation,
-    corrections: dict[int, tuple[torch.Tensor, torch.Tensor]],
-) -> dict[str, float]:
-    """Attention mass that a tenth of the tokens captures, chosen by each of the guesses; see `LayerReport`."""
-    projection = attachment.projections[observation.layer_idx]
-    guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": observation.expected}
-    guesses["corrected"] = observation.expected
-    if observation.layer_idx in corrections:
-        down, up = corrections[observation.layer_idx]
-        guesses["corrected"] = observation.expected + ((observation.expected.float() @ down) @ up).to(keys.dtype)
-    weights = {
-        name: _weights(projection(guess, observation.embeddings), keys, projection.scaling)
-        for name, guess in guesses.items()
-    }
-    count = max(int(_SHARE * keys.shape[2]), 1)
-    true = weights["oracle"]
-    return {
-        name: float(true.gather(3, guess.topk(count, dim=3).indices).sum(dim=3).mean())
-        for name, guess in weights.items()
-    }
-
-
-def _weights(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention weights of the newest tokens, averaged over each group of query heads, `[1, H, queries, tokens]`."""
-    count, num_queries = keys.shape[2], query.shape[2]
-    grouped = query.float().unflatten(1, (keys.shape[1], -1))
-    scores = grouped @ keys.float()[:, :, None].transpose(3, 4) * scaling
-    positions = torch.arange(count, device=keys.device)
-    later = positions > positions[count - num_queries :, None]
-    return scores.masked_fill(later, -torch.inf).softmax(dim=4).mean(dim=2)
 
 
 def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:

@@ -12,6 +12,11 @@ class DeviceCounters:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
 
+    def start(self, name: str, device: torch.device) -> None:
+        """Begins a sum on a device, unless it has been begun."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros((), dtype=torch.int64, device=device)
+
     def add(self, name: str, amount: torch.Tensor) -> None:
         """Adds an integer, a tensor without dimensions."""
         before = self._sums.get(name)

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from .queries import PositionEmbeddings, QueryProjection, find_attention_modules
+from .attention_modules import find_attention_modules
+from .queries import PositionEmbeddings, QueryProjection
 
 
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""One layer of an InfiniGen cache: which of the tokens in host memory a decode step attends to.
+"""One layer of an InfiniGen cache: when tokens move to host memory, and which of them a decode step attends to.
 
 A decode step: while the layer before computes, `speculate` is given the queries that this layer is expected to ask
 with, chooses tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Several new
@@ -11,22 +11,28 @@ account of on the host, which waits for every choice.
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
+from kvcache_plugins.ops.parts import DensePart
 
 from .config import InfiniGenConfig
 from .counters import DeviceCounters, TransferTimes
-from .fetching import Fetch, attended_columns
-from .offloaded_layer import OffloadedLayer
-from .prefetch import attend_staged, start_fetch
-from .selection import Selection, most_chosen, select_tokens
+from .exact_store import ExactStore
+from .fetching import Fetch, attended_columns, choose_tokens, count_hits, max_forced
+from .offloaded_tokens import OffloadedTokens
+from .pool import TokenPool
+from .prefetch import start_fetch
+from .selected_attention import attend_selected
+from .selection import Selection, most_chosen
+from .token_store import TokenStore
 
 
-class InfiniGenLayer(OffloadedLayer):
+class InfiniGenLayer(PromptLayer):
     """
     Keys and values of one layer, offloaded as in [InfiniGen](https://huggingface.co/papers/2406.19707).
 
@@ -37,6 +43,13 @@ class InfiniGenLayer(OffloadedLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
+        store (`TokenStore`, *optional*):
+            An empty store for older tokens, which says in which form they stand there. As they are, if not given.
+
+    Attributes:
+        tokens (`OffloadedTokens`): what is held.
+        check_queries (`Callable`, *optional*): compares the prompt's queries with what speculation makes of their
+            input; held for one forward only.
     """
 
     counter_names = (
@@ -55,14 +68,24 @@ class InfiniGenLayer(OffloadedLayer):
         "prompts_without_mask",
     )
 
-    def __init__(self, config: InfiniGenConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
-        super().__init__(config, layer_idx, attention_mask)
+    def __init__(
+        self,
+        config: InfiniGenConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        store: TokenStore | None = None,
+    ):
+        self.config = config
+        self.tokens = OffloadedTokens(ExactStore(config) if store is None else store, config.recent)
+        super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
     def _clear(self) -> None:
         super()._clear()
+        self.tokens.clear()
         self._fetch: Fetch | None = None
-        # Compares the prompt's queries with what speculation makes of their input; held for one forward only
+        # Queries of the prompt, `[B, H * G, tokens, D]`, while columns are chosen by them
+        self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
 
     def _start_counting(self) -> None:
@@ -73,9 +96,50 @@ class InfiniGenLayer(OffloadedLayer):
         super().reset()
         self._start_counting()
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.tokens.store.lazy_initialization(key_states, value_states)
+        super().lazy_initialization(key_states, value_states)
+
+    @property
+    def pool(self) -> TokenPool | None:
+        """What stands in host memory, once anything does."""
+        return self.tokens.store.pool
+
+    @property
+    def needs_prompt_attention(self) -> bool:  # type: ignore[override]
+        """Columns of the scoring copy are chosen by the prompt's queries."""
+        return self.config.partial_ratio is not None
+
+    @property
+    def wants_speculation(self) -> bool:
+        """Whether there is anything to fetch for a next single token."""
+        return self._pending is None and self.pool is not None
+
+    def most_fetched_bytes(self) -> int:
+        """Bytes that a next step fetches at most."""
+        pool = self.pool
+        if pool is None:
+            return 0
+        most = most_chosen(self.config, self._length + 1, max_forced(self.config), pool.num_slots)
+        return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
+
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        super()._store_prompt(keys, values, is_first=is_first)
-        self.check_queries = None
+        self.tokens.add_prompt(keys, values, self._left_padding, self._prompt_queries)
+        self._after_moving()
+        self._prompt_queries = self.check_queries = None
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.tokens.append(keys, values)
+
+    def _before_update(self) -> None:
+        self.tokens.flush(self._left_padding)
+        self._after_moving()
+
+    def _after_moving(self) -> None:
+        if self.pool is not None:
+            self._counters["tokens_evicted"] = self.tokens.store.num_evicted
+            # What is held does not depend on whether a token has been fetched yet
+            self._device_counters.start("tokens_fetched", self.device)
 
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
@@ -87,28 +151,14 @@ class InfiniGenLayer(OffloadedLayer):
             self._prompt_queries = query
         super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
 
-    @property
-    def wants_speculation(self) -> bool:
-        """Whether there is anything to fetch for a next single token."""
-        return self._pending is None and self.pool is not None
-
-    @property
-    def _max_forced(self) -> int:
-        return self.config.sink + self.config.recent
-
-    def most_fetched_bytes(self) -> int:
-        """Bytes that a next step fetches at most."""
-        pool = self.pool
-        if pool is None:
-            return 0
-        most = most_chosen(self.config, self._length + 1, self._max_forced, pool.num_slots)
-        return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
-
-    def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
-        if self.pool is None:
-            # What is held does not depend on whether a token has been fetched yet
-            self._device_counters.add("tokens_fetched", torch.zeros((), dtype=torch.int64, device=keys.device))
-        super()._move_to_pool(keys, values, position)
+    def on_dense_read(self, side: str) -> None:
+        if self.pool is not None:
+            warnings.warn(
+                "the whole cache is fetched for every token, as attention is not by `sdpa`: exact, and slow. "
+                "`model.set_attn_implementation('sdpa')` fetches what matters",
+                stacklevel=2,
+            )
+        super().on_dense_read(side)
 
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """
@@ -121,51 +171,20 @@ class InfiniGenLayer(OffloadedLayer):
         """
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
-        self._fetch = self._choose(query, attn_mask, scale, self._length + 1)
+        self._fetch = self._start_fetch(query, attn_mask, scale, self._length + 1)
         self._counters["speculated_calls"] += 1
 
-    def _choose(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
-        """Chooses tokens of the pool for a query when the sequence has `length` tokens, and starts to fetch them."""
-        pool, scoring, config = self.pool, self.scoring, self.config
-        assert pool is not None and scoring is not None and self.window is not None
+    def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
+        """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
+        pool = self.pool
+        assert pool is not None
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
-        positions, columns = pool.positions(self.device), self._attended(attn_mask, length)
-        if columns is None:
-            allowed = None if pool.usage is None else positions >= 0
-            forced = (positions < config.sink) | (positions >= length - config.recent)
-        else:
-            index = positions.clamp(min=0).expand(self.batch_size, -1, -1)
-            allowed, forced = (
-                each[:, None].expand(-1, index.shape[1], -1).gather(2, index) & (positions >= 0)
-                for each in (columns, self._first_and_last(columns))
-            )
-        resident = query @ self.window.keys.float().transpose(2, 3)
-        if columns is not None:
-            stop = self._pooled + self.window.length
-            resident = resident.masked_fill(~columns[:, None, None, self._pooled : stop], -torch.inf)
-        selection = select_tokens(
-            scoring.scores(query),
-            resident,
-            allowed,
-            forced,
-            length if columns is None else columns.sum(dim=1),
-            length,
-            self._max_forced,
-            config,
-        )
-        return Fetch(selection, length, start_fetch(pool, selection, self._times))
-
-    def _attended(self, attn_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-        """Which of `length` tokens the newest may attend to, `[B, length]`; `None` if all."""
         if attn_mask is not None:
-            return attended_columns(attn_mask, length, self.batch_size)
-        return self._valid_tokens(0, length)
-
-    def _first_and_last(self, columns: torch.Tensor) -> torch.Tensor:
-        """Of the tokens attended to, the first and the newest, which are always fetched, `[B, length]`."""
-        from_start = columns.cumsum(dim=1)
-        from_end = from_start[:, -1:] - from_start
-        return columns & ((from_start <= self.config.sink) | (from_end < self.config.recent))
+            columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
+        else:
+            columns = self._valid_tokens(0, length)
+        selection = choose_tokens(query, self.tokens, columns, length, self.config)
+        return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
@@ -184,51 +203,30 @@ class InfiniGenLayer(OffloadedLayer):
         self.settle_prompt()
         return output
 
+    def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
+        """Everything held, with its columns of the mask."""
+        yield from self.tokens.parts(attn_mask, groups)
+        if self._pending is not None:
+            keys, values = self._pending
+            yield DensePart(keys, values, keys.shape[2], attn_mask)
+
     def _attend_selected(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> torch.Tensor:
         """Attention of one new token over what was fetched for it and the window."""
-        pool, window, fetch = self.pool, self.window, self._fetch
-        assert pool is not None and window is not None
+        pool, fetch = self.pool, self._fetch
+        assert pool is not None
         self._fetch = None
         if fetch is None or fetch.length != self._length:
             # Nothing was speculated for this token: its own query is at hand
-            fetch = self._choose(query, attn_mask, scale, self._length)
+            fetch = self._start_fetch(query, attn_mask, scale, self._length)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(self.batch_size, 1, attn_mask.shape[-2], self._length)[:, 0, 0]
         rows = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3])
-        newest, start = (window.keys, window.values), self._pooled
-        # A copy of a fetch has its choice and no rows
-        staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
-        positions = None if attn_mask is None else pool.positions_of(fetch.selection.slots, slice(None))
-        if staged is None:
-            kernel, is_fallback = choose_rows_kernel(rows, self._shapes["values"][3], newest[0].dtype)
-            output = attend_rows(
-                rows,
-                *self._rows_on_host(fetch.selection),
-                fetch.selection.count,
-                *newest,
-                scale,
-                mask=attn_mask,
-                positions=positions,
-                window_start=start,
-                kernel=kernel,
-            )
+        output, kernel, is_fallback = attend_selected(rows, fetch, self.tokens, attn_mask, scale, self._times)
+        if kernel is not None:
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
-        else:
-            with staged as fetched:
-                dense = self._dense_rows(fetched, fetch.selection.slots)
-                output = attend_staged(rows, fetch.selection, dense, newest, attn_mask, positions, start, scale)
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
-
-    def _rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen."""
-        assert self.pool is not None
-        return self.pool.pages, selection.slots
-
-    def _dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Keys and values side by side, `[B, H, K, D + E]`, of rows of the pool and their slots `[B, H, K]`."""
-        return rows
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
@@ -242,38 +240,50 @@ class InfiniGenLayer(OffloadedLayer):
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:
-            on_device.add("hits", self._count_hits(selection, query.float() * scale))
+            hits = count_hits(self.tokens.store, selection, query.float() * scale, self._left_padding)
+            on_device.add("hits", hits)
             on_device.add("hits_possible", selection.count.sum())
 
-    def _count_hits(self, selection: Selection, query: torch.Tensor) -> torch.Tensor:
-        """How many of the tokens chosen are among as many with the highest true weights."""
-        assert self.pool is not None
-        keys = self._pooled_keys()
-        start = 0 if self.padding is None else self.padding[:, None, None]
-        excluded = self.pool.positions(self.device) < start
-        scores = (query @ keys.float().transpose(2, 3)).masked_fill(excluded[:, :, None], -torch.inf)
-        best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
-        ranks = torch.arange(best.shape[2], device=best.device) < selection.count[..., None]
-        is_best = torch.zeros(*best.shape[:2], keys.shape[2], dtype=torch.bool, device=best.device)
-        is_best.scatter_(2, best, ranks)
-        return (is_best.gather(2, selection.slots) & selection.valid).sum()
+    def materialize(self, side: str) -> torch.Tensor:
+        if self._counters["tokens_evicted"]:
+            raise ValueError(
+                "a cache that has evicted tokens cannot be made dense: use `sdpa` attention, or no `pool_tokens`"
+            )
+        number = 0 if side == "keys" else 1
+        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        for *states, start, stop in self.tokens.stretches():
+            dense[:, :, start:stop] = states[number]
+        if self._pending is not None:
+            dense[:] = self._pending[number]
+        return dense
 
     def _drop_newest(self, count: int) -> None:
         self._fetch = None
-        super()._drop_newest(count)
+        self.tokens.drop_newest(count)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._fetch = None
-        super()._map_stored(function)
+        self.tokens.map(function)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super()._stored_tensors()
+        yield from self.tokens.named_tensors()
         for tensor in self._device_counters.tensors():
             yield "index", tensor
 
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        return iter(()) if self.pool is None else self.pool.host_tensors()
+
+    def offload(self) -> None:
+        """Nothing: what can stand in host memory does so already."""
+
+    def prefetch(self) -> None:
+        """Nothing: tokens are fetched when they have been chosen."""
+
     def _move_to(self, device: torch.device) -> None:
-        self._fetch = None
-        super()._move_to(device)
+        self._fetch, self.device = None, device
+        self.tokens.serve(device)
+        if self.padding is not None:
+            self.padding = self.padding.to(device)
 
     def stats(self) -> Mapping[str, float]:
         counters = dict(self._counters)

@@ -1,4 +1,4 @@
-"""Rows of the pool on their way to a GPU while the layer before computes, and attention over them.
+"""Rows of the pool on their way to a GPU while the layer before computes.
 
 The host never waits: it does not know which tokens were chosen, nor how many. A kernel on a stream of its own reads
 the chosen rows from page-locked memory into a staging buffer; that stream waits for the choice by an event, and the
@@ -10,111 +10,16 @@ device, not to a layer or a cache, and grow by shares, so in a long decode they 
 
 Without Triton rows are gathered by the host, which then has to wait for the choice.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, K slots chosen at most (filling among them), D and
-E head dimensions of keys and values, W tokens of the window.
+Legend: B batch, H key/value heads, K slots chosen at most (filling among them), D and E head dimensions of keys and
+values.
 """
-
-import weakref
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from .counters import TransferTimes
 from .pool import PAGE_TOKENS, TokenPool
 from .selection import Selection
-
-
-_GROWTH = 1.25
-
-
-class StagedRows:
-    """
-    Rows of chosen tokens that are on their way to the GPU. Used in a `with` statement, which waits for them and, at
-    its end, gives their buffer back; or by `wait` and `release`.
-
-    What is copied of it, with the cache that it was started for or into a file, is `None`: a copy starts its own.
-    """
-
-    def __init__(self, staging: "_Staging", rows: torch.Tensor, times: TransferTimes | None):
-        self._staging, self._rows, self._times = staging, rows, times
-        # Whoever drops this object without releasing it gives the buffer back all the same
-        staging.owner = weakref.ref(self)
-
-    def wait(self) -> torch.Tensor:
-        """
-        Has the current stream wait for the rows, not the host.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, K, D + E]`: a key and its value side by side, of each head as many as were
-            chosen. What stands behind those is left from before and may be anything, NaN among it. Not to be used
-            after `release`.
-        """
-        assert self._staging.owner is not None and self._staging.owner() is self
-        stream = torch.cuda.current_stream(self._rows.device)
-        with _timed(self._times, "stalled_s", stream):
-            stream.wait_event(self._staging.filled)
-        # Not freed before this stream is done, should it be another than the one that the buffer was made on
-        self._rows.record_stream(stream)
-        return self._rows
-
-    def release(self) -> None:
-        """Gives the buffer back. What the current stream has been given so far may still read it."""
-        self._staging.read.record(torch.cuda.current_stream(self._rows.device))
-        self._staging.owner = None
-
-    def __enter__(self) -> torch.Tensor:
-        return self.wait()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What a copy of staged rows is."""
-
-
-def _timed(times: TransferTimes | None, name: str, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-    return nullcontext() if times is None else times.timed(name, stream)
-
-
-class _Staging:
-    """
-    A buffer on the device.
-
-    Attributes:
-        memory (`torch.Tensor` of shape `[bytes]`, uint8): the buffer.
-        filled, read (`torch.cuda.Event`): the rows are there; what reads them is done.
-        owner (`weakref.ref`, *optional*): the rows that it holds, unless they were released.
-    """
-
-    def __init__(self, device: torch.device):
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.filled, self.read = torch.cuda.Event(), torch.cuda.Event()
-        self.owner: weakref.ref[StagedRows] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return self.owner is None or self.owner() is None
-
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
-        """An uninitialized tensor in the buffer, which grows if need be; `stream` will use it too."""
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
-        if count > self.memory.shape[0]:
-            # Outside of inference mode, so that it can be written to within it and without
-            with torch.inference_mode(False):
-                self.memory = torch.empty(_with_growth(count), dtype=torch.uint8, device=self.memory.device)
-            # Freed only when that stream, which the allocator does not know of, is done
-            self.memory.record_stream(stream)
-        return self.memory[:count].view(dtype).view(shape)
-
-
-def _with_growth(num_bytes: int) -> int:
-    return int(_GROWTH * num_bytes)
+from .staging import StagedRows, Staging, timed, with_growth
 
 
 class Prefetcher:
@@ -129,7 +34,7 @@ class Prefetcher:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._ready = torch.cuda.Event()
-        self._stagings: list[_Staging] = []
+        self._stagings: list[Staging] = []
 
     @property
     def staging_bytes(self) -> int:
@@ -157,7 +62,7 @@ class Prefetcher:
         for tensor in (selection.slots, selection.count, *(() if addresses is None else (addresses,))):
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            with _timed(times, "transfer_s", self._stream):
+            with timed(times, "transfer_s", self._stream):
                 if addresses is None:
                     self._copy_by_host(pool, selection, rows)
                 else:
@@ -166,11 +71,11 @@ class Prefetcher:
             staging.filled.record(self._stream)
         return StagedRows(staging, rows, times)
 
-    def _free_staging(self) -> _Staging:
+    def _free_staging(self) -> Staging:
         """A buffer that nobody holds; a third one is made only when somebody holds two."""
         staging = next((each for each in self._stagings if each.is_free), None)
         if staging is None:
-            staging = _Staging(self.device)
+            staging = Staging(self.device)
             self._stagings.append(staging)
         return staging
 
@@ -228,55 +133,9 @@ def expected_staging_bytes(num_bytes: int, num_layers: int, *, speculate: bool) 
         num_layers (`int`): layers that fetch.
         speculate (`bool`): whether one layer fetches while another one attends.
     """
-    return _with_growth(num_bytes) * (min(num_layers, 2) if speculate else 1)
+    return with_growth(num_bytes) * (min(num_layers, 2) if speculate else 1)
 
 
 def free_staging() -> None:
     """Gives the buffers of all devices back; what fetches next makes new ones."""
     _PREFETCHERS.clear()
-
-
-def attend_staged(
-    query: torch.Tensor,
-    selection: Selection,
-    rows: torch.Tensor,
-    window: tuple[torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    window_start: int,
-    scale: float,
-) -> torch.Tensor:
-    """
-    Attention of one new token over staged rows and the window: `ops.gather.attend_rows` without the host knowing how
-    many rows there are. All shapes are those of the most that may be fetched, so an item's result does not depend on
-    how many tokens its neighbours fetch; what is no row counts neither as key nor as value, whatever stands there.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        selection (`Selection`): what the rows are of.
-        rows (`torch.Tensor` of shape `[B, H, K, D + E]`): the rows, as many as `selection.count` says.
-        window (`tuple[torch.Tensor, torch.Tensor]`): keys and values of the newest tokens, `[B, H, W, D or E]`.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the mask's row, boolean or added to the scores.
-        positions (`torch.Tensor` of shape `[B, H, K]`, *optional*): positions of the rows' tokens, needed with a mask.
-        window_start (`int`): position of the window's first token.
-        scale (`float`): factor of the scores.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype.
-    """
-    num_staged, key_dim = rows.shape[2], query.shape[3]
-    is_filling = ~selection.valid  # [B, H, K]
-    scaled = query.float() * scale
-    keys, values = rows[..., :key_dim].float(), rows[..., key_dim:].float()
-    # Zero times NaN is NaN: a probability of zero alone would not do
-    values = values.masked_fill(is_filling[..., None], 0.0)
-    staged = (scaled @ keys.transpose(2, 3)).masked_fill(is_filling[:, :, None], -torch.inf)
-    scores = torch.cat([staged, scaled @ window[0].float().transpose(2, 3)], dim=3)  # [B, H, G, K + W]
-    if mask is not None:
-        assert positions is not None
-        columns = mask[:, None].expand(-1, query.shape[1], -1)
-        seen = torch.cat([columns.gather(2, positions.clamp(min=0)), columns[..., window_start:]], dim=2)[:, :, None]
-        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
-    weights = scores.softmax(dim=3)
-    output = weights[..., :num_staged] @ values + weights[..., num_staged:] @ window[1].float()
-    return output.to(query.dtype)

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.infinigen import InfiniGenCache
+from kvcache_plugins.infinigen.token_store import TokenStore
 
+from .coded_store import CodedStore
 from .config import CodingConfig
-from .layer import CodedLayer
 
 
 class InfiniGenGEARCache(InfiniGenCache):
@@ -78,7 +78,5 @@ class InfiniGenGEARCache(InfiniGenCache):
         self.coding_config = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
         super().__init__(model, **options)
 
-    def _layer(self, index: int) -> CacheLayerMixin:
-        if index in self._full_layers:
-            return DynamicLayer()
-        return CodedLayer(self.infinigen_config, self.coding_config, index, self._given_mask)
+    def _store(self, index: int) -> TokenStore:
+        return CodedStore(self.infinigen_config, self.coding_config, index)

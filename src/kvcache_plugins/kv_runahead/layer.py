@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyStates
 
 from .attention import attend_behind_prefix
 

@@ -1,5 +1,6 @@
 """Bases of the cache layers: states that stay compressed until attention asks for them, and layers that hand them out.
 
-`lazy_states` has the tensor that attention gets, `prompt_layer` the base of layers that store a prompt only after it
-was attended to, `residual_buffer` the newest tokens, exact.
+`lazy_states` has the tensor that attention gets and `lazy_layer` the base of layers that hand it out, `prompt_layer`
+the base of those that store a prompt only after it was attended to, `left_padding` what is known of a batch's padding,
+`residual_buffer` the newest tokens, exact.
 """

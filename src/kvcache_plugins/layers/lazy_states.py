@@ -9,23 +9,43 @@ but only refers to its layer.
   carried along as a view.
 - Anything else (eager or flash attention, a user's own code) gets the dense tensor: right, and slower.
 
-`LazyLayer` is the base of every layer that works this way.
+What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is the base of every layer that does.
 """
 
-import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 
-# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
+
+
+class StatesSource(Protocol):
+    """What lazy states ask of the layer that they belong to; see `LazyLayer`, which says what each is."""
+
+    has_gradients: bool
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """Attention of `query` over everything the layer holds."""
+
+    def materialize(self, side: str) -> torch.Tensor:
+        """All `"keys"` or `"values"`, dense."""
+
+    def lazy_length(self) -> int:
+        """Tokens that the newest lazy states report."""
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        """Called after attention over exact states."""
+
+    def on_dense_read(self, side: str) -> None:
+        """Called when something other than attention has made one side dense."""
 
 
 class LazyStates(torch.Tensor):
@@ -34,14 +54,14 @@ class LazyStates(torch.Tensor):
     needs them to.
 
     Attributes:
-        layer (`LazyLayer`): the layer they belong to.
+        layer (`StatesSource`): the layer they belong to.
         side (`str`): `"keys"` or `"values"`.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
             compression).
         num_repeats (`int`): how many query heads each head has been expanded to.
     """
 
-    layer: "LazyLayer"
+    layer: StatesSource
     side: str
     exact: torch.Tensor | None
     num_repeats: int
@@ -50,7 +70,7 @@ class LazyStates(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        layer: "LazyLayer",
+        layer: StatesSource,
         side: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -245,148 +265,3 @@ _METADATA_FUNCTIONS = {
     torch.Tensor.__hash__,
     torch.is_floating_point,
 }
-
-
-class LazyLayer(CacheLayerMixin):
-    """
-    Base of the layers that hand out `LazyStates`.
-
-    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
-    lists its tensors once (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow
-    from that.
-    """
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    # Whether attention over one new token adds to what is stored, beside what `update` stores
-    stores_attention = False
-    # Set from the first states, in `lazy_initialization`
-    dtype: torch.dtype
-    device: torch.device
-
-    def __init__(self) -> None:
-        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
-        self.is_initialized = False
-        self.dense_reads = 0
-        # Whether autograd records the newest states
-        self.has_gradients = False
-
-    @abstractmethod
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        """
-        Attention of `query` over everything the layer holds.
-
-        Args:
-            query (`torch.Tensor` of shape `[batch_size, num_heads, num_queries, head_dim]`):
-                Queries; `num_heads` is a multiple of the key/value heads.
-            attn_mask (`torch.Tensor`, *optional*):
-                As `scaled_dot_product_attention` takes it, over all positions that the layer reports.
-            is_causal (`bool`): whether a causal mask aligned to the upper left applies.
-            scale (`float`, *optional*): factor of the scores.
-
-        Returns:
-            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
-        """
-
-    @abstractmethod
-    def materialize(self, side: str) -> torch.Tensor:
-        """
-        All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype.
-        """
-
-    @abstractmethod
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
-
-    @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What of the same stands in host memory, wherever the model computes; nothing by default."""
-        return iter(())
-
-    @abstractmethod
-    def num_values(self) -> int:
-        """How many key and value numbers a dense cache of the same tokens would hold."""
-
-    @abstractmethod
-    def stats(self) -> Mapping[str, float]:
-        """Counters that prove the layer was exercised."""
-
-    @abstractmethod
-    def crop_tokens(self, count: int) -> None:
-        """Removes the newest `count` tokens, at least 1 and at most all of them."""
-
-    def lazy_length(self) -> int:
-        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
-        return self.get_seq_length()
-
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        """
-        Called after attention over exact states that `update` handed out: the place to store them, queries and mask
-        being known. The arguments are those of `attend`.
-        """
-
-    def on_dense_read(self, side: str) -> None:
-        """Called when something other than attention has made one side dense."""
-        self.dense_reads += 1
-
-    @property
-    def keys(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("keys")
-
-    @property
-    def values(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("values")
-
-    def _stored_states(self, side: str) -> LazyStates | None:
-        if not self.is_initialized:
-            return None
-        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
-
-    @abstractmethod
-    def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        """The shape that the dense states of one side have."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    # The name of `get_max_length` in earlier releases of Transformers 5
-    get_max_cache_shape = get_max_length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
-        if tokens_to_remove > 0:
-            if not _CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
-                )
-            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
-        count = min(-tokens_to_remove, self.get_seq_length())
-        if count > 0:
-            self.crop_tokens(count)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def offload(self) -> None:
-        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))

@@ -13,7 +13,9 @@ import torch
 
 from kvcache_plugins.ops.masking import leading_padding
 
-from .lazy_states import LazyLayer, LazyStates
+from .lazy_layer import LazyLayer
+from .lazy_states import LazyStates
+from .left_padding import LeftPadding
 
 
 class PromptLayer(LazyLayer):
@@ -38,6 +40,7 @@ class PromptLayer(LazyLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self._given_mask = attention_mask
+        self._left_padding = LeftPadding()
         self._clear()
 
     def _clear(self) -> None:
@@ -55,18 +58,11 @@ class PromptLayer(LazyLayer):
     @property
     def padding(self) -> torch.Tensor | None:
         """Left padding of every item, once a mask has shown it, `[batch_size]`."""
-        return self._padding
+        return self._left_padding.counts
 
     @padding.setter
     def padding(self, padding: torch.Tensor | None) -> None:
-        self._padding: torch.Tensor | None = padding
-        self._known_longest: int | None = None
-
-    def _longest_padding(self) -> int:
-        """Padding of the item that has most. The host waits for a device only the first time it asks."""
-        if self._known_longest is None:
-            self._known_longest = 0 if self.padding is None else int(self.padding.max())
-        return self._known_longest
+        self._left_padding.counts = padding
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -207,9 +203,7 @@ class PromptLayer(LazyLayer):
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
-        if self.padding is None or self._longest_padding() <= start:
-            return None
-        return torch.arange(start, start + count, device=self.device) >= self.padding.to(self.device)[:, None]
+        return self._left_padding.valid_tokens(start, count, self.device)
 
     def crop_tokens(self, count: int) -> None:
         self.settle_prompt()

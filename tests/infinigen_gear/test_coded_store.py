@@ -1,13 +1,14 @@
-"""What a layer of codes holds and hands out, against plain references."""
+"""What a layer holds and hands out whose store is one of codes, against plain references."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen_gear.coded_store import CodedStore
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
-from kvcache_plugins.infinigen_gear.layer import CodedLayer
 from kvcache_plugins.infinigen_gear.value_rows import ValueRows
 
 
@@ -15,9 +16,10 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_layer(key_nbits=4, value_nbits=4, q_group_size=None, **options) -> CodedLayer:
+def make_layer(key_nbits=4, value_nbits=4, q_group_size=None, **options) -> InfiniGenLayer:
     coding = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
-    return CodedLayer(InfiniGenConfig(**options), coding, 0)
+    config = InfiniGenConfig(**options)
+    return InfiniGenLayer(config, 0, store=CodedStore(config, coding, 0))
 
 
 def quantized(keys: torch.Tensor, nbits: int, group_size: int) -> torch.Tensor:
@@ -99,7 +101,8 @@ def test_compiled_code_widens_what_plain_pytorch_does(
     # Sink tokens among them
     slots[:, :, :6] = torch.tensor([0, 3, 4, 5, 70, 73])
     count = torch.tensor([[500, 3, 0], [499, 6, 500]])
-    expected, actual = layer._dense_rows(layer.pool.gather(slots), slots), layer._widen(slots, count)
+    store = layer.tokens.store
+    expected, actual = store.dense_rows(layer.pool.gather(slots), slots), store.widen(slots, count)
     assert actual.dtype == dtype
     counted = torch.arange(500) < count[..., None]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]

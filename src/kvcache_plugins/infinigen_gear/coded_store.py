@@ -1,0 +1,154 @@
+"""A store in codes: keys where they are scored, values in the pool, sink tokens exact.
+
+Legend: B batch, H key/value heads, D and E head dimensions of keys and values, K slots chosen, S sink tokens.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcache_plugins.gear.compression import check_finite
+from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.pool import TokenPool
+from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.infinigen.token_store import TokenStore
+from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.ops.compression_steps import choose_steps
+from kvcache_plugins.ops.dispatch import choose_token_kernel
+
+from .config import CodingConfig
+from .grouped_keys import GroupedKeys
+from .sink_tokens import SinkTokens
+from .value_rows import ValueRows
+
+
+class CodedStore(TokenStore):
+    """
+    Tokens of one layer, in codes.
+
+    Args:
+        config (`InfiniGenConfig`):
+            The options of InfiniGen.
+        coding (`CodingConfig`):
+            What keys and values are compressed to.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+    """
+
+    scoring: GroupedKeys | None
+
+    def __init__(self, config: InfiniGenConfig, coding: CodingConfig, layer_idx: int):
+        self.coding, self.layer_idx = coding, layer_idx
+        super().__init__(config)
+        # Decoded tokens move on in whole groups
+        self.flush_length = coding.token_group
+
+    def clear(self) -> None:
+        super().clear()
+        self.sinks = SinkTokens(self.config.sink)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        head_dim = value_states.shape[3]
+        self._value_rows = ValueRows(self.coding.value, head_dim, self.coding.channel_group(head_dim))
+        super().lazy_initialization(key_states, value_states)
+
+    def add(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position: int,
+        padding: LeftPadding,
+        queries: torch.Tensor | None = None,
+    ) -> None:
+        grouped = self.scoring or GroupedKeys(self.coding.key, self.coding.token_group)
+        # Before anything is stored: what does not fit float16 raises
+        groups, rows = self._encode(grouped, keys, values, position, padding)
+        # Of keys the pool holds nothing
+        states = rows[..., :0], rows
+        pool = TokenPool(*states, num_protected=self.config.sink) if self.pool is None else self.pool
+        pool.append(*states, position, padding.counts)
+        self.pool, self.scoring = pool, grouped
+        grouped.add(groups, keys.shape[2])
+        self.sinks.keep(keys, values, position, padding)
+
+    def _encode(
+        self, grouped: GroupedKeys, keys: torch.Tensor, values: torch.Tensor, position: int, padding: LeftPadding
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Groups of keys and rows of values, of tokens `[B, H, tokens, D or E]` from `position` on; stores nothing."""
+        steps = choose_steps(keys)
+        real = padding.valid_tokens(position, keys.shape[2], self.device)
+        # Kernels notice by themselves what is not finite; then the states are looked at, to say what it was
+        if not steps.is_fused:
+            check_finite(keys, values, real, self.layer_idx)
+        compressible = self.sinks.others(keys, position, padding) if self.sinks.are_from(position, padding) else real
+        try:
+            groups = grouped.encode(keys, compressible, steps)
+            rows = self._value_rows.encode(values, real, steps)
+            steps.check_range()
+        except ValueError as error:
+            check_finite(keys, values, real, self.layer_idx)
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        return groups, rows
+
+    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, in which are the rows `[B, H, K, bytes]`."""
+        assert self.scoring is not None
+        dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
+        return self.sinks.restore(*dense, slots)
+
+    def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        assert self.pool is not None
+        for _, rows, start, stop in self.pool.stretches():
+            slots = torch.arange(start, stop, device=self.device).expand(*rows.shape[:2], -1)
+            yield *self._dense(rows, slots), start, stop
+
+    def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._dense(rows, slots), dim=3)
+
+    def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert self.pool is not None
+        most = max(int(selection.count.max()), 1)
+        slots = selection.slots[:, :, :most]
+        numbers = torch.arange(most).expand_as(slots)
+        if choose_token_kernel(slots)[0] == "compiled":
+            return [self.widen(slots, selection.count)], numbers
+        return [self.dense_rows(self.pool.gather(slots), slots)], numbers
+
+    def widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """
+        As `dense_rows`, by compiled code.
+
+        Args:
+            slots (`torch.Tensor` of shape `[B, H, K]`): slots, on the host.
+            count (`torch.Tensor` of shape `[B, H]`): how many of them matter; what stands for the others is undefined.
+        """
+        # Numba is not everywhere
+        from kvcache_plugins.ops.compiled.coded_rows import KeyCodes, widen_rows
+
+        assert self.pool is not None and self.scoring is not None
+        values = self._value_rows
+        rows = widen_rows(
+            KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
+            self.scoring.places_of(slots),
+            self.pool.pages,
+            slots,
+            count,
+            values.head_dim,
+            values.config.nbits,
+            values.group_size,
+            self.sinks.stored(),
+        )
+        return rows.to(self.dtype)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().map(function)
+        self.sinks.map(function)
+
+    def serve(self, device: torch.device) -> None:
+        super().serve(device)
+        self.sinks.map(lambda tensor: tensor.to(device))
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_tensors()
+        for tensor in self.sinks.tensors():
+            yield "residual", tensor
