@@ -12,7 +12,7 @@ from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.ops.compression_steps import choose_steps
+from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.dispatch import choose_token_kernel
 
 from .config import CodingConfig
