@@ -21,7 +21,7 @@ Check = Callable[[dict[str, str]], list[str]]
 # Floors from the ground up.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
-    {"registry", "models", "triton_kernels"},
+    {"files", "registry", "models", "triton_kernels"},
     {"ops"},
     {"layers"},
     {"reports"},

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvcache_plugins import GEARCache, create_cache
@@ -77,15 +76,99 @@ def test_truncated_file_is_refused(tiny_llama, tmp_path, size):
 
 def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):
     path = tmp_path / "cache.safetensors"
-    with pytest.raises(ValueError, match="no file"):
+    with pytest.raises(ValueError, match=f"`path`: there is no file {path}"):
         GEARCache.load(path, tiny_llama)
     save_file({"x": torch.zeros(1)}, str(path))
-    with pytest.raises(ValueError, match="not one that `save`"):
+    with pytest.raises(ValueError, match="none that this package wrote"):
         GEARCache.load(path, tiny_llama)
-    filled(tiny_llama)[0].save(path, tiny_llama)
-    with safe_open(str(path), framework="pt") as file:
-        document = json.loads(file.metadata()["kvcache_plugins"])
-    document["version"] = 1
-    save_file(load_file(str(path)), str(path), metadata={"kvcache_plugins": json.dumps(document)})
-    with pytest.raises(ValueError, match="version 1.*version 3"):
+    # As version 3 was, without a checksum
+    document = {"format": "kvcache_plugins.gear", "version": 3, "model": ""}
+    save_file({"x": torch.zeros(1)}, str(path), metadata={"kvcache_plugins": json.dumps(document)})
+    with pytest.raises(
+        ValueError, match=f"{path} holds .* version 3, but only .* version 4.*: prefill and `save` anew"
+    ):
         GEARCache.load(path, tiny_llama)
+
+
+def test_file_is_one_of_safetensors(tiny_llama, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    cache, *_ = filled(tiny_llama)
+    cache.save(path, tiny_llama)
+    stored = load_file(str(path))
+    block = cache.layers[1].blocks[0]
+    assert torch.equal(stored["layers.1.blocks.0.keys.codes"], block.keys.codes)
+    assert len(stored) == sum(1 for layer in cache.layers for _ in layer.named_tensors() if _[0] != "spare")
+
+
+def test_loaded_cache_does_not_depend_on_its_file(tiny_llama, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    cache, tokens, mask = filled(tiny_llama)
+    cache.save(path, tiny_llama)
+    loaded = GEARCache.load(path, tiny_llama)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    expected = tiny_llama.generate(tokens, past_key_values=cache, **options)
+    assert torch.equal(tiny_llama.generate(tokens, past_key_values=loaded, **options), expected)
+
+
+def test_config_is_taken_where_a_model_is(tiny_model, tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "cache.safetensors"
+    cache, tokens, mask = filled(model)
+    cache.save(path, model)
+    loaded = GEARCache.load(path, model.config)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(tokens, past_key_values=cache, **options)
+    assert torch.equal(model.generate(tokens, past_key_values=loaded, **options), expected)
+    for other in (tiny_model("llama", num_hidden_layers=3), tiny_model("llama-mha"), tiny_model("qwen3")):
+        with pytest.raises(ValueError, match=f"`path`: {path} was made by another model"):
+            GEARCache.load(path, other.config)
+    with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel`"):
+        GEARCache.load(path, "smollm2")
+
+
+def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path):
+    """Caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
+    path = tmp_path / "cache.safetensors"
+    input_ids = torch.randint(3, 128, (2, 150))
+    mask = torch.ones_like(input_ids)
+    mask[1, :40] = 0
+    next_ids = torch.randint(3, 128, (1, 3))
+    for name in ("gear-4bit", "gear-k3v2", "kivi-2bit"):
+        for count in (200, 170, 150, 100, 64, 30, 3, 0):
+            cache = create_cache(name, tiny_llama, residual_length=16)
+            with torch.no_grad():
+                tiny_llama(input_ids, attention_mask=mask, past_key_values=cache)
+                for _ in range(5):
+                    tiny_llama(torch.randint(3, 128, (2, 10)), past_key_values=cache)
+                cache.crop(count - 200)
+                cache.batch_select_indices(torch.tensor([0, 1, 0]))
+                cache.save(path, tiny_llama)
+                loaded = GEARCache.load(path, tiny_llama)
+                assert loaded.stats() == cache.stats() | {"dense_reads": 0} and loaded.get_seq_length() == count
+                following = next_ids.expand(3 if count else 2, -1)
+                expected = tiny_llama(following, past_key_values=cache).logits
+                assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
+
+
+def test_sliding_layers_beyond_their_window(tiny_model, tmp_path):
+    """While a rollback may follow they keep more than the window, which a file does not."""
+    model, path = tiny_model("gemma3-hybrid"), tmp_path / "cache.safetensors"
+    cache = GEARCache(model.config)
+    with torch.no_grad():
+        for layer in cache.layers:
+            if layer.is_sliding:
+                layer.activate_past_recording()
+        model(torch.randint(3, 128, (1, 100)), past_key_values=cache)
+        cache.save(path, model)
+        loaded = GEARCache.load(path, model)
+        assert loaded.layers[0].keys.shape[2] == 31 < cache.layers[0].keys.shape[2]
+        next_ids = torch.randint(3, 128, (1, 1))
+        difference = model(next_ids, past_key_values=loaded).logits - model(next_ids, past_key_values=cache).logits
+    assert difference.abs().max() < 1e-5
+
+
+def test_states_of_another_model_are_refused(tiny_model):
+    cache, *_ = filled(tiny_model("llama"))
+    with pytest.raises(ValueError, match="2 heads of 32 in layer 0, but got 4 of 32"):
+        tiny_model("llama-mha")(torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)

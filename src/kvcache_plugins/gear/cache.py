@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from kvcache_plugins.files.refusal import refusals
 from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 from .choice import PresetChoice
 from .config import GEARConfig
 from .layer import GEARLayer
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .snapshot import read_snapshot, write_snapshot
 
 
 class GEARCache(ReportingMixin, Cache):
@@ -221,28 +220,47 @@ class GEARCache(ReportingMixin, Cache):
 
     def save(self, path: str | Path, model: PreTrainedModel) -> None:
         """
-        Writes the cache to a safetensors file, compressed as it is, with a fingerprint of the model that made it.
+        Writes the cache to a safetensors file, compressed as it is, with fingerprints of the model that made it and a
+        checksum. The file takes its place when it is complete.
 
         Args:
             path (`str` or `Path`): where to write.
             model (`PreTrainedModel`): the model whose states the cache holds.
-        """
-        from .snapshot import save_cache
 
-        save_cache(self, path, model)
+        Raises:
+            OSError: naming `path`, if it cannot be written.
+        """
+        write_snapshot(
+            path,
+            self.layers,
+            self.gear_config,
+            self.choice,
+            unwrap_model(model),
+            has_config=self.layer_class_to_replicate is None,
+        )
 
     @classmethod
-    def load(cls, path: str | Path, model: PreTrainedModel) -> GEARCache:
+    def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> GEARCache:
         """
-        Reads a cache that `save` wrote.
+        Reads a cache that `save` wrote, checks all of it, and holds it in memory of its own: what happens to the file
+        afterwards does not matter.
 
         Args:
             path (`str` or `Path`): the file.
-            model (`PreTrainedModel`): the model that goes on from the cache.
+            model (`PreTrainedModel` or `PreTrainedConfig`): the model that goes on from the cache, or its config,
+                which cannot tell whether the weights are the same.
 
         Raises:
-            ValueError: if the file is damaged, of another version, or of another model.
+            ValueError: naming `path`, if the file is damaged, of another version, or of another model.
         """
-        from .snapshot import load_cache
-
-        return load_cache(path, model)
+        if not isinstance(model, PreTrainedConfig):
+            model = unwrap_model(model)
+        with refusals("path", path):
+            snapshot = read_snapshot(path, model)
+            cache = cls(get_config(model) if snapshot.has_config else None, **snapshot.config.to_options())
+            cache.choice = snapshot.choice
+            if not snapshot.has_config:
+                for _ in snapshot.layers:
+                    cache.layers.append(cache._next_layer())
+            snapshot.fill(cache.layers, torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device)
+        return cache

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-from kvcache_plugins.ops.compression_steps import choose_steps
+from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.rotation import rotate
 
 from .config import GEARConfig

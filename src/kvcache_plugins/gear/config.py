@@ -1,6 +1,6 @@
 """Options of GEAR, validated once and immutable afterwards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
@@ -118,6 +118,16 @@ class GEARConfig:
             return SideConfig(side=name, **options)
 
         return cls(key=side("key", key_overrides), value=side("value", value_overrides), **shared)
+
+    def to_options(self) -> dict[str, Any]:
+        """The options of `GEARCache` that stand for this."""
+        sides = [
+            (f"{side.side}_{name}", getattr(side, name))
+            for side in (self.key, self.value)
+            for name in ("nbits", "backbone", "sparsity", "rank", "decode_rank")
+        ]
+        shared = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("key", "value")]
+        return dict([*sides, *shared])
 
     @property
     def token_group(self) -> int:

@@ -9,7 +9,8 @@ that outliers are exact to float16 in the sum of all three parts.
 import torch
 
 from kvcache_plugins.ops.compressed_states import CompressedStates
-from kvcache_plugins.ops.compression_steps import CompressionSteps, choose_steps
+from kvcache_plugins.ops.compression_choice import choose_steps
+from kvcache_plugins.ops.compression_steps import CompressionSteps
 from kvcache_plugins.ops.quantization import Grouping
 
 from .config import SideConfig

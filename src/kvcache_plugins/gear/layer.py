@@ -7,7 +7,6 @@ in assisted decoding, thus always finds its tokens exact.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from kvcache_plugins.ops.parts import CompressedPart, DensePart
 
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
+from .layer_state import GEARLayerState
 from .storage import CompressedBlock, ExactPrefix
 
 
@@ -76,6 +76,24 @@ class GEARLayer(PromptLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.config.validate_head_dim(key_states.shape[3], value_states.shape[3])
         super().lazy_initialization(key_states, value_states)
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._length:
+            self._check_heads(key_states, value_states)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _check_heads(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Compressed states are read by address: what is attended with has to be of their shape."""
+        for side, states in (("keys", key_states), ("values", value_states)):
+            _, num_heads, _, head_dim = self._shapes[side]
+            if (states.shape[1], states.shape[3]) != (num_heads, head_dim):
+                raise ValueError(
+                    f"`past_key_values` holds {side} of {num_heads} heads of {head_dim} in layer {self.layer_idx}, "
+                    f"but got {states.shape[1]} of {states.shape[3]}: it was filled by another model"
+                )
 
     def _is_prompt(self, count: int) -> bool:
         return count >= _PROMPT_FACTOR * self.config.residual_length
@@ -252,11 +270,6 @@ class GEARLayer(PromptLayer):
             "dense_reads": self.dense_reads,
         }
 
-    @property
-    def has_open_block(self) -> bool:
-        """Whether further decode chunks join the last block."""
-        return self._open_block is not None
-
     def share(self) -> Iterator[torch.Tensor]:
         """
         Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: what is
@@ -271,27 +284,33 @@ class GEARLayer(PromptLayer):
         if self.prefix is not None:
             yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
-    def scalars(self) -> dict[str, Any]:
-        """What a snapshot needs beside the tensors."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"length": self._length, "dtype": dtype, "shapes": self._shapes, "counters": self._counters}
+    def state(self) -> GEARLayerState:
+        """All that it holds, as it is: nothing is copied."""
+        self.settle_prompt()
+        (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
+        return GEARLayerState(
+            dtype=self.dtype,
+            batch_size=batch_size,
+            num_heads=num_heads,
+            key_head_dim=key_head_dim,
+            value_head_dim=value_head_dim,
+            length=self._length,
+            counters=dict(self._counters),
+            prefix=self.prefix,
+            blocks=self.blocks,
+            is_open=self._open_block is not None,
+            buffer=self.buffer,
+            padding=self.padding,
+        )
 
-    def restore(
-        self,
-        scalars: dict[str, Any],
-        *,
-        device: torch.device,
-        blocks: list[CompressedBlock],
-        is_open: bool,
-        prefix: ExactPrefix | None,
-        buffer: ResidualBuffer | None,
-        padding: torch.Tensor | None,
-    ) -> None:
-        """Takes over what a snapshot held; the counterpart of `scalars` and the stored tensors."""
-        self._length, self._counters = scalars["length"], dict.fromkeys(self.counter_names, 0) | scalars["counters"]
-        self._shapes = {side: tuple(shape) for side, shape in scalars["shapes"].items()}
-        self.dtype, self.device = getattr(torch, scalars["dtype"]), device
-        self.blocks, self.prefix, self.buffer, self.padding = blocks, prefix, buffer, padding
-        self._open_block = blocks[-1] if is_open else None
+    def restore(self, state: GEARLayerState, device: torch.device) -> None:
+        """Takes over what `state()` of another layer gave, on a device."""
+        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
+        heads = state.batch_size, state.num_heads, state.length
+        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
+        self.dtype, self.device, self.batch_size = state.dtype, device, state.batch_size
+        self.prefix, self.blocks, self.buffer, self.padding = state.prefix, state.blocks, state.buffer, state.padding
+        self._open_block = self.blocks[-1] if state.is_open else None
         self.is_initialized = True
-        self.batch_size = next(tensor.shape[0] for _, tensor in self.named_tensors())
+        if any(tensor.device != device for _, tensor in self.named_tensors()):
+            self.map_tensors(lambda tensor: tensor.to(device))

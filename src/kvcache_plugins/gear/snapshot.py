@@ -1,198 +1,201 @@
 """Saving and loading a GEAR cache, compressed as it is, as one safetensors file.
 
-A long prefix is prefilled once and reused. The file holds the tensors of every layer, and in its header a JSON
-document with the format's version, the options, the numbers that go with the tensors, and a fingerprint of the model
-whose states these are.
+A long prefix is prefilled once and reused. The file holds the tensors of every layer, and beside them a document with
+the options, the numbers that go with the tensors, and fingerprints of the model whose states these are. A file may
+come from anywhere: whatever is read is checked against the options and the model before a layer takes it over.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.models.fingerprint import fingerprint
-from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
-from kvcache_plugins.ops.quantization import Grouping
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.refusal import RefusedFile
+from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
+from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
 from .choice import PresetChoice
-from .config import GEARConfig, SideConfig
+from .config import BACKBONES, GEARConfig, SideConfig
+from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
 from .layer import GEARLayer
-from .storage import CompressedBlock, ExactPrefix
+from .layer_snapshot import layer_from_document, layer_to_document
 
-
-if TYPE_CHECKING:
-    from .cache import GEARCache
 
 FORMAT = "kvcache_plugins.gear"
-VERSION = 3
-_HEADER = "kvcache_plugins"
+VERSION = 4
+_ADVICE = "prefill and `save` anew"
+_GEAR = "gear"
 
 
-def save_cache(cache: GEARCache, path: str | Path, model: PreTrainedModel) -> None:
-    """Writes `cache`; see `GEARCache.save`."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Snapshot:
+    """
+    What a file holds, of which the layers are still to be checked.
+
+    Attributes:
+        config (`GEARConfig`): options of the cache.
+        choice (`PresetChoice`, *optional*): why it is what it is.
+        has_config (`bool`): whether the cache was made for a model's config.
+        layers (`list[Document]`): one of each layer.
+        tensors (`StoredTensors`): of all layers.
+    """
+
+    config: GEARConfig
+    choice: PresetChoice | None
+    has_config: bool
+    layers: list[Document]
+    tensors: StoredTensors
+
+    def fill(self, layers: Sequence[CacheLayerMixin], device: torch.device) -> None:
+        """
+        Has every layer of a new cache take over what it holds.
+
+        Raises:
+            ValueError: if a layer cannot be what the file says, or layers hold different tokens.
+        """
+        if len(layers) != len(self.layers):
+            raise RefusedFile(f"holds {len(self.layers)} layers, but the model has {len(layers)}")
+        held = set()
+        for index, (layer, document) in enumerate(zip(layers, self.layers, strict=True)):
+            kind = _GEAR if isinstance(layer, GEARLayer) else type(layer).__name__
+            document.choice("type", [kind])
+            is_filled, stored = document.boolean("is_filled"), self.tensors.below(f"layers.{index}.")
+            if not is_filled:
+                document.finish()
+                continue
+            if isinstance(layer, GEARLayer):
+                state = layer_from_document(document, stored, self.config, layer.counter_names)
+                layer.restore(state, device)
+                held.add((state.batch_size, state.length))
+            else:
+                assert isinstance(layer, DynamicLayer)
+                fill_dense_layer(layer, document, stored, device)
+                assert layer.keys is not None
+                held.add((layer.keys.shape[0], layer.get_seq_length()))
+        self.tensors.finish()
+        if len(held) > 1:
+            raise ValueError(f"its layers hold different numbers of sequences and tokens, {sorted(held)}")
+
+
+def write_snapshot(
+    path: str | Path,
+    layers: Sequence[CacheLayerMixin],
+    config: GEARConfig,
+    choice: PresetChoice | None,
+    model: PreTrainedModel,
+    *,
+    has_config: bool,
+) -> None:
+    """Writes a cache; see `GEARCache.save`."""
     tensors: dict[str, torch.Tensor] = {}
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, GEARLayer):
-            document, named = _layer_to_document(layer)
-        elif isinstance(layer, DynamicLayer):
-            document, named = _dense_layer_to_document(layer)
-        else:
-            raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
-        layers.append(document)
-        tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in named.items()}
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
+    documents = []
+    for index, layer in enumerate(layers):
+        document, named = _layer_to_document(layer, index)
+        documents.append(document)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in named.items()}
+    content = {
         "model": fingerprint(model),
+        "model_config": config_fingerprint(model.config),
         "model_name": model.config.name_or_path,
-        "has_config": cache.layer_class_to_replicate is None,
-        "config": dataclasses.asdict(cache.gear_config),
-        "choice": None if cache.choice is None else dataclasses.asdict(cache.choice),
-        "layers": layers,
+        "has_config": has_config,
+        "config": dataclasses.asdict(config),
+        "choice": None if choice is None else dataclasses.asdict(choice),
+        "layers": documents,
     }
-    save_file(tensors, str(path), metadata={_HEADER: json.dumps(document)})
+    write_tensor_file(path, FORMAT, VERSION, content, tensors)
 
 
-def load_cache(path: str | Path, model: PreTrainedModel) -> GEARCache:
-    """Reads a cache; see `GEARCache.load`."""
-    from .cache import GEARCache
+def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:
+    """
+    Reads a file, within `refusals`; see `GEARCache.load`.
 
-    document, tensors = _read(Path(path))
-    if document.get("format") != FORMAT or document.get("version") != VERSION:
-        raise ValueError(
-            f"`path`: {path} holds format {document.get('format')!r} version {document.get('version')}, but only "
-            f"{FORMAT!r} version {VERSION} can be read"
+    Raises:
+        ValueError: if it is damaged, of another version, or of another model.
+    """
+    document, tensors = read_tensor_file(path, FORMAT, VERSION, _ADVICE)
+    digests = document.text("model"), document.text("model_config")
+    name = document.text("model_name") or "unnamed"
+    if isinstance(model, PreTrainedConfig):
+        if digests[1] != config_fingerprint(model):
+            raise RefusedFile(f"was made by another model ({name}): its states mean nothing to one of this config")
+    elif digests[0] != fingerprint(model):
+        raise RefusedFile(
+            f"was made by another model ({name}), or by the same one in another dtype: its states mean nothing to "
+            "this one"
         )
-    if document["model"] != fingerprint(model):
-        raise ValueError(
-            f"`model`: the cache in {path} was made by another model ({document['model_name'] or 'unnamed'}), or by "
-            "the same one in another dtype; its states mean nothing to this one"
-        )
-    sides: dict[str, Any] = {side: SideConfig(**document["config"].pop(side)) for side in ("key", "value")}
-    cache = GEARCache(model.config if document["has_config"] else None)
-    cache.gear_config = GEARConfig(**sides, **document["config"])
-    # Files of before caches could be chosen have none
-    if document.get("choice") is not None:
-        cache.choice = PresetChoice(**document["choice"])
-    if not document["has_config"]:
-        cache.layers = [GEARLayer(cache.gear_config, index) for index in range(len(document["layers"]))]
-    for index, (layer, layer_document) in enumerate(zip(cache.layers, document["layers"], strict=True)):
-        prefix = f"layers.{index}."
-        named = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        named = {name: tensor.to(model.device) for name, tensor in named.items()}
-        if isinstance(layer, GEARLayer):
-            layer.config = cache.gear_config
-            _fill_layer(layer, layer_document, named)
-        else:
-            _fill_dense_layer(layer, layer_document, named)
-    return cache
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not path.is_file():
-        raise ValueError(f"`path`: there is no file {path}")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = (file.metadata() or {}).get(_HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except SafetensorError as error:
-        raise ValueError(f"`path`: {path} is no safetensors file or is damaged: {error}") from error
-    if header is None:
-        raise ValueError(f"`path`: {path} is a safetensors file, but not one that `save` of a cache wrote")
-    return json.loads(header), tensors
-
-
-def _layer_to_document(layer: GEARLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    layer.settle_prompt()
-    tensors: dict[str, torch.Tensor] = {}
-    document: dict[str, Any] = {"type": "gear", "is_initialized": layer.is_initialized}
-    if not layer.is_initialized:
-        return document, tensors
-    document |= layer.scalars()
-    document["blocks"] = [_block_to_document(f"blocks.{n}.", block, tensors) for n, block in enumerate(layer.blocks)]
-    document["is_open"] = layer.has_open_block
-    if layer.buffer is not None:
-        tensors |= {"buffer.keys": layer.buffer.keys, "buffer.values": layer.buffer.values}
-    if layer.prefix is not None:
-        document["prefix_is_uniform"] = layer.prefix.is_uniform
-        tensors |= {f"prefix.{name}": getattr(layer.prefix, name) for name in ("keys", "values", "start", "count")}
-    if layer.padding is not None:
-        tensors["padding"] = layer.padding
-    return document, tensors
-
-
-def _block_to_document(prefix: str, block: CompressedBlock, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    document: dict[str, Any] = {name: getattr(block, name) for name in ("start", "num_chunks", "length")}
-    for side in ("keys", "values"):
-        states: CompressedStates = getattr(block, side)
-        tensors |= {
-            f"{prefix}{side}.{name}": tensor[:, :, : block.num_chunks] for name, tensor in states.named_tensors()
-        }
-        document[side] = {
-            "nbits": states.nbits,
-            "grouping": dataclasses.asdict(states.grouping),
-            "head_dim": states.head_dim,
-            "is_rotated": states.is_rotated,
-        }
-    return document
-
-
-def _fill_layer(layer: GEARLayer, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    if not document["is_initialized"]:
-        return
-    blocks = [_block_from_document(f"blocks.{n}.", block, tensors) for n, block in enumerate(document["blocks"])]
-    prefix = None
-    if "prefix.keys" in tensors:
-        states = {name: tensors[f"prefix.{name}"] for name in ("keys", "values", "start", "count")}
-        prefix = ExactPrefix(**states, is_uniform=document["prefix_is_uniform"])
-    buffer = None
-    if "buffer.keys" in tensors:
-        keys, values = tensors["buffer.keys"], tensors["buffer.values"]
-        buffer = ResidualBuffer(keys, values, layer.config.residual_length)
-        buffer.append(keys, values)
-    layer.restore(
-        document,
-        device=next(iter(tensors.values())).device,
-        blocks=blocks,
-        is_open=document["is_open"],
-        prefix=prefix,
-        buffer=buffer,
-        padding=tensors.get("padding"),
+    snapshot = Snapshot(
+        config=_read_config(document.inner("config")),
+        choice=None if document.is_null("choice") else _read_choice(document.inner("choice")),
+        has_config=document.boolean("has_config"),
+        layers=document.rows("layers"),
+        tensors=StoredTensors(tensors),
     )
+    document.finish()
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(snapshot.layers) > num_layers:
+        raise RefusedFile(f"holds {len(snapshot.layers)} layers, but the model has {num_layers}")
+    return snapshot
 
 
-def _block_from_document(prefix: str, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CompressedBlock:
-    sides: dict[str, Any] = {}
-    for side in ("keys", "values"):
-        fields = {**document[side], "grouping": Grouping(**document[side]["grouping"])}
-        fields |= {name: tensors.get(f"{prefix}{side}.{name}") for name in TENSOR_NAMES}
-        sides[side] = CompressedStates(**fields)
-    return CompressedBlock(**sides, **{name: document[name] for name in ("start", "num_chunks", "length")})
-
-
-def _dense_layer_to_document(layer: DynamicLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    document: dict[str, Any] = {"type": type(layer).__name__, "is_initialized": layer.is_initialized}
-    if not layer.is_initialized:
+def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if isinstance(layer, GEARLayer):
+        kind, is_filled = _GEAR, layer.is_initialized
+    elif isinstance(layer, DynamicLayer):
+        kind, is_filled = type(layer).__name__, layer.get_seq_length() > 0
+    else:
+        raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
+    document: dict[str, Any] = {"type": kind, "is_filled": is_filled}
+    if not is_filled:
         return document, {}
-    document["length"] = layer.get_seq_length()
-    assert layer.keys is not None and layer.values is not None
-    return document, {"keys": layer.keys, "values": layer.values}
+    more, tensors = (
+        layer_to_document(layer.state()) if isinstance(layer, GEARLayer) else dense_layer_to_document(layer)
+    )
+    return document | more, tensors
 
 
-def _fill_dense_layer(layer: DynamicLayer, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    if not document["is_initialized"]:
-        return
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    layer.keys, layer.values = tensors["keys"], tensors["values"]
-    if layer.is_sliding:
-        layer.cumulative_length = document["length"]
+def _read_config(document: Document) -> GEARConfig:
+    sides: dict[str, Any] = {side: _read_side(document.inner(side), side) for side in ("key", "value")}
+    config = GEARConfig(
+        **sides,
+        q_group_size=None if document.is_null("q_group_size") else document.integer("q_group_size", 1),
+        residual_length=document.integer("residual_length", 1),
+        num_iterations=document.integer("num_iterations", 1),
+        low_rank_recent_ratio=document.number("low_rank_recent_ratio"),
+        num_sink_tokens=document.integer("num_sink_tokens"),
+        rotate_values=document.boolean("rotate_values"),
+    )
+    document.finish()
+    return config
+
+
+def _read_side(document: Document, side: str) -> SideConfig:
+    config = SideConfig(
+        side=document.choice("side", [side]),
+        nbits=document.integer("nbits"),
+        backbone=document.choice("backbone", BACKBONES),
+        sparsity=document.number("sparsity"),
+        rank=document.integer("rank"),
+        decode_rank=document.integer("decode_rank"),
+    )
+    document.finish()
+    return config
+
+
+def _read_choice(document: Document) -> PresetChoice:
+    choice = PresetChoice(
+        preset=document.text("preset"),
+        kl=document.number("kl"),
+        max_kl=document.number("max_kl"),
+        kl_by_preset=document.numbers("kl_by_preset"),
+    )
+    document.finish()
+    return choice

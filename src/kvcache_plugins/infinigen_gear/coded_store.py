@@ -13,7 +13,7 @@ from kvcache_plugins.infinigen.pool import TokenPool
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.token_store import TokenStore
 from kvcache_plugins.layers.left_padding import LeftPadding
-from kvcache_plugins.ops.compression_steps import choose_steps
+from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.dispatch import choose_token_kernel
 
 from .config import CodingConfig

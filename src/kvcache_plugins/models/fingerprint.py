@@ -1,12 +1,26 @@
-"""A digest of a model, so that files made with it are not used with another."""
+"""Digests of a model and of a config, so that files made with one are not used with another."""
 
 import hashlib
 import json
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 _SAMPLES_PER_PARAMETER = 8
+# What decides on the shapes and on the meaning of keys and values, as far as a config tells; `None` where it does not
+_CONFIG_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "vocab_size",
+    "rope_parameters",
+    "rope_theta",
+)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -23,3 +37,10 @@ def fingerprint(model: PreTrainedModel) -> str:
             stride = max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
             digest.update(parameter.detach().flatten()[::stride].float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def config_fingerprint(config: PreTrainedConfig) -> str:
+    """A digest of a text model's type, sizes and rotary settings; it cannot tell one set of weights from another."""
+    text_config = config.get_text_config(decoder=True)
+    fields = [getattr(text_config, key, None) for key in _CONFIG_FIELDS]
+    return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()

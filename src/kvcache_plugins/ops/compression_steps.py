@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .dispatch import choose_compression_kernel
 from .low_rank import power_iteration
 from .outliers import OutlierPlaces, select_key_outliers, select_value_outliers, sort_into_tiles
 from .quantization import Grouping, dequantize, pack, quantize
@@ -42,21 +41,6 @@ class Outliers:
     @property
     def by_channel(self) -> bool:
         return self.indices.dim() == 5
-
-
-def choose_steps(states: torch.Tensor) -> "CompressionSteps":
-    """What compresses `states` and others on the same device."""
-    if states.is_meta:
-        # Imported late, as it is a subclass of what stands below
-        from .shape_steps import ShapeSteps
-
-        return ShapeSteps()
-    if choose_compression_kernel(states) == "triton":
-        # Imported late, as it needs a package that may not be there
-        from .triton_compression import TritonSteps
-
-        return TritonSteps(states.device)
-    return CompressionSteps()
 
 
 class CompressionSteps:

@@ -1,0 +1,103 @@
+"""A file is written whole or not at all, whoever writes beside it and however the writing ends."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvcache_plugins.files.atomic import new_file
+
+
+def write(path, content: bytes) -> None:
+    with new_file(path) as file:
+        file.write(content)
+
+
+def test_replaces_and_leaves_nothing_beside(tmp_path):
+    path = tmp_path / "file"
+    write(path, b"old")
+    path.chmod(0o640)
+    write(path, b"new")
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o640
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    write(link, b"through the link")
+    assert link.is_symlink() and path.read_bytes() == b"through the link"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_error_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write(path, b"old")
+    with pytest.raises(KeyboardInterrupt), new_file(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_full_disk_leaves_the_old_file(tmp_path):
+    """A limit on the size of files, as there is no disk to fill."""
+    path = tmp_path / "file"
+    write(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"cannot be written.*{path}") as caught:
+            write(path, bytes(1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_killed_process_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write(path, b"old")
+    program = (
+        "import os, signal, sys\n"
+        "from kvcache_plugins.files.atomic import new_file\n"
+        "with new_file(sys.argv[1]) as file:\n"
+        "    file.write(b'half')\n"
+        "    file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+def test_what_cannot_be_written_names_the_path(tmp_path):
+    path = tmp_path / "nowhere" / "file"
+    with pytest.raises(FileNotFoundError, match=f"cannot be written.*{path}"):
+        write(path, b"")
+    with pytest.raises(ValueError, match=f"{tmp_path} is no file"):
+        write(tmp_path, b"")
+    with pytest.raises(ValueError, match="/dev/null is no file"):
+        write("/dev/null", b"")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_read_only_folder_names_the_path(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match=f"cannot be written.*{tmp_path / 'file'}"):
+        write(tmp_path / "file", b"")
+
+
+def test_concurrent_writers_and_readers(tmp_path):
+    """Every read finds one writer's file, whole."""
+    path, found = tmp_path / "file", set()
+    contents = [bytes([number]) * 100_000 for number in range(4)]
+    write(path, contents[0])
+    writers = [
+        threading.Thread(target=lambda content=content: [write(path, content) for _ in range(20)])
+        for content in contents
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        found.add(path.read_bytes())
+    assert found <= set(contents) and os.listdir(tmp_path) == ["file"]
