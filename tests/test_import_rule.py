@@ -22,6 +22,7 @@ Check = Callable[[dict[str, str]], list[str]]
 # Floors from the ground up.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
+    {"option_checks"},
     {"registry", "models", "triton_kernels"},
     {"ops"},
     {"layers"},
