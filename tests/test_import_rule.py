@@ -21,7 +21,8 @@ Check = Callable[[dict[str, str]], list[str]]
 # Floors from the ground up.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
-    {"files", "registry", "models", "triton_kernels"},
+    {"files", "option_checks"},
+    {"registry", "models", "triton_kernels"},
     {"ops"},
     {"layers"},
     {"reports"},

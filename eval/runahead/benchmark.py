@@ -20,8 +20,10 @@ from kvcache_plugins.console.command_line import make_table, open_console, track
 from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread
-from kvcache_plugins.kv_runahead.cost import CostModel, Link
-from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
+from kvcache_plugins.kv_runahead.cost import CostModel
+from kvcache_plugins.kv_runahead.measurements import Link
+from kvcache_plugins.kv_runahead.partition import predicted, resolve_partition
+from kvcache_plugins.kv_runahead.slices import even
 from kvcache_plugins.kv_runahead.table import PartitionTable
 
 from .isolated_network import IsolatedNetwork

@@ -20,10 +20,14 @@ from transformers import DynamicCache
 
 from kvcache_plugins.kv_runahead.chain import Chain
 from kvcache_plugins.kv_runahead.communication import Neighbours
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, bytes_of_token
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel
+from kvcache_plugins.kv_runahead.exchange import PrefixExchange
+from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.kv_runahead.operations import bytes_of_token
+from kvcache_plugins.kv_runahead.planning import planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
-from kvcache_plugins.kv_runahead.shapes import layer_shapes
+from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
+from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .rank_processes import Ranks, Worker
@@ -70,16 +74,17 @@ class Prefill:
     difference: float | None = None
 
 
-class _LoneChain(Chain):
+class _NoExchange(PrefixExchange):
     """A slice behind a prefix of random numbers: everything that a rank does but receiving and sending."""
 
-    _rows: dict[tuple[int, ...], torch.Tensor]
+    def __init__(self, neighbours: Neighbours, shapes: list[LayerShape], prompt_slice: PromptSlice):
+        super().__init__(neighbours, shapes, prompt_slice)
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._finish_previous()
-        self._unfinished = layer_idx
-        wire, kept = self._shapes[layer_idx].wire, self._shapes[layer_idx].num_kept(self.start)
-        rows = wire.make_rows(kept + self.stop - self.start, self._batch_size)
+        shape, part = self.shapes[layer_idx], self.prompt_slice
+        wire, kept = shape.wire, shape.num_kept(part.start)
+        rows = wire.make_rows(kept + part.num_tokens, part.batch_size)
         # Random numbers are made once; in every layer it is new memory that they stand in, as when they are received
         filled = self._rows.get(tuple(rows.shape))
         if filled is None:
@@ -142,17 +147,12 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
 def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     """Seconds of a slice behind a prefix of random keys and values, while all other ranks do the same."""
     model = worker.model
-    chain = _LoneChain(
-        Neighbours(None, first=worker.rank, run=-1),
-        layer_shapes(model),
-        start=prefix,
-        stop=prefix + len(token_ids),
-        padding=None,
-        batch_size=1,
+    prompt_slice = PromptSlice(start=prefix, stop=prefix + len(token_ids), batch_size=1)
+    chain = Chain(
+        _NoExchange(Neighbours(None, first=worker.rank, run=-1), layer_shapes(model), prompt_slice),
         is_lazy=model.config.get_text_config(decoder=True)._attn_implementation == "sdpa",
         cache=None,
     )
-    chain._rows = {}
     input_ids = torch.tensor(token_ids)[None]
     dist.barrier()
     start = time.perf_counter()

@@ -14,9 +14,11 @@ import typer
 from kvcache_plugins.console.command_line import make_table, open_console, track_progress, user_errors
 from kvcache_plugins.console.json_output import JsonOption, print_json
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
-from kvcache_plugins.kv_runahead.partition import searched
+from kvcache_plugins.kv_runahead.cost import CostModel
+from kvcache_plugins.kv_runahead.grid_search import searched
+from kvcache_plugins.kv_runahead.measurements import Link, Timing
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.kv_runahead.time_to_first_token import predict_ttft
 
 from .measure import (
     ModelFacts,

@@ -19,8 +19,10 @@ import typer
 from kvcache_plugins.console.command_line import make_table, open_console
 from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_tsp_ttft, predict_ttft
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel
+from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.kv_runahead.planning import planned
+from kvcache_plugins.kv_runahead.time_to_first_token import predict_tsp_ttft, predict_ttft
 
 from .measure import THROTTLED, TSP
 from .paper import FITTED, MODELS, cost_of, paper_rows

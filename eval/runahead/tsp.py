@@ -11,61 +11,44 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins.kv_runahead.chain import Chain, LayerShape
+from kvcache_plugins.kv_runahead.chain import Chain
 from kvcache_plugins.kv_runahead.communication import Neighbours
-from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
-from kvcache_plugins.kv_runahead.shapes import layer_shapes
+from kvcache_plugins.kv_runahead.exchange import PrefixExchange
+from kvcache_plugins.kv_runahead.output import RunaheadOutput
+from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
+from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
 
 
 # The name of it from PyTorch 2.13 on, which warns of the old one
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class GatheringChain(Chain):
+class GatheringExchange(PrefixExchange):
     """
-    A rank's part in a prefill by TSP: as in a chain, but states come from all ranks instead of the one before.
+    The exchange of TSP: states come from all ranks instead of the one before.
 
     Args:
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
         shapes (`list[LayerShape]`): of every layer.
-        length (`int`): tokens of the prompt.
-        batch_size (`int`): items of the prompt.
-        is_lazy (`bool`): whether attention is by `sdpa`.
-        cache (`Cache`, *optional*): the cache to fill, on the last rank.
+        length (`int`), batch_size (`int`): tokens and items of the prompt.
 
     Raises:
         ValueError: if a rank would have no token.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        shapes: list[LayerShape],
-        *,
-        length: int,
-        batch_size: int,
-        is_lazy: bool,
-        cache: Cache | None,
-    ):
+    def __init__(self, group: dist.ProcessGroup | None, shapes: list[LayerShape], *, length: int, batch_size: int):
         rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         # Rounded up: what ranks contribute has to be of one length, and the last may have less
         self._share = -(-length // self._size)
         if length <= self._share * (self._size - 1):
             raise ValueError(f"`input_ids` has {length} tokens, too few for an even slice for {self._size} ranks")
         self._length = length
-        super().__init__(
-            # The first that takes part: it waits for none before it
-            Neighbours(group, first=rank, run=-1),
-            shapes,
-            start=rank * self._share,
-            stop=min((rank + 1) * self._share, length),
-            padding=None,
-            batch_size=batch_size,
-            is_lazy=is_lazy,
-            cache=cache,
-        )
+        start, stop = rank * self._share, min((rank + 1) * self._share, length)
+        # The first that takes part: it waits for none before it
+        neighbours = Neighbours(group, first=rank, run=-1)
+        super().__init__(neighbours, shapes, PromptSlice(start=start, stop=stop, batch_size=batch_size))
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -74,13 +57,11 @@ class GatheringChain(Chain):
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
-        self._finish_previous()
-        self._unfinished = layer_idx
-        wire, num_new = self._shapes[layer_idx].wire, keys.shape[2]
-        kept = self._shapes[layer_idx].num_kept(self.start)
-        own = wire.make_rows(self._share, self._batch_size)
+        part, wire, num_new = self.prompt_slice, self.shapes[layer_idx].wire, keys.shape[2]
+        kept = self.shapes[layer_idx].num_kept(part.start)
+        own = wire.make_rows(self._share, part.batch_size)
         wire.write(own[:num_new], keys, values)
-        rows = wire.make_rows(self._share * self._size, self._batch_size)
+        rows = wire.make_rows(self._share * self._size, part.batch_size)
         start = time.perf_counter()
         _gather(rows, own, group=self.neighbours.group)
         self.neighbours.seconds_waited += time.perf_counter() - start
@@ -89,7 +70,7 @@ class GatheringChain(Chain):
         self.neighbours.bytes_received += own.nbytes * (self._size - 1)
         self.entries_sent += 2 * num_new * (self._size - 1)
         self.dot_products += num_new * self._length
-        return (keys, values) if kept == 0 else wire.read(rows[self.start - kept : self.stop])
+        return (keys, values) if kept == 0 else wire.read(rows[part.start - kept : part.stop])
 
 
 @torch.no_grad()
@@ -116,28 +97,22 @@ def tsp_prefill(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
-    chain = GatheringChain(
-        group,
-        layer_shapes(model),
-        length=input_ids.shape[1],
-        batch_size=input_ids.shape[0],
-        is_lazy=config._attn_implementation == "sdpa",
-        cache=cache,
-    )
-    ids, logits = input_ids[:, chain.start : chain.stop], None
+    exchange = GatheringExchange(group, layer_shapes(model), length=input_ids.shape[1], batch_size=input_ids.shape[0])
+    chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
+    ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
     with chain:
         if cache is None:
             # Without the language-model head
             model.base_model(ids, past_key_values=chain.cache, use_cache=True)
         else:
             logits = model(ids, past_key_values=chain.cache, use_cache=True, logits_to_keep=1).logits
-    neighbours = chain.neighbours
+    neighbours = exchange.neighbours
     stats: dict[str, int | float] = {
         "seconds": time.perf_counter() - start,
         "seconds_waited": neighbours.seconds_waited,
         "bytes_sent": neighbours.bytes_sent,
         "bytes_received": neighbours.bytes_received,
-        "dot_products": chain.dot_products,
-        "entries_sent": chain.entries_sent,
+        "dot_products": exchange.dot_products,
+        "entries_sent": exchange.entries_sent,
     }
-    return RunaheadOutput(past_key_values=cache, logits=logits, partition=chain.partition, rank=rank, stats=stats)
+    return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)

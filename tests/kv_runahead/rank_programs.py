@@ -19,6 +19,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from kvcache_plugins import create_cache
+from kvcache_plugins.kv_runahead import part, prefill
+from kvcache_plugins.kv_runahead.communication import Neighbours
 from kvcache_plugins.kv_runahead.prefill import runahead_generate, runahead_prefill
 
 
@@ -246,6 +248,73 @@ def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+# Moments at which a rank can be killed, in the order of a prefill
+MOMENTS = {
+    "before it is called": "before layer 0",
+    "while the ranks agree": "before layer 0",
+    "before it sends layer 0": "in layer",
+    "while layer 1 is computed": "in layer",
+    "while it sends layer 3": "in layer",
+    "before it sends the last layer": "in layer",
+}
+
+
+def die_at(rank: int, folder: str, failing: int, moment: str, warm: bool) -> Any:
+    """One rank is killed; the others say what they see, and what their cache holds."""
+    model = _load(folder, "sdpa")
+    input_ids, _ = make_prompt(1, 130)
+    cache = create_cache("gear-4bit", model)
+    if warm:
+        # Ranks that have met find a closed connection, others none
+        runahead_prefill(model, input_ids, partition="even")
+    if rank == failing:
+        _kill_at(moment, len(model.model.layers))
+    try:
+        runahead_prefill(model, input_ids, past_key_values=cache, partition="even")
+    except Exception as error:
+        held = cache.get_seq_length() + sum(tensor.numel() for _, tensor in cache.layers[0].named_tensors())
+        return type(error).__name__, str(error), held
+    return None
+
+
+def _kill_at(moment: str, num_layers: int) -> None:
+    def die(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "before it is called":
+        die()
+    elif moment == "while the ranks agree":
+        # Sizes are gathered before what is said: the second collective of the two
+        gather, calls = dist.distributed_c10d.all_gather, []
+
+        def gather_once(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            return die() if len(calls) == 2 else gather(*args, **kwargs)
+
+        dist.distributed_c10d.all_gather = gather_once
+    elif moment == "while layer 1 is computed":
+        take_part = part.take_part
+
+        def take_part_and_listen(model: Any, *args: Any) -> Any:
+            answer = take_part(model, *args)
+            model.model.layers[1].mlp.register_forward_hook(die)
+            return answer
+
+        prefill.take_part = take_part_and_listen
+    else:
+        layer = {"before it sends layer 0": 0, "while it sends layer 3": 3}.get(moment, num_layers - 1)
+        send = Neighbours.send
+
+        def send_or_die(self: Neighbours, layer_idx: int, tensor: torch.Tensor) -> None:
+            if layer_idx == layer and "while" not in moment:
+                die()
+            send(self, layer_idx, tensor)
+            if layer_idx == layer:
+                die()
+
+        Neighbours.send = send_or_die  # type: ignore[method-assign]
 
 
 def fail_in_the_middle(rank: int, folder: str, failing: int, how: str) -> Any:

@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from kvcache_plugins.kv_runahead.cost import (
-    RECTANGLE,
-    TRIANGLE,
-    CostModel,
-    Link,
-    Timing,
-    bytes_of_token,
+from kvcache_plugins.kv_runahead.cost import RECTANGLE, TRIANGLE, CostModel
+from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.kv_runahead.operations import bytes_of_token
+from kvcache_plugins.kv_runahead.time_to_first_token import (
     dot_products,
     entries_transferred,
     predict_tsp_ttft,
@@ -103,11 +100,14 @@ def test_timings_that_tell_nothing_are_refused() -> None:
         (lambda: Timing(length=1, seconds=float("nan")), "`seconds` has to be a number"),
         (lambda: Link(bytes_per_second=0), "`bytes_per_second` has to be a number above 0"),
         (lambda: Link(latency=-1.0, bytes_per_second=1), "`latency` has to be a number of at least 0"),
-        (lambda: Link(bytes_per_second=1, shared=1), "`shared` has to be true or false"),
+        (lambda: Link(bytes_per_second=1, shared=1), "`shared` has to be True or False"),
         (lambda: CostModel(per_token=0.0, per_pair=0.0), "one of `per_token` and `per_pair` has to be above 0"),
         (lambda: CostModel(per_token=-1.0, per_pair=0.0), "`per_token` has to be a number of at least 0"),
         (lambda: CostModel(per_token=1.0, per_pair=0.0, triangle=0.0), "`triangle` has to be a number above 0"),
-        (lambda: CostModel(per_token=1.0, per_pair=0.0, projection_share=2.0), "`projection_share` has to be in"),
+        (
+            lambda: CostModel(per_token=1.0, per_pair=0.0, projection_share=2.0),
+            "`projection_share` has to be a number in",
+        ),
     ],
 )
 def test_wrong_fields_are_refused(make, message: str) -> None:

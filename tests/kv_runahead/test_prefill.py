@@ -3,8 +3,10 @@
 import pytest
 import torch
 from rank_programs import (
+    MOMENTS,
     NO_ANSWER,
     compare_with_one_process,
+    die_at,
     differ,
     fail_in_the_middle,
     generate_with_beams,
@@ -154,6 +156,32 @@ def test_a_rank_fails(saved_model, how, failing):
         else:
             assert f"rank {rank - 1} did not answer in layer" in message or "timed out" in message
             assert how != "raises" or f"rank {failing} (process" in message and "no memory left" in message
+
+
+@pytest.mark.parametrize(
+    ("moment", "failing"),
+    [
+        pytest.param(moment, failing, marks=pytest.mark.long if number % 2 == failing else ())
+        for number, moment in enumerate(MOMENTS)
+        for failing in (0, 1)
+    ],
+)
+def test_a_rank_is_killed(saved_model, moment, failing):
+    """At whatever moment: those that wait for it get one kind of error, with their rank and the layer."""
+    # Over a connection that was made before, and over one that was not
+    warm = failing == 0
+    answers = run_ranks(die_at, 3, saved_model("llama", num_hidden_layers=8), failing, moment, warm, timeout=60)
+    for rank, answer in enumerate(answers):
+        if rank == failing:
+            assert answer == NO_ANSWER
+        elif rank > failing or MOMENTS[moment] == "before layer 0":
+            kind, message, held = answer
+            assert kind == "RunaheadError"
+            assert message.startswith(f"rank {rank}:") and MOMENTS[moment] in message
+            assert held == 0
+        else:
+            # It may have given all that it had
+            assert answer is None or (answer[0] == "RunaheadError" and answer[1].startswith(f"rank {rank}:"))
 
 
 def test_without_a_process_group(tiny_llama):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
+from kvcache_plugins.kv_runahead.cost import CostModel
+from kvcache_plugins.kv_runahead.measurements import Link, Timing
 from kvcache_plugins.kv_runahead.partition import resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
 from kvcache_plugins.models.fingerprint import fingerprint
@@ -118,7 +119,7 @@ def test_a_missing_file_and_one_that_is_no_text_are_refused(model, tmp_path: Pat
         ({"ratios": (0.5, 0.5), "length": 1}, "more than the 1 tokens of `length`"),
         ({"seconds": 0}, "`seconds` has to be a number above 0 but got 0"),
         ({"seconds": float("inf")}, "`seconds` has to be a number above 0"),
-        ({"measured": 1}, "`measured` has to be true or false"),
+        ({"measured": 1}, "`measured` has to be True or False"),
     ],
 )
 def test_wrong_entries_are_refused(changes: dict[str, object], message: str) -> None:

@@ -5,8 +5,9 @@ Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cac
 Generation](https://huggingface.co/papers/2405.05329).
 """
 
-from .communication import RunaheadError
-from .prefill import RunaheadOutput, runahead_generate, runahead_prefill
+from .failure_reports import RunaheadError
+from .output import RunaheadOutput
+from .prefill import runahead_generate, runahead_prefill
 from .table import PartitionTable
 
 

@@ -21,8 +21,9 @@ from kvcache_plugins.console.command_line import load_for_evaluation, open_conso
 from kvcache_plugins.console.prompts import encode_prompt
 from kvcache_plugins.registry import create_cache, parse_option
 
-from .communication import RunaheadError
-from .prefill import RunaheadOutput, runahead_generate
+from .failure_reports import FailureReports, RunaheadError
+from .output import RunaheadOutput
+from .prefill import runahead_generate
 from .table import PartitionTable
 
 
@@ -125,7 +126,8 @@ def _run(
     streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_last else None
     slices = parse_partition(partition, loaded, size)
     # Ranks load at their own pace; the time to the first token is not that
-    dist.barrier()
+    failures = FailureReports(rank, run=-1)
+    failures.guarded(dist.barrier, "another rank", "before layer 0")
     start = time.perf_counter()
     _, output = runahead_generate(
         loaded,
@@ -138,7 +140,8 @@ def _run(
         streamer=streamer,
     )
     sent: list[int] = [0] * size
-    dist.all_gather_object(sent, int(output.stats.get("bytes_sent", 0)))
+    own = int(output.stats.get("bytes_sent", 0))
+    failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
     if streamer is not None:
         assert streamer.first_token_at is not None
         summary = _summary(cache, input_ids.shape[1], output, streamer.first_token_at - start, sum(sent))

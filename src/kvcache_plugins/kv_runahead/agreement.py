@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+from .failure_reports import FailureReports
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -40,15 +42,18 @@ def digest(*tensors: torch.Tensor | None) -> str:
     return f"{shapes}: {sha.hexdigest()[:16]}"
 
 
-def agree(description: Description, group: dist.ProcessGroup | None) -> None:
+def agree(description: Description, group: dist.ProcessGroup | None, failures: FailureReports) -> None:
     """
     Compares what all ranks of a group are about to do.
 
     Raises:
         ValueError: on every rank, if one of them cannot take part or differs from the first; it names the rank.
+        RunaheadError: if one of them does not answer.
     """
     described: list[Description | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(described, description, group=group)
+    failures.guarded(
+        lambda: dist.all_gather_object(described, description, group=group), "another rank", "before layer 0"
+    )
     first = described[0]
     for rank, each in enumerate(described):
         if each is not None and each.error is not None:

@@ -2,29 +2,22 @@
 
 Point to point, and never a collective between the layers: a rank waits for nobody but the one before it. Receives are
 posted some layers ahead; sends are not waited for, and what is sent is kept until it is gone.
-
-A rank that fails writes why into the store of the process group, if that outlives it. So a rank further down, which
-only sees its own neighbour end, can name the first cause.
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .failure_reports import FailureReports
+
 
 # Receives posted ahead: more would only hold memory for prefixes that the rank before has not computed yet
 RECEIVES_AHEAD = 3
-_STORE_KEY = "kvcache_plugins/runahead"
-
-
-class RunaheadError(RuntimeError):
-    """A rank of the chain, named in the message, has failed or does not answer."""
+Result = TypeVar("Result")
 
 
 class Neighbours:
@@ -34,20 +27,21 @@ class Neighbours:
     Args:
         group (`dist.ProcessGroup`, *optional*): the group; the default one if not given.
         first (`int`): the first rank of the group that takes part, up to its last.
-        run (`int`): number of the prefill, the same on all ranks, so that failures of earlier ones are not read again.
+        run (`int`): number of the prefill, the same on all ranks.
 
     Attributes:
-        rank (`int`): this rank, in the group.
+        rank (`int`), first (`int`): this rank and the first that takes part, in the group.
         bytes_sent, bytes_received (`int`): what has gone over the two links.
         seconds_waited (`float`): time that the host waited for what was to come; on GPUs it does not wait.
+        failures (`FailureReports`): what the ranks say of their failures.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):
-        self.group, self.rank = group, dist.get_rank(group)
+        self.group, self.rank, self.first = group, dist.get_rank(group), first
         size = dist.get_world_size(group)
         self.before = self.rank - 1 if self.rank > first else None
         self.behind = self.rank + 1 if self.rank < size - 1 else None
-        self._key = f"{_STORE_KEY}/{run}"
+        self.failures = FailureReports(self.rank, run)
         self._arriving: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._leaving: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self.bytes_sent, self.bytes_received, self.seconds_waited = 0, 0, 0.0
@@ -109,36 +103,5 @@ class Neighbours:
                 # There `wait` is the stream's, not the host's; the tensor must outlive the transfer
                 torch.cuda.current_stream(tensor.device).synchronize()
 
-    def _guarded(self, layer_idx: int, neighbour: int, operation: Callable[[], Any]) -> Any:
-        try:
-            result = operation()
-        except (RuntimeError, ValueError) as error:
-            cause = self.reported_failure()
-            reason = f" The first failure reported: {cause}." if cause else ""
-            raise RunaheadError(
-                f"rank {self.rank}: rank {neighbour} did not answer in layer {layer_idx}; it has ended or hangs."
-                f"{reason}"
-            ) from error
-        if result is False:
-            raise RunaheadError(f"rank {self.rank}: rank {neighbour} timed out in layer {layer_idx}")
-        return result
-
-    def report_failure(self, error: BaseException) -> None:
-        """Leaves word of the first failure for the other ranks, if the group's store is still there."""
-        with suppress(Exception):
-            message = f"rank {self.rank} (process {os.getpid()}): {type(error).__name__}: {error}"
-            _store().compare_set(self._key, "", message)
-
-    def reported_failure(self) -> str | None:
-        """What the first rank that failed said, if it could."""
-        with suppress(Exception):
-            store = _store()
-            if store.check([self._key]):
-                message: str = store.get(self._key).decode()
-                return message
-        return None
-
-
-def _store() -> Any:
-    # PyTorch has no public name for the store that every process group is made with
-    return dist.distributed_c10d._get_default_store()
+    def _guarded(self, layer_idx: int, neighbour: int, operation: Callable[[], Result]) -> Result:
+        return self.failures.guarded(operation, f"rank {neighbour}", f"in layer {layer_idx}")

@@ -1,82 +1,24 @@
-"""What a prefill by several ranks costs: compute of a slice, transfers between ranks, and both in a pipeline.
-
-The context is cut into slices, one a rank. In every layer a rank projects the keys and values of its slice, waits for
-those of everything before it, sends both on, and attends. So a slice costs what its length and its prefix cost, and
-the time to first token is that of a pipeline over layers and ranks: a few array operations simulate it.
-"""
+"""What a slice of a prompt costs: compute that grows with its length, and with the prefix that it attends to."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
-from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcache_plugins.option_checks import check_number
+
+from .cost_fit import RECTANGLE, TRIANGLE, fit_weights
+from .measurements import Link, Number, Timing
+from .operations import count_operations
 
 
-Array = NDArray[np.float64]
-Number = TypeVar("Number", float, Array)
+__all__ = ["RECTANGLE", "TRIANGLE", "CostModel", "Link", "Timing"]
 
-# What kernels compute of the square of a slice's own queries and keys, of which only the lower triangle is wanted
-RECTANGLE = 1.0
-TRIANGLE = 0.5
 # Of a layer's linear work, what it takes until keys and values are known; Llama 7B has 0.249
 _PROJECTION_SHARE = 0.25
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """
-    A measured prefill of one slice on one process.
-
-    Attributes:
-        length (`int`): tokens of the slice.
-        prefix (`int`): tokens before it, whose keys and values were in the cache.
-        seconds (`float`): through all layers.
-    """
-
-    length: int
-    prefix: int = 0
-    seconds: float
-
-    def __post_init__(self) -> None:
-        _check_integer("length", self.length, 1)
-        _check_integer("prefix", self.prefix, 0)
-        _check_number("seconds", self.seconds, above=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """
-    What passes from one rank to the next.
-
-    Attributes:
-        latency (`float`): seconds a message takes beside its bytes.
-        bytes_per_second (`float`): of one link, in one direction.
-        shared (`bool`): whether all ranks share it, as over one host's bus; else every rank has its own to the next.
-    """
-
-    latency: float = 0.0
-    bytes_per_second: float
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        _check_number("latency", self.latency, least=0.0)
-        _check_number("bytes_per_second", self.bytes_per_second, above=0.0)
-        if not isinstance(self.shared, bool):
-            raise ValueError(f"`shared` has to be true or false but got {self.shared!r}")
-
-    def seconds(self, num_bytes: Number) -> Number:
-        """Seconds that a message of so many bytes keeps the link busy."""
-        return num_bytes / self.bytes_per_second + self.latency
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +47,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_pair", "fixed"):
-            _check_number(name, getattr(self, name), least=0.0)
-        _check_number("triangle", self.triangle, above=0.0)
-        _check_number("projection_share", self.projection_share, least=0.0)
-        if self.projection_share > 1:
-            raise ValueError(f"`projection_share` has to be in [0, 1] but got {self.projection_share}")
+            check_number(name, getattr(self, name), least=0.0)
+        check_number("triangle", self.triangle, above=0.0)
+        check_number("projection_share", self.projection_share, least=0.0, most=1.0)
         if not self.per_token + self.per_pair > 0:
             raise ValueError("one of `per_token` and `per_pair` has to be above 0, but both are 0")
 
@@ -151,31 +91,7 @@ class CostModel:
         Raises:
             ValueError: if the timings are too few or too much alike, or do not grow with the length.
         """
-        lengths = np.array([timing.length for timing in timings], dtype=np.float64)
-        prefixes = np.array([timing.prefix for timing in timings], dtype=np.float64)
-        seconds = np.array([timing.seconds for timing in timings], dtype=np.float64)
-        if len({timing.length for timing in timings}) < 2:
-            raise ValueError(
-                f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths.tolist()))}"
-            )
-        num_different = len({(timing.length, timing.prefix) for timing in timings})
-        if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
-            raise ValueError(
-                "without `triangle`, `timings` has to hold four different slices, with and without a prefix; "
-                f"give `triangle` ({RECTANGLE} or {TRIANGLE}) or measure more"
-            )
-        crossed, own = prefixes * lengths, lengths * lengths
-        pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
-        columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
-        weights = _least_squares(np.stack(columns, axis=1) / seconds[:, None], np.ones_like(seconds))
-        per_token, per_pair = weights[0], weights[1]
-        fixed = weights[-1] if num_different > 2 else 0.0
-        if triangle is None:
-            if not (per_pair > 0 and weights[2] > 0):
-                raise ValueError("`timings` do not tell `triangle`, as attention does not show in them: give it")
-            triangle = weights[2] / per_pair
-        if not per_token + per_pair > 0:
-            raise ValueError("`timings` do not grow with the length: measure longer slices")
+        per_token, per_pair, fixed, triangle = fit_weights(timings, triangle)
         return cls(
             per_token=per_token,
             per_pair=per_pair,
@@ -207,147 +123,11 @@ class CostModel:
                 Operations a second. With the default "seconds" are operations: fit for ratios between slices, and
                 meaningless beside the seconds of a link.
         """
-        _check_number("flops_per_second", flops_per_second, above=0.0)
-        if isinstance(model, PreTrainedConfig):
-            with torch.device("meta"):
-                model = AutoModel.from_config(model)
-        decoder = model.get_decoder()
-        config = decoder.config.get_text_config(decoder=True)
-        num_heads = config.num_attention_heads
-        num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        linear = _count_linear_weights(decoder, getattr(config, "num_experts_per_tok", None) or 1)
-        layers = DynamicCache(config=config).layers
-        projections = len(layers) * config.hidden_size * (num_heads + 2 * num_key_value_heads) * head_dim
-        num_full = sum(type(layer) is DynamicLayer for layer in layers)
-        windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
-        # A multiplication and an addition for every channel of a key, and of a value
-        attention = 4 * num_heads * head_dim
-        per_token = 2 * linear + attention * windows
+        check_number("flops_per_second", flops_per_second, above=0.0)
+        counts = count_operations(model)
         return cls(
-            per_token=per_token / flops_per_second,
-            per_pair=attention * num_full / flops_per_second,
+            per_token=counts.per_token / flops_per_second,
+            per_pair=counts.per_pair / flops_per_second,
             triangle=triangle,
-            projection_share=min(2 * projections / per_token, 1.0),
+            projection_share=min(counts.projections / counts.per_token, 1.0),
         )
-
-
-def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in one layer."""
-    config = (model if isinstance(model, PreTrainedConfig) else model.config).get_text_config(decoder=True)
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * num_heads * head_dim * dtype.itemsize)
-
-
-def dot_products(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Dot products of queries and keys of each rank, as rectangles: its slice by all up to its end."""
-    return tuple(length * end for length, end in zip(lengths, itertools.accumulate(lengths), strict=True))
-
-
-def entries_transferred(lengths: Sequence[int]) -> int:
-    """Keys and values (two a token) sent in a layer: each rank but the last sends all up to the end of its slice."""
-    return 2 * sum(itertools.accumulate(lengths[:-1]))
-
-
-def predict_ttft(
-    lengths: Sequence[int], cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
-) -> float:
-    """
-    Simulated seconds until the last of a chain of ranks has the last token's hidden state.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each rank's slice, first rank first.
-        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
-        link (`Link`): from each rank to the next; a rank sends one message at a time, and computes meanwhile.
-        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
-        num_layers (`int`): layers of the model.
-    """
-    return float(predict_ttfts(np.array([lengths], dtype=np.float64), cost, link, bytes_per_token, num_layers)[0])
-
-
-def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
-    """`predict_ttft` of many partitions at once: `[num_partitions, num_ranks]` to `[num_partitions]`."""
-    num_partitions, num_ranks = lengths.shape
-    ends = lengths.cumsum(axis=1)
-    projecting = cost.projection_seconds(lengths) / num_layers
-    attending = cost.seconds(lengths, ends - lengths) / num_layers - projecting
-    sending = link.seconds(ends * bytes_per_token)
-    # When a rank has done a layer, when its link is free again, and when its prefix is there
-    done, sent, arrived = (np.zeros((num_partitions, num_ranks)) for _ in range(3))
-    # A wave: in step `s` rank `i` is in layer `s - i`, so everything that it waits for belongs to the step before
-    for step in range(num_layers + num_ranks - 1):
-        active = slice(max(0, step - num_layers + 1), min(num_ranks, step + 1))
-        ready = np.maximum(done[:, active] + projecting[:, active], arrived[:, active])
-        sent[:, active] = np.maximum(ready, sent[:, active]) + sending[:, active]
-        done[:, active] = ready + attending[:, active]
-        arrived[:, 1:] = sent[:, :-1]
-    if link.shared:
-        # A bound, as if the link were never idle: who sends when is not simulated
-        return np.maximum(done[:, -1], num_layers * sending[:, :-1].sum(axis=1))
-    return done[:, -1]
-
-
-def predict_tsp_ttft(
-    length: int, num_ranks: int, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
-) -> float:
-    """
-    Simulated seconds of tensor/sequence-parallel prefill (TSP): even slices, an all-gather of keys and values in every
-    layer, in which all ranks wait for the slowest. The arguments are those of `predict_ttft`.
-    """
-    share = length / num_ranks
-    # Around a ring: each rank passes on the share of every other
-    num_messages = (num_ranks - 1) * (num_ranks if link.shared else 1)
-    gathering = num_messages * link.seconds(share * bytes_per_token)
-    return cost.seconds(share, length - share) + num_layers * gathering
-
-
-def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
-    """Weights that every token is multiplied with."""
-    count = 0
-    for module in decoder.modules():
-        if isinstance(module, nn.Linear):
-            # Not of the weight: packed in a few bits it has another shape
-            count += module.in_features * module.out_features
-        elif isinstance(module, Conv1D):
-            count += module.weight.numel()
-    # `[experts, ., .]`
-    return count + sum(
-        parameter[0].numel() * num_active_experts for parameter in decoder.parameters() if parameter.ndim == 3
-    )
-
-
-def _least_squares(columns: Array, target: Array) -> list[float]:
-    """
-    The least-squares weights of `columns` `[rows, columns]`, none negative.
-
-    There are four columns at most, so every choice of columns that may be above zero is tried, smaller ones first: a
-    column that only fits rounding stays zero.
-    """
-    # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
-    scales = np.linalg.norm(columns, axis=0)
-    scaled = columns / np.where(scales > 0, scales, 1)
-    best, least = np.zeros(columns.shape[1]), float(target @ target)
-    worth = 1e-12 * least
-    for count in range(1, columns.shape[1] + 1):
-        for chosen in itertools.combinations(range(columns.shape[1]), count):
-            part = scaled[:, list(chosen)]
-            weights, _, rank, _ = np.linalg.lstsq(part, target, rcond=None)
-            error = float(np.square(part @ weights - target).sum())
-            if rank == count and (weights >= 0).all() and error < least - worth:
-                best, least = np.zeros(columns.shape[1]), error
-                best[list(chosen)] = weights / scales[list(chosen)]
-    return [float(weight) for weight in best]
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
-
-
-def _check_number(name: str, value: object, *, least: float | None = None, above: float | None = None) -> None:
-    bound = f"of at least {least:g}" if least is not None else f"above {above:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"`{name}` has to be a number {bound} but got {value!r}")
-    if (least is not None and value < least) or (above is not None and value <= above):
-        raise ValueError(f"`{name}` has to be a number {bound} but got {value!r}")

@@ -5,10 +5,7 @@ of that length: no mask of slice x prefix is made, and attention, which the lazy
 Any other implementation gets the prefix and the slice dense, with lengths to match.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +13,8 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.lazy_states import LazyStates
 
 from .attention import attend_behind_prefix
-
-
-if TYPE_CHECKING:
-    from .chain import Chain
+from .exchange import PrefixExchange
+from .handover import Handover
 
 
 class RunaheadLayer(LazyLayer):
@@ -27,20 +22,25 @@ class RunaheadLayer(LazyLayer):
     Keys and values of one layer on one rank, [KV-Runahead](https://huggingface.co/papers/2405.05329).
 
     Args:
-        chain (`Chain`): the rank's part in the prefill.
+        exchange (`PrefixExchange`): how the rank gets what comes before its slice.
+        handover (`Handover`): takes the states when attention is done.
         layer_idx (`int`): index of the layer.
         window (`int`, *optional*): sliding window of the layer.
+        is_lazy (`bool`): whether attention is by `sdpa`.
     """
 
     is_croppable = False
 
-    def __init__(self, chain: Chain, layer_idx: int, window: int | None):
+    def __init__(
+        self, exchange: PrefixExchange, handover: Handover, layer_idx: int, window: int | None, *, is_lazy: bool
+    ):
         super().__init__()
-        self._chain, self._layer_idx, self.window = chain, layer_idx, window
+        self._exchange, self._handover, self._slice = exchange, handover, exchange.prompt_slice
+        self._layer_idx, self.window, self._is_lazy = layer_idx, window, is_lazy
         self.is_sliding = window is not None
         # Keys and values of the prefix, or what a window needs of it, and of the slice
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._length = chain.start
+        self._length = self._slice.start
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -58,21 +58,22 @@ class RunaheadLayer(LazyLayer):
             RunaheadError: if a neighbour does not answer.
             ValueError: if the states are not those of the slice.
         """
-        chain = self._chain
-        own = chain.own_layer(self._layer_idx) if self._length == chain.stop else None
+        part = self._slice
+        own = self._handover.own_layer(self._layer_idx) if self._length == part.stop else None
         if own is not None:
             # Attention did not tell that it was done, and `generate` has gone on
             return own.update(key_states, value_states, *args, **kwargs)
-        if self._length != chain.start or key_states.shape[2] != chain.stop - chain.start:
+        if self._length != part.start or key_states.shape[2] != part.num_tokens:
             raise ValueError(
-                f"rank {chain.neighbours.rank} prefills the tokens {chain.start} to {chain.stop} in one forward, but "
-                f"its layer {self._layer_idx} got {key_states.shape[2]} tokens at position {self._length}. "
-                "`prefill_chunk_size`, and drafts, cannot be combined with it"
+                f"rank {self._exchange.neighbours.rank} prefills the tokens {part.start} to {part.stop} in one "
+                f"forward, but its layer {self._layer_idx} got {key_states.shape[2]} tokens at position "
+                f"{self._length}. `prefill_chunk_size`, and drafts, cannot be combined with it"
             )
         self.lazy_initialization(key_states, value_states)
-        keys, values = self._states = chain.exchange(self._layer_idx, key_states, value_states)
-        self._length = chain.stop
-        if not chain.is_lazy:
+        self._handover.begin(self._layer_idx, self.take_states)
+        keys, values = self._states = self._exchange.exchange(self._layer_idx, key_states, value_states)
+        self._length = part.stop
+        if not self._is_lazy:
             return keys, values
         sides = ("keys", key_states), ("values", value_states)
         lazy_keys, lazy_values = (
@@ -84,17 +85,17 @@ class RunaheadLayer(LazyLayer):
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
         assert self._states is not None
-        chain, (keys, values) = self._chain, self._states
+        part, (keys, values) = self._slice, self._states
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             raise ValueError(
                 "`model`: attention adds a bias to its scores, which is not known for the tokens of other ranks; "
                 "`model.set_attn_implementation('eager')` takes the exact way"
             )
         # A single new token comes with the query heads of a group as rows
-        rows = query.reshape(query.shape[0], -1, chain.stop - chain.start, query.shape[3])
+        rows = query.reshape(query.shape[0], -1, part.num_tokens, query.shape[3])
         # The window's first key may stand behind some padding
-        first = chain.stop - keys.shape[2]
-        padding = chain.padding_for(query.shape[0])
+        first = part.stop - keys.shape[2]
+        padding = part.padding_for(query.shape[0])
         output = attend_behind_prefix(
             rows,
             keys,
@@ -103,7 +104,7 @@ class RunaheadLayer(LazyLayer):
             padding=None if padding is None else [max(count - first, 0) for count in padding],
             window=self.window,
         )
-        chain.finish_layer(self._layer_idx)
+        self._handover.finish_layer()
         return output.reshape(*query.shape[:3], -1)
 
     def take_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -112,13 +113,13 @@ class RunaheadLayer(LazyLayer):
         return states
 
     def lazy_length(self) -> int:
-        return self._chain.stop - self._chain.start
+        return self._slice.num_tokens
 
     def get_seq_length(self) -> int:
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._chain.is_lazy:
+        if self._is_lazy:
             return query_length, self._length
         start = max(self._length - self.window + 1, 0) if self.window is not None else 0
         return self._length - start + query_length, start
@@ -160,4 +161,4 @@ class RunaheadLayer(LazyLayer):
         """Nothing: it is there."""
 
     def reset(self) -> None:
-        self._states, self._length, self.is_initialized = None, self._chain.start, False
+        self._states, self._length, self.is_initialized = None, self._slice.start, False

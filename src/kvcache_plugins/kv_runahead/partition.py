@@ -1,161 +1,23 @@
-"""Which slice of the context each rank prefills: four ways to choose, and one function that takes what a user gave.
+"""Which slice of the context each rank prefills: what a user gave, or what a table or a cost model says.
 
-A partition is the tuple of slice lengths, first rank first: they sum to the context's length and none is 0. A tuple of
-fewer slices than ranks leaves ranks without work, which over a slow link can be faster.
+Fewer slices than ranks leave ranks without work, which over a slow link can be faster.
 """
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-
-import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .cost import Array, CostModel, Link, predict_ttft, predict_ttfts
+from .cost import CostModel
+from .grid_search import searched
+from .measurements import Link
+from .planning import planned
+from .slices import Partition, by_ratios, check_length, checked_lengths, even
 from .table import PartitionTable, check_ratios
 
 
-Partition = tuple[int, ...]
+__all__ = ["NAMES", "even", "planned", "predicted", "resolve_partition", "searched"]
 
 NAMES = ("even", "planned")
-# The paper's grid: values tried of every boundary, and what the step is divided by from level to level
-_OFFSETS = (-2, -1, 0, 1, 2)
-_STEP_DIVISOR = 4
-# With 3 boundaries a level is 125 runs; with more, two are moved at a time, which is 25
-_MAX_GRID = 125
-# Of the closed forms for different numbers of ranks, how many are refined by simulation, and how near to the best
-_NUM_REFINED = 3
-_NEAR = 1.1
-# The share of the time that ranks have to save, or they are left free
-_WORTH_A_RANK = 0.01
-_BISECTIONS = 60
-
-
-def even(length: int, num_ranks: int) -> Partition:
-    """Slices of one length, the first ones longer by a token where it does not divide."""
-    _check_length(length, num_ranks)
-    share, left = divmod(length, num_ranks)
-    return tuple(share + (rank < left) for rank in range(num_ranks))
-
-
-def planned(
-    length: int,
-    num_ranks: int,
-    cost: CostModel,
-    *,
-    link: Link | None = None,
-    bytes_per_token: float | None = None,
-    num_layers: int | None = None,
-    allow_fewer: bool = True,
-) -> Partition:
-    """
-    The partition that a cost model says is fastest.
-
-    Without a link: equal compute time for every rank, by bisection over that time. With one: no rank may take longer
-    over sending a layer than it has for computing one, then the boundaries are moved while the simulated time to first
-    token falls; and all that for every number of ranks.
-
-    Args:
-        length (`int`): tokens of the context.
-        num_ranks (`int`): ranks there are.
-        cost (`CostModel`): compute of a slice.
-        link (`Link`, *optional*): between ranks; the two following options are needed with it.
-        bytes_per_token (`float`, *optional*): bytes of keys and values of one token in one layer.
-        num_layers (`int`, *optional*): layers of the model.
-        allow_fewer (`bool`, *optional*, defaults to `True`): whether fewer ranks may be used, where that is faster.
-
-    Raises:
-        ValueError: if there are fewer tokens than ranks, or options are missing.
-    """
-    _check_length(length, num_ranks)
-    if link is None:
-        return _rounded(_balanced(length, num_ranks, cost))
-    if bytes_per_token is None or num_layers is None:
-        raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
-
-    def predict(partitions: Array) -> Array:
-        return predict_ttfts(partitions, cost, link, bytes_per_token, num_layers)
-
-    def limit(seconds: float) -> float:
-        """The longest prefix that can be sent in a layer's part of `seconds`."""
-        return max(seconds / num_layers - link.latency, 0) * link.bytes_per_second / bytes_per_token
-
-    def seconds(lengths: Partition) -> float:
-        return predict_ttft(lengths, cost, link, bytes_per_token, num_layers)
-
-    starts = []
-    for count in range(1, num_ranks + 1):
-        for form in (_balanced(length, count, cost), _balanced(length, count, cost, limit)):
-            # Ranks that have to be used without need get a token each, first in the chain
-            starts.append(_rounded(form if allow_fewer else [0.0] * (num_ranks - count) + form))
-    first, *others = sorted(set(starts), key=seconds)[:_NUM_REFINED]
-    near = [start for start in others if seconds(start) <= _NEAR * seconds(first)]
-    refined = [_refined(start, predict) for start in (first, *near)]
-    enough = (1 + _WORTH_A_RANK) * min(map(seconds, refined))
-    return min((lengths for lengths in refined if seconds(lengths) <= enough), key=len)
-
-
-def searched(
-    length: int,
-    num_ranks: int,
-    measure: Callable[[Partition], float],
-    *,
-    start: Sequence[int] | None = None,
-    first_step: int | None = None,
-    last_step: int | None = None,
-) -> Partition:
-    """
-    The best partition of the paper's hierarchical grid: never worse, by what was measured, than its start.
-
-    In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
-    best so far in its middle. A level is repeated while it finds better. A grid of more than 125 partitions is not
-    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion. No partition is
-    measured twice.
-
-    Args:
-        length (`int`): tokens of the context.
-        num_ranks (`int`): ranks, all of which are used.
-        measure (`Callable[[tuple[int, ...]], float]`): seconds to the first token with slices of these lengths.
-        start (`Sequence[int]`, *optional*): slices to begin with, such as predicted ones; `even` if not given.
-        first_step (`int`, *optional*): tokens; a quarter of an even slice if not given.
-        last_step (`int`, *optional*): no level has a smaller one; a 256th of the context if not given.
-
-    Raises:
-        ValueError: if the start is no partition of `length` into `num_ranks`, a step is below 1, or a measurement is
-        no number.
-    """
-    _check_length(length, num_ranks)
-    best = even(length, num_ranks) if start is None else _checked_lengths("start", tuple(start), length)
-    if len(best) != num_ranks:
-        raise ValueError(f"`start` has to have a slice for each of {num_ranks} ranks but got {list(best)}")
-    step = max(1, length // (_STEP_DIVISOR * num_ranks)) if first_step is None else first_step
-    last_step = max(1, length // 256) if last_step is None else last_step
-    if step < 1 or last_step < 1:
-        raise ValueError(f"`first_step` and `last_step` have to be at least 1 but got {step} and {last_step}")
-    seconds: dict[Partition, float] = {}
-
-    def measured(lengths: Partition) -> float:
-        if lengths not in seconds:
-            seconds[lengths] = measure(lengths)
-            if math.isnan(seconds[lengths]):
-                raise ValueError(f"`measure` has to return seconds but returned NaN for {list(lengths)}")
-        return seconds[lengths]
-
-    while True:
-        again = True
-        while again:
-            again = False
-            for grid in _grids(num_ranks, step):
-                # The middle first: of equally fast ones it stays
-                better = min((best, *grid(best)), key=measured)
-                again |= better != best
-                best = better
-        if step <= last_step:
-            return best
-        step = max(step // _STEP_DIVISOR, last_step)
 
 
 def predicted(length: int, table: PartitionTable) -> Partition:
@@ -172,14 +34,14 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     above = next((index for index, entry in enumerate(entries) if entry.length >= length), len(entries) - 1)
     upper, lower = entries[above], entries[max(above - 1, 0)]
     if length >= upper.length:
-        return _slices(length, upper.ratios)
+        return by_ratios(length, upper.ratios)
     if length <= lower.length:
-        return _slices(length, lower.ratios)
+        return by_ratios(length, lower.ratios)
     weight = (length - lower.length) / (upper.length - lower.length)
     if len(lower.ratios) != len(upper.ratios):
-        return _slices(length, (upper if weight > 0.5 else lower).ratios)
+        return by_ratios(length, (upper if weight > 0.5 else lower).ratios)
     pairs = zip(lower.ratios, upper.ratios, strict=True)
-    return _slices(length, [first + weight * (second - first) for first, second in pairs])
+    return by_ratios(length, [first + weight * (second - first) for first, second in pairs])
 
 
 def resolve_partition(
@@ -208,7 +70,7 @@ def resolve_partition(
     Raises:
         ValueError: if `partition` is none of these, does not fit `length` or has more slices than there are ranks.
     """
-    _check_length(length, num_ranks)
+    check_length(length, num_ranks)
     if partition is None or partition == "planned":
         if cost is None:
             if model is None or link is not None:
@@ -230,131 +92,5 @@ def resolve_partition(
         raise ValueError(f"`partition` has {len(partition)} slices, but there are {num_ranks} ranks")
     ratios = tuple(each for each in partition if isinstance(each, float))
     if partition and len(ratios) == len(partition):
-        return _slices(length, check_ratios("partition", ratios))
-    return _checked_lengths("partition", tuple(partition), length)
-
-
-def _balanced(
-    length: int, num_ranks: int, cost: CostModel, limit: Callable[[float], float] = lambda seconds: math.inf
-) -> list[float]:
-    """
-    Real slice lengths of equal seconds, the least that suffice; `limit` bounds, by these seconds, where the last slice
-    begins.
-    """
-
-    def cut(seconds: float) -> list[float]:
-        lengths: list[float] = []
-        prefix, longest = 0.0, limit(seconds)
-        for rank in range(num_ranks):
-            room = longest - prefix if rank < num_ranks - 1 else math.inf
-            lengths.append(max(min(cost.length_within(seconds, prefix), room), 0.0))
-            prefix += lengths[-1]
-        return lengths
-
-    least, enough = 0.0, cost.seconds(float(length), 0.0)
-    for _ in range(_BISECTIONS):
-        middle = (least + enough) / 2
-        if sum(cut(middle)) < length:
-            least = middle
-        else:
-            enough = middle
-    lengths = cut(enough)
-    # All within rounding of `length` but where one rank alone already is enough
-    total = sum(lengths)
-    return [each * length / total for each in lengths]
-
-
-def _rounded(lengths: Iterable[float]) -> Partition:
-    """Whole slice lengths with the boundaries of real ones to the nearest token, each slice 1 at least."""
-    ends = list(itertools.accumulate(lengths))
-    length, boundaries = round(ends[-1]), [0]
-    for left, end in zip(range(len(ends) - 1, -1, -1), ends, strict=True):
-        boundaries.append(max(min(round(end), length - left), boundaries[-1] + 1))
-    return tuple(end - begin for begin, end in itertools.pairwise(boundaries))
-
-
-def _slices(length: int, ratios: Sequence[float]) -> Partition:
-    _check_length(length, len(ratios))
-    return _rounded(ratio * length for ratio in ratios)
-
-
-def _refined(lengths: Partition, predict: Callable[[Array], Array]) -> Partition:
-    """The partition after tokens were moved between slices while that makes it faster, ever fewer at once."""
-    start = best = np.array(lengths, dtype=np.float64)
-    seconds = float(predict(best[None])[0])
-    step = int(best.sum()) // (8 * len(lengths)) if len(lengths) > 1 else 0
-    while step >= 1:
-        for _ in range(4 * len(lengths)):
-            moves = step * _directions(best)
-            candidates = np.concatenate([best + moves, best - moves])
-            candidates = candidates[(candidates >= 1).all(axis=1)]
-            if not len(candidates):
-                break
-            times = predict(candidates)
-            index = int(times.argmin())
-            # Less is rounding
-            if not times[index] < seconds * (1 - 1e-9):
-                break
-            best, seconds = candidates[index], float(times[index])
-        step //= _STEP_DIVISOR
-    rounded = _rounded(best)
-    before, after = predict(np.array([start, rounded]))
-    return rounded if after < before else lengths
-
-
-def _directions(lengths: Array) -> Array:
-    """
-    Ways to move a token: from a slice to the next, from a slice to the last, and from all slices before a boundary to
-    all after it, in proportion. `[directions, num_ranks]`, summing to 0.
-
-    The last is for neighbours of equal time: what one of them is rid of the other must not get.
-    """
-    num_ranks = len(lengths)
-    rows = []
-    for rank in range(num_ranks - 1):
-        for other in {rank + 1, num_ranks - 1}:
-            row = np.zeros(num_ranks)
-            row[[rank, other]] = 1, -1
-            rows.append(row)
-        before, after = lengths[: rank + 1], lengths[rank + 1 :]
-        rows.append(np.concatenate([before / before.sum(), -after / after.sum()]))
-    return np.array(rows)
-
-
-def _grids(num_ranks: int, step: int) -> list[Callable[[Partition], Iterator[Partition]]]:
-    """One after the other what is tried of a level: the grid of all boundaries, or of each pair of neighbours."""
-    boundaries = tuple(range(num_ranks - 1))
-    if len(_OFFSETS) ** len(boundaries) <= _MAX_GRID:
-        return [partial(_grid, step, boundaries)]
-    return [partial(_grid, step, pair) for pair in itertools.pairwise(boundaries)]
-
-
-def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator[Partition]:
-    """Partitions with some boundaries moved by whole steps, and the slices between these stretched in proportion."""
-    ends = list(itertools.accumulate(middle))
-    for offsets in itertools.product(_OFFSETS, repeat=len(boundaries)):
-        fixed = [(0, 0), *((ends[each], offset * step) for each, offset in zip(boundaries, offsets, strict=True))]
-        parts = itertools.pairwise([*fixed, (ends[-1], 0)])
-        scales = [1 + (move_2 - move_1) / (end - begin) for (begin, move_1), (end, move_2) in parts]
-        if min(scales) <= 0:
-            continue
-        groups = [sum(each < rank for each in boundaries) for rank in range(len(middle))]
-        yield _rounded(length * scales[group] for length, group in zip(middle, groups, strict=True))
-
-
-def _checked_lengths(name: str, lengths: tuple[object, ...], length: int) -> Partition:
-    whole = tuple(each for each in lengths if isinstance(each, int) and not isinstance(each, bool) and each >= 1)
-    if not lengths or len(whole) < len(lengths):
-        raise ValueError(f"`{name}` has to hold integers of at least 1, or ratios as floats, but got {list(lengths)}")
-    if sum(whole) != length:
-        raise ValueError(f"`{name}` has to sum to the context's {length} tokens but got {list(whole)}, {sum(whole)}")
-    return whole
-
-
-def _check_length(length: int, num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise ValueError(f"`num_ranks` has to be at least 1 but got {num_ranks}")
-    if length < num_ranks:
-        raise ValueError(
-            f"the context has {length} tokens, but each of {num_ranks} ranks needs one at least: use fewer ranks"
-        )
+        return by_ratios(length, check_ratios("partition", ratios))
+    return checked_lengths("partition", tuple(partition), length)

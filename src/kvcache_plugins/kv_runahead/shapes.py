@@ -1,14 +1,26 @@
 """What the layers of a model hold, told by a forward over one token: no config names it for every architecture."""
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .chain import LayerShape
 from .wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Rows of a layer on their way, and its sliding window, if it has one."""
+
+    wire: Wire
+    window: int | None
+
+    def num_kept(self, position: int) -> int:
+        """Tokens before `position` that any token from there on can see."""
+        return position if self.window is None else min(position, self.window - 1)
 
 
 # By model, so that only its first prefill pays for it

@@ -11,8 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
-from .cost import CostModel, Link, Timing
+from .cost import CostModel
+from .measurements import Link, Timing
 
 
 FORMAT = "kvcache_plugins.kv_runahead"
@@ -39,15 +41,12 @@ class TableEntry:
     measured: bool
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 1:
-            raise ValueError(f"`length` has to be an integer of at least 1 but got {self.length!r}")
+        check_integer("length", self.length, 1)
         object.__setattr__(self, "ratios", check_ratios("ratios", tuple(self.ratios)))
         if len(self.ratios) > self.length:
             raise ValueError(f"`ratios` are {len(self.ratios)}, more than the {self.length} tokens of `length`")
-        if not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
-            raise ValueError(f"`seconds` has to be a number above 0 but got {self.seconds!r}")
-        if not isinstance(self.measured, bool):
-            raise ValueError(f"`measured` has to be true or false but got {self.measured!r}")
+        check_number("seconds", self.seconds, above=0.0)
+        check_bool("measured", self.measured)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +77,7 @@ class PartitionTable:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.world_size, int) or isinstance(self.world_size, bool) or self.world_size < 1:
-            raise ValueError(f"`world_size` has to be an integer of at least 1 but got {self.world_size!r}")
+        check_integer("world_size", self.world_size, 1)
         lengths = [entry.length for entry in self.entries]
         if not lengths or len(set(lengths)) < len(lengths):
             raise ValueError(f"`entries` has to hold one length at least and none twice, but got lengths {lengths}")

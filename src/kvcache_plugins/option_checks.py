@@ -1,0 +1,82 @@
+"""Checks of options that every config makes: each raises a `ValueError` with the option's name, what is accepted and
+the value as Python writes it, so that `2` and `"2"` look different.
+
+An option of two names is called `key_rank/rank`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+_OR_NONE = " or None"
+
+
+def check_integer(name: str, value: object, least: int, *, is_optional: bool = False) -> None:
+    """`value` has to be an `int`, and no `bool`, of at least `least`; or `None` if that `is_optional`."""
+    if is_optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        _refuse(name, f"an integer of at least {least}{_OR_NONE if is_optional else ''}", value)
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    is_optional: bool = False,
+) -> None:
+    """`value` has to be a finite number, and no `bool`, within the bounds; or `None` if that `is_optional`."""
+    if is_optional and value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not _is_within(float(value), least, above, most, below):  # type: ignore[arg-type]
+        lower = f"of at least {least:g}" if least is not None else f"above {above:g}"
+        opening, closing = ("[" if least is not None else "("), ("]" if most is not None else ")")
+        if most is not None or below is not None:
+            first, last = (least if above is None else above), (most if below is None else below)
+            lower = f"in {opening}{first:g}, {last:g}{closing}"
+        _refuse(name, f"a number {lower}{_OR_NONE if is_optional else ''}", value)
+
+
+def check_bool(name: str, value: object) -> None:
+    """`value` has to be `True` or `False`."""
+    if not isinstance(value, bool):
+        _refuse(name, "True or False", value)
+
+
+def check_choice(name: str, value: object, accepted: Sequence[object], *, is_optional: bool = False) -> None:
+    """`value` has to be one of `accepted` and of its type: `2.0` and `True` are not `2` and `1`."""
+    if is_optional and value is None:
+        return
+    if not any(type(value) is type(each) and value == each for each in accepted):
+        _refuse(name, f"one of {list(accepted)}{_OR_NONE if is_optional else ''}", value)
+
+
+def check_mask(name: str, value: object) -> None:
+    """`value` has to be a padding mask `[batch_size, length]`, or `None`."""
+    if value is None or (isinstance(value, torch.Tensor) and value.dim() == 2):
+        return
+    shown = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise ValueError(f"`{name}` has to be a tensor of shape [batch_size, length] or None but got {shown}")
+
+
+def _is_within(
+    value: float, least: float | None, above: float | None, most: float | None, below: float | None
+) -> bool:
+    return (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
+
+
+def _refuse(name: str, expected: str, value: object) -> None:
+    names = "/".join(f"`{each}`" for each in name.split("/"))
+    raise ValueError(f"{names} has to be {expected} but got {value!r}")
