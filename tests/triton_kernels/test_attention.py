@@ -225,6 +225,8 @@ CASES = {
     "gear-d20-8bit": Case(
         Side(nbits=8, rank=8, outliers=0.1), Side(nbits=8, outliers=0.1), head_dim=20, chunk_length=20, mask="padding"
     ),
+    # Narrower than what a product takes
+    "gear-d8": Case(Side(nbits=4, outliers=0.1), Side(nbits=4, axis="token", outliers=0.1), head_dim=8),
     "gear-3bit-d20": Case(Side(nbits=3, axis="token"), Side(nbits=3, outliers=0.05), head_dim=20, batch_size=3),
     "gear-d96-4bit": Case(
         Side(nbits=4, rank=3, outliers=0.02), Side(nbits=4, axis="token", rank=3), head_dim=96, dtype=BRAIN, cut=40

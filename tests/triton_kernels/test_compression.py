@@ -247,6 +247,14 @@ def test_selection_with_infinities_and_nan():
 
 
 @runs_kernels
+def test_selection_among_heads_that_lie_beyond_32_bits():
+    """As the values of 541 thousand tokens do at 32 heads. Only what is written of the storage takes memory."""
+    rows = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE).as_strided((2, 3, 4), (8, 2**30, 1))
+    rows.copy_(make_states(2, 3, 4))
+    assert torch.equal(select_outliers(rows, 3, row_dims=2), select_outliers(rows.contiguous(), 3, row_dims=2))
+
+
+@runs_kernels
 def test_selection_among_valid_keys():
     """Keys as they lie, `[B, H, M, L, D]`, and items with fewer tokens, which keep fewer."""
     keys = make_states(3, 2, 2, 50, 20)

@@ -45,6 +45,8 @@ def side_arguments(
         f"{upper}_CHANNELS_PER_GROUP": 1 if by_channel else head_dim // side.scale.shape[4],
         f"{upper}_RANK": rank,
         f"{upper}_OUTLIERS": has_outliers,
+        # Not the block's, which is no narrower than 16 channels
+        f"{upper}_CHANNEL_BITS": (head_dim - 1).bit_length(),
         "BLOCK_K" if name == "key" else "BLOCK_V": block_size(head_dim),
         f"BLOCK_{upper}_RANK": max(block_size(rank), min_columns(block_rows)),
     }

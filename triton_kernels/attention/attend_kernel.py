@@ -136,6 +136,8 @@ def attend_kernel(
     VALUE_RANK: tl.constexpr,
     KEY_OUTLIERS: tl.constexpr,
     VALUE_OUTLIERS: tl.constexpr,
+    KEY_CHANNEL_BITS: tl.constexpr,
+    VALUE_CHANNEL_BITS: tl.constexpr,
     MASK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -201,8 +203,8 @@ def attend_kernel(
                 key_offset_ptr, batch * key_offset_stride_b + chunk_64 * key_offset_stride_m + outlier_tile,
                 first_token, token_in_use, key_channels, key_channel_in_use, key_tokens_per_group, key_low_rank_start,
                 KEY_DIM, KEY_CODES_STRIDE_T, KEY_SCALE_STRIDE_S, KEY_A_STRIDE_T, KEY_NBITS, KEY_FOLD,
-                KEY_CHANNELS_PER_GROUP, KEY_RANK, KEY_OUTLIERS, PARTS, BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_KEY_RANK,
-                BLOCK_E)
+                KEY_CHANNELS_PER_GROUP, KEY_RANK, KEY_OUTLIERS, KEY_CHANNEL_BITS,
+                PARTS, BLOCK_R, BLOCK_T, BLOCK_KEY_RANK, BLOCK_E)
             in_use = row_in_use[:, None] & token_in_use[None, :]
             positions = tl.cast(positions, tl.int64)
             scores = mask_scores(scores * scale_base_2, mask_ptr, mask_rows, positions, mask_stride_t, in_use, MASK)
@@ -218,8 +220,8 @@ def attend_kernel(
                 value_offset_ptr, batch * value_offset_stride_b + chunk_64 * value_offset_stride_m + outlier_tile,
                 first_token, token_in_use, value_channels, value_channel_in_use, value_tokens_per_group,
                 value_low_rank_start, VALUE_DIM, VALUE_CODES_STRIDE_T, VALUE_SCALE_STRIDE_S, VALUE_A_STRIDE_T,
-                VALUE_NBITS, VALUE_FOLD, VALUE_CHANNELS_PER_GROUP, VALUE_RANK, VALUE_OUTLIERS, PARTS, BLOCK_R, BLOCK_T,
-                BLOCK_V, BLOCK_VALUE_RANK, BLOCK_E)
+                VALUE_NBITS, VALUE_FOLD, VALUE_CHANNELS_PER_GROUP, VALUE_RANK, VALUE_OUTLIERS, VALUE_CHANNEL_BITS,
+                PARTS, BLOCK_R, BLOCK_T, BLOCK_V, BLOCK_VALUE_RANK, BLOCK_E)
         output = add_from_basis(
             output, output_in_basis, value_b_ptr,
             batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE_B_STRIDE_D,

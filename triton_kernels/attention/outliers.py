@@ -15,7 +15,7 @@ from kvcache_plugins.triton_kernels.dot import dot_exact
 
 @triton.jit
 def load_entries(
-    index_ptr, value_ptr, first_entry, last_entry, first_token, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr
+    index_ptr, value_ptr, first_entry, last_entry, first_token, CHANNEL_BITS: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     """Token within the tile at `first_token` (out of range for another tile's), channel and value of some outliers."""
     entries = first_entry + tl.arange(0, BLOCK_E)
@@ -23,7 +23,7 @@ def load_entries(
     index = tl.load(index_ptr + entries, mask=in_use, other=0).to(tl.int32)
     values = tl.load(value_ptr + entries, mask=in_use, other=0.0).to(tl.float32)
     # Outliers come in tiles of 64 tokens, of which this tile may be a part
-    return index // BLOCK_D - first_token % 64, index % BLOCK_D, values
+    return (index >> CHANNEL_BITS) - first_token % 64, index & ((1 << CHANNEL_BITS) - 1), values
 
 
 @triton.jit
@@ -35,16 +35,19 @@ def score_outliers(
     first_entry,
     last_entry,
     first_token,
+    CHANNEL_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """What the entries add to `query keys^T` `[rows, tokens]`."""
     scores = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for entry in range(first_entry, last_entry, BLOCK_E):
-        tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last_entry, first_token, BLOCK_E, BLOCK_D)
+        # fmt: off
+        tokens, channels, values = load_entries(
+            index_ptr, value_ptr, entry, last_entry, first_token, CHANNEL_BITS, BLOCK_E)
+        # fmt: on
         gathered = tl.load(query_rows_ptr[:, None] + channels[None, :], mask=row_in_use[:, None], other=0.0)
         one_hot = (tokens[:, None] == tl.arange(0, BLOCK_T)[None, :]).to(tl.float16)
         scores += dot_exact(gathered.to(tl.float32) * values[None, :], one_hot, PARTS)
@@ -60,6 +63,7 @@ def weigh_outliers(
     first_entry,
     last_entry,
     first_token,
+    CHANNEL_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -68,7 +72,10 @@ def weigh_outliers(
 ):
     """`output` `[rows, channels]` with what the entries add to `probabilities values`."""
     for entry in range(first_entry, last_entry, BLOCK_E):
-        tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last_entry, first_token, BLOCK_E, BLOCK_D)
+        # fmt: off
+        tokens, channels, values = load_entries(
+            index_ptr, value_ptr, entry, last_entry, first_token, CHANNEL_BITS, BLOCK_E)
+        # fmt: on
         in_tile = (tokens >= 0) & (tokens < BLOCK_T)
         tokens = tl.where(in_tile, tokens, 0)
         values = tl.where(in_tile, values, 0.0)

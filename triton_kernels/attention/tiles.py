@@ -50,10 +50,10 @@ def score_tile(
     CHANNELS_PER_GROUP: tl.constexpr,
     RANK: tl.constexpr,
     OUTLIERS: tl.constexpr,
+    CHANNEL_BITS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -73,7 +73,7 @@ def score_tile(
         offset_ptr += offset_start
         scores += score_outliers(
             query_rows_ptr, row_in_use, entry_index_ptr + entry_start, entry_value_ptr + entry_start,
-            tl.load(offset_ptr), tl.load(offset_ptr + 1), first_token, BLOCK_R, BLOCK_T, BLOCK_D, BLOCK_E, PARTS)
+            tl.load(offset_ptr), tl.load(offset_ptr + 1), first_token, CHANNEL_BITS, BLOCK_R, BLOCK_T, BLOCK_E, PARTS)
     # fmt: on
     return scores
 
@@ -109,6 +109,7 @@ def weigh_tile(
     CHANNELS_PER_GROUP: tl.constexpr,
     RANK: tl.constexpr,
     OUTLIERS: tl.constexpr,
+    CHANNEL_BITS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -134,6 +135,7 @@ def weigh_tile(
         offset_ptr += offset_start
         output = weigh_outliers(
             output, probabilities, entry_index_ptr + entry_start, entry_value_ptr + entry_start,
-            tl.load(offset_ptr), tl.load(offset_ptr + 1), first_token, BLOCK_R, BLOCK_T, BLOCK_D, BLOCK_E, PARTS)
+            tl.load(offset_ptr), tl.load(offset_ptr + 1), first_token,
+            CHANNEL_BITS, BLOCK_R, BLOCK_T, BLOCK_D, BLOCK_E, PARTS)
     # fmt: on
     return output, output_in_basis

@@ -84,7 +84,8 @@ def _select_outliers_kernel(
     in_block = is_row[:, None] & in_row
     outer, inner = tl.zeros_like(places), places
     if INNER > 0:
-        outer, inner = places // INNER, places % INNER
+        # Heads lie far apart: their number times the length of a long prompt's exceeds 32 bits
+        outer, inner = (places // INNER).to(tl.int64), places % INNER
     rows_ptr += batch * rows_stride_b + head * rows_stride_h + chunk * rows_stride_m
     rows_offsets = rows[:, None] * rows_stride_r + (outer * rows_stride_o + inner * rows_stride_n)[None, :]
     order = _order(tl.load(rows_ptr + rows_offsets, mask=in_block, other=0.0).to(tl.float32))
