@@ -210,6 +210,11 @@ def check_cache(name: str, **options: object) -> CacheEntry:
         ValueError: for an unknown name or option, naming the known ones. The options' values are the factory's matter.
         ImportError: if what the cache needs is not installed.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
+            "name first"
+        )
     entry = _REGISTRY.entry(name)
     entry.check_options(options)
     # A factory that needs a device knows best what to say about it
@@ -282,13 +287,19 @@ def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
     return name.strip(), dict(parse_option(option) for option in options.split(",") if option)
 
 
-def get_config(model: ModelOrConfig) -> PreTrainedConfig | None:
-    """The config of what `create_cache` was given."""
+def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig | None:
+    """The config of what `create_cache`, or a cache's class as its argument `name`, was given."""
     if model is None or isinstance(model, PreTrainedConfig):
         return model
-    if isinstance(model, PreTrainedModel):
-        return model.config
-    raise ValueError(f"`model` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`, but got {type(model)}")
+    if isinstance(model, torch.nn.Module):
+        return unwrap_model(model).config
+    hint = ""
+    if isinstance(model, str):
+        hint = f"; a cache is made by its name with `create_cache({model!r}, model)`"
+    elif isinstance(model, int | float):
+        hint = f"; options are given by their names, such as `nbits={model!r}`"
+    shown = repr(model) if hint else str(type(model))
+    raise ValueError(f"`{name}` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`, but got {shown}{hint}")
 
 
 def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
 from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
 from .h2o_config import H2OConfig
 from .h2o_layer import H2OLayer
 
 
-class H2OCache(ReportingMixin, Cache):
+class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
     """
     A cache that keeps the tokens with the largest accumulated attention weights and the newest ones, and drops all
     others for good.
@@ -37,9 +40,9 @@ class H2OCache(ReportingMixin, Cache):
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
-        config (`PreTrainedConfig`, *optional*):
-            The config of the model. With it, sliding-window and other bounded layers stay Transformers' own and tokens
-            are dropped in full-attention layers only; without it, in every layer.
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
+            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and
+            tokens are dropped in full-attention layers only; without it, in every layer.
         heavy_ratio (`float`, *optional*, defaults to 0.1):
             Share of the tokens, above 0, that is kept for its weights.
         recent_ratio (`float`, *optional*, defaults to 0.1):
@@ -74,13 +77,14 @@ class H2OCache(ReportingMixin, Cache):
 
     def __init__(
         self,
-        config: PreTrainedConfig | None = None,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
         *,
         heavy_ratio: float = 0.1,
         recent_ratio: float = 0.1,
         min_tokens: int = 32,
         grow: bool = True,
     ):
+        config = get_config(config, "config")
         self.h2o_config = H2OConfig(
             heavy_ratio=heavy_ratio, recent_ratio=recent_ratio, min_tokens=min_tokens, grow=grow
         )
@@ -88,7 +92,9 @@ class H2OCache(ReportingMixin, Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
-            layers: list[Any] = replace_full_attention(config.get_text_config(decoder=True), self._layer)
+            config = config.get_text_config(decoder=True)
+            self.expected_heads = key_value_heads(config)
+            layers: list[Any] = replace_full_attention(config, self._layer)
             super().__init__(layers=layers)
 
     def _layer(self, layer_idx: int) -> H2OLayer:

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
+
 
 # So that 0.29 of 100 tokens is 29 of them, whatever floating point makes of it
 _ROUNDING = 1e-9
@@ -19,14 +21,10 @@ class H2OConfig:
 
     def __post_init__(self) -> None:
         for name in ("heavy_ratio", "recent_ratio"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
-                raise ValueError(f"`{name}` has to be a number in (0, 1] but got {value!r}")
+            check_number(name, getattr(self, name), above=0.0, most=1.0)
         # A heavy and a recent token
-        if not isinstance(self.min_tokens, int) or isinstance(self.min_tokens, bool) or self.min_tokens < 2:
-            raise ValueError(f"`min_tokens` has to be an integer of at least 2 but got {self.min_tokens!r}")
-        if not isinstance(self.grow, bool):
-            raise ValueError(f"`grow` has to be one of [`True`, `False`] but got {self.grow!r}")
+        check_integer("min_tokens", self.min_tokens, 2)
+        check_bool("grow", self.grow)
 
     def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
         """

@@ -4,8 +4,15 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
+from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
 from kvcache_plugins.registry import CUDA, ModelOrConfig, get_config, register_cache
 from kvcache_plugins.reports.memory import ReportingMixin
+
+
+_ACCEPTED: dict[str, dict[str, tuple[int, ...]]] = {
+    "quanto": {"nbits": (2, 4), "axis_key": (0, -1), "axis_value": (0, -1)},
+    "hqq": {"nbits": (1, 2, 3, 4, 8), "axis_key": (0, 1), "axis_value": (0, 1)},
+}
 
 
 class ReportingDynamicCache(ReportingMixin, DynamicCache):
@@ -58,6 +65,7 @@ def _create_dynamic(model: ModelOrConfig) -> Cache:
 
 def _create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = False) -> Cache:
     """Transformers' DynamicCache with all but one layer kept in CPU memory"""
+    check_bool("offload_only_non_sliding", offload_only_non_sliding)
     # Transformers would only find out in its first `update`, as "Torch not compiled with CUDA enabled"
     if not torch.cuda.is_available():
         raise ValueError("The `offloaded` cache needs a CUDA device, and torch finds none: use `dynamic` instead.")
@@ -104,11 +112,11 @@ def _create_quantized(backend: str, model: ModelOrConfig, **layer_options: int) 
     config = get_config(model)
     if config is None:
         raise ValueError(f"Caches on `{backend}` need to know the model: pass it, or its config, as `model`.")
-    # Transformers checks the others
     for name, minimum in (("q_group_size", 1), ("residual_length", 0)):
-        value = layer_options.get(name, minimum)
-        if not isinstance(value, int) or value < minimum:
-            raise ValueError(f"`{name}` must be an integer of at least {minimum}, but got {value!r}")
+        check_integer(name, layer_options.get(name, minimum), minimum)
+    # Transformers finds some of these out in the first update, and says nothing of their type
+    for name, accepted in _ACCEPTED.get(backend, {}).items():
+        check_choice(name, layer_options[name], accepted)
     return ReportingQuantizedCache(backend, config, **layer_options)
 
 

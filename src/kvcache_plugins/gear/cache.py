@@ -11,7 +11,9 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.refusal import refusals
+from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
 from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
@@ -21,7 +23,7 @@ from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
 
 
-class GEARCache(ReportingMixin, Cache):
+class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     """
     A cache that stores keys and values as a quantized backbone, a low-rank correction and sparse outliers, really
     packed.
@@ -35,8 +37,8 @@ class GEARCache(ReportingMixin, Cache):
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
-        config (`PreTrainedConfig`, *optional*):
-            The config of the model. With it, sliding-window and other bounded layers stay Transformers' own and only
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
+            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and only
             full-attention layers are compressed; without it, every layer is compressed.
         nbits (`int`, *optional*, defaults to 4):
             Bits a code: 2, 3, 4 or 8.
@@ -95,7 +97,7 @@ class GEARCache(ReportingMixin, Cache):
 
     def __init__(
         self,
-        config: PreTrainedConfig | None = None,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
         *,
         nbits: int = 4,
         backbone: str | None = None,
@@ -120,6 +122,8 @@ class GEARCache(ReportingMixin, Cache):
         value_rank: int | None = None,
         value_decode_rank: int | None = None,
     ):
+        config = get_config(config, "config")
+        check_mask("attention_mask", attention_mask)
         self.gear_config = GEARConfig.from_options(
             nbits=nbits,
             backbone=backbone,
@@ -154,7 +158,9 @@ class GEARCache(ReportingMixin, Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
-            super().__init__(layers=self._layers_for(config.get_text_config(decoder=True)))
+            config = config.get_text_config(decoder=True)
+            self.expected_heads = key_value_heads(config)
+            super().__init__(layers=self._layers_for(config))
 
     def _next_layer(self) -> GEARLayer:
         return GEARLayer(self.gear_config, len(self.layers), self._given_mask)

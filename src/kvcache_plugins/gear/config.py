@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
 
 BACKBONES = ("kcvt", "kivi", "per-token")
@@ -28,19 +29,11 @@ class SideConfig:
     decode_rank: int
 
     def __post_init__(self) -> None:
-        if self.nbits not in SUPPORTED_NBITS:
-            raise ValueError(
-                f"`{self.side}_nbits`/`nbits` has to be one of {list(SUPPORTED_NBITS)} but got {self.nbits}"
-            )
-        if self.backbone not in BACKBONES:
-            raise ValueError(
-                f"`{self.side}_backbone`/`backbone` has to be one of {list(BACKBONES)} but got {self.backbone!r}"
-            )
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"`{self.side}_sparsity`/`sparsity` has to be in [0, 1) but got {self.sparsity}")
-        for name, value in (("rank", self.rank), ("decode_rank", self.decode_rank)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"`{self.side}_{name}`/`{name}` has to be an integer of at least 0 but got {value!r}")
+        check_choice(f"{self.side}_nbits/nbits", self.nbits, SUPPORTED_NBITS)
+        check_choice(f"{self.side}_backbone/backbone", self.backbone, BACKBONES)
+        check_number(f"{self.side}_sparsity/sparsity", self.sparsity, least=0.0, below=1.0)
+        check_integer(f"{self.side}_rank/rank", self.rank, 0)
+        check_integer(f"{self.side}_decode_rank/decode_rank", self.decode_rank, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +51,11 @@ class GEARConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("residual_length", 1), ("num_iterations", 1), ("num_sink_tokens", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
-        if not isinstance(self.rotate_values, bool):
-            raise ValueError(f"`rotate_values` has to be True or False but got {self.rotate_values!r}")
+            check_integer(name, getattr(self, name), least)
+        check_bool("rotate_values", self.rotate_values)
         group_size = self.q_group_size
-        if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
-            raise ValueError(f"`q_group_size` has to be an integer of at least 1 or None but got {group_size!r}")
-        if not 0 < self.low_rank_recent_ratio <= 1:
-            raise ValueError(f"`low_rank_recent_ratio` has to be in (0, 1] but got {self.low_rank_recent_ratio}")
+        check_integer("q_group_size", group_size, 1, is_optional=True)
+        check_number("low_rank_recent_ratio", self.low_rank_recent_ratio, above=0.0, most=1.0)
         if self.key.backbone == "kivi" and group_size is not None and self.residual_length % group_size != 0:
             raise ValueError(
                 f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the `kivi` "
@@ -110,10 +98,10 @@ class GEARConfig:
             }
             options |= {option: value for option, value in overrides.items() if value is not None}
             if options["backbone"] is None:
-                options["backbone"] = (
-                    "kcvt" if options["nbits"] in SUPPORTED_NBITS and options["nbits"] >= 4 else "kivi"
-                )
+                check_choice(f"{name}_nbits/nbits", options["nbits"], SUPPORTED_NBITS)
+                options["backbone"] = "kcvt" if options["nbits"] >= 4 else "kivi"
             if options["decode_rank"] is None:
+                check_integer(f"{name}_rank/rank", options["rank"], 0)
                 options["decode_rank"] = min(_DEFAULT_DECODE_RANK, options["rank"])
             return SideConfig(side=name, **options)
 

@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
@@ -24,6 +25,7 @@ from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .exact_store import ExactStore
 from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
+from .position_check import check_positions
 from .prefetch import expected_staging_bytes, staging_bytes
 from .token_store import TokenStore
 
@@ -156,11 +158,12 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             sink=sink,
             pool_tokens=pool_tokens,
             eviction=eviction,
-            full_layers=None if full_layers is None else tuple(full_layers),
+            full_layers=full_layers,
             speculate=speculate,
             track_hits=track_hits,
             track_times=track_times,
         )
+        check_mask("attention_mask", attention_mask)
         self.calibration = self._read(calibration, model)
         self._given_mask = attention_mask
         config = model.config.get_text_config(decoder=True)
@@ -182,6 +185,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     def _read(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
         if calibration is None:
             return None
+        if not isinstance(calibration, Calibration | str | Path):
+            raise ValueError(f"`calibration` has to be a `Calibration`, a file or None but got {calibration!r}")
         if not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration, model)
         return calibration.to(model.device, model.dtype)
@@ -219,6 +224,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         self._announced = layer_idx
         layer = self.layers[layer_idx]
+        offloaded = self.layers[next(iter(self._targets.values()))]
+        # During a prefill by several ranks another layer stands there
+        if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
+            check_positions(inputs.position_ids, offloaded)
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)

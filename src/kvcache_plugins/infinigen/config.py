@@ -1,6 +1,9 @@
 """Options of InfiniGen, validated once and immutable afterwards."""
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+
+from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
 from .eviction import EVICTIONS
 
@@ -44,17 +47,16 @@ class InfiniGenConfig:
         if not given:
             object.__setattr__(self, "min_weight", DEFAULT_MIN_WEIGHT)
         for name in ("min_weight", "alpha"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` has to be above 0 but got {value}")
-        for name in ("share", "mass", "max_fetch_ratio", "partial_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"`{name}` has to be in (0, 1] but got {value}")
+            check_number(name, getattr(self, name), above=0.0, is_optional=True)
+        for name in ("share", "mass", "partial_ratio"):
+            check_number(name, getattr(self, name), above=0.0, most=1.0, is_optional=True)
+        check_number("max_fetch_ratio", self.max_fetch_ratio, above=0.0, most=1.0)
         self._check_scoring()
         self._check_integers()
-        if self.eviction not in EVICTIONS:
-            raise ValueError(f"`eviction` has to be one of {list(EVICTIONS)} but got {self.eviction!r}")
+        self._check_full_layers()
+        check_choice("eviction", self.eviction, tuple(EVICTIONS))
+        for name in ("speculate", "track_hits", "track_times"):
+            check_bool(name, getattr(self, name))
 
     def _check_scoring(self) -> None:
         if self.partial_ratio is None:
@@ -65,10 +67,7 @@ class InfiniGenConfig:
                 )
             if self.scoring_nbits is None:
                 object.__setattr__(self, "scoring_nbits", DEFAULT_SCORING_NBITS)
-            if self.scoring_nbits not in SCORING_NBITS:
-                raise ValueError(
-                    f"`scoring_nbits` has to be one of {list(SCORING_NBITS)} but got {self.scoring_nbits}"
-                )
+            check_choice("scoring_nbits", self.scoring_nbits, SCORING_NBITS)
         else:
             if self.scoring_nbits is not None:
                 raise ValueError(
@@ -77,21 +76,27 @@ class InfiniGenConfig:
                 )
             if self.skewing is None:
                 object.__setattr__(self, "skewing", "none")
-            if self.skewing not in SKEWINGS:
-                raise ValueError(f"`skewing` has to be one of {list(SKEWINGS)} but got {self.skewing!r}")
+            check_choice("skewing", self.skewing, SKEWINGS)
 
     def _check_integers(self) -> None:
-        for name, least in (("recent", 1), ("sink", 0), ("flush_length", 1), ("pool_tokens", 1)):
-            value = getattr(self, name)
-            if name == "pool_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
+        for name, least in (("recent", 1), ("sink", 0), ("flush_length", 1)):
+            check_integer(name, getattr(self, name), least)
+        check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
         if self.pool_tokens is not None and self.pool_tokens <= self.sink:
             raise ValueError(
                 f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
                 f"{self.pool_tokens}"
             )
+
+    def _check_full_layers(self) -> None:
+        layers = self.full_layers
+        if layers is None:
+            return
+        if not isinstance(layers, Sequence | Set) or isinstance(layers, str):
+            raise ValueError(f"`full_layers` has to be a tuple of layers' indices or None but got {layers!r}")
+        for index in layers:
+            check_integer("full_layers", index, 0)
+        object.__setattr__(self, "full_layers", tuple(layers))
 
     @property
     def rule(self) -> str:

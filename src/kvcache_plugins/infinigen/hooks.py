@@ -52,12 +52,14 @@ class AttentionInputs:
         hidden_states (`torch.Tensor` of shape `[B, tokens, hidden size]`): its input.
         position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosine and sine.
         attention_mask (`torch.Tensor`, *optional*): its mask, as attention gets it.
+        position_ids (`torch.Tensor`, *optional*): positions of the tokens, where the model hands them on.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         pairs = (value for value in args[1:] if isinstance(value, tuple) and len(value) == 2)
         self.position_embeddings: PositionEmbeddings | None = kwargs.get("position_embeddings", next(pairs, None))
+        self.position_ids: torch.Tensor | None = kwargs.get("position_ids")
         mask = kwargs.get("attention_mask")
         self.attention_mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 4 else None
 

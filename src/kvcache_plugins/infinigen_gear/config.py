@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvcache_plugins.gear.config import SideConfig, largest_divisor
+from kvcache_plugins.option_checks import check_choice, check_integer
 
 
 # Kernels that score codes take these
@@ -19,11 +20,8 @@ class CodingConfig:
     q_group_size: int | None
 
     def __post_init__(self) -> None:
-        if self.key_nbits not in KEY_NBITS:
-            raise ValueError(f"`key_nbits` has to be one of {list(KEY_NBITS)} but got {self.key_nbits}")
-        size = self.q_group_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"`q_group_size` has to be an integer of at least 1 or None but got {size!r}")
+        check_choice("key_nbits", self.key_nbits, KEY_NBITS)
+        check_integer("q_group_size", self.q_group_size, 1, is_optional=True)
         # Values' bits are checked with them
         self.value  # noqa: B018
 

@@ -11,11 +11,15 @@ from typing import ClassVar
 
 import torch
 
-from kvcache_plugins.ops.masking import leading_padding
+from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 
 from .lazy_layer import LazyLayer
 from .lazy_states import LazyStates
 from .left_padding import LeftPadding
+
+
+# The end of an error of a prompt that does not go on from what is held
+ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 
 class PromptLayer(LazyLayer):
@@ -88,11 +92,8 @@ class PromptLayer(LazyLayer):
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._length and key_states.shape[0] != self.batch_size:
-            raise ValueError(
-                f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
-                f"{key_states.shape[0]}: for another prompt make a new cache, or call `reset()`"
-            )
+        if self._length:
+            self._check_continues(key_states, value_states)
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
@@ -117,6 +118,28 @@ class PromptLayer(LazyLayer):
             for side, states in zip(("keys", "values"), exact, strict=True)
         )
         return keys, values
+
+    def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
+                f"{key_states.shape[0]}: make {ANOTHER_PROMPT}"
+            )
+        for side, states in (("keys", key_states), ("values", value_states)):
+            held, got = self._shapes[side][1::2], tuple(states.shape[1::2])
+            if held != got:
+                raise ValueError(
+                    f"layer {self.layer_idx} holds {side} of {held[0]} heads of {held[1]}, but got {got[0]} of "
+                    f"{got[1]}: what `past_key_values` holds is of another model; make {ANOTHER_PROMPT}"
+                )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if query_length == 0 and self._length:
+            raise ValueError(
+                f"`past_key_values` holds {self._length} tokens, and `generate` takes them for the beginning of the "
+                f"prompt, which has fewer: make {ANOTHER_PROMPT}"
+            )
+        return super().get_mask_sizes(query_length)
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         """
@@ -170,6 +193,13 @@ class PromptLayer(LazyLayer):
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new = self._length - attn_mask.shape[-2]
+            if first_new > 0 and hides_new_tokens(attn_mask, first_new, self.padding):
+                # As if they had not been
+                self.crop_tokens(attn_mask.shape[-2])
+                raise ValueError(
+                    f"`attention_mask` ends before the {first_new} tokens that `past_key_values` holds, and hides all "
+                    f"new ones: make {ANOTHER_PROMPT}"
+                )
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
 

@@ -68,3 +68,20 @@ def leading_padding(
     if known is not None:
         run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
     return run.clone() if bool((run > 0).any()) else None
+
+
+def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None) -> bool:
+    """
+    Whether no new token may attend to itself, in any item that has had others than padding before.
+
+    Args:
+        mask (`torch.Tensor`): the mask, with one row per new token.
+        first_new (`int`): position of the first new token.
+        padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
+    """
+    itself = _full_rank(mask, mask.shape[-1])[:, 0].diagonal(offset=first_new, dim1=-2, dim2=-1)
+    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    if padding is None:
+        return not bool(real.any())
+    has_begun = (padding.to(real.device) < first_new)[:, None]
+    return bool(has_begun.any()) and not bool((real & has_begun).any())

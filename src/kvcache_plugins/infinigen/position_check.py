@@ -1,0 +1,28 @@
+"""Whether tokens go on from what a cache holds, by their positions."""
+
+import torch
+
+from kvcache_plugins.layers.prompt_layer import ANOTHER_PROMPT, PromptLayer
+
+
+def check_positions(position_ids: torch.Tensor | None, layer: PromptLayer) -> None:
+    """
+    Raises a `ValueError` if all positions of new tokens are among those of the tokens that a layer holds already.
+
+    Args:
+        position_ids (`torch.Tensor` of shape `[batch_size, new tokens]`, *optional*):
+            Positions of the new tokens. Of another shape they do not count tokens.
+        layer (`PromptLayer`): any layer of the cache, before it gets the new tokens.
+    """
+    if position_ids is None or position_ids.dim() != 2 or layer.get_seq_length() == 0:
+        return
+    # A decode step must not make the host wait for a GPU
+    if position_ids.shape[1] == 1 and position_ids.device.type != "cpu":
+        return
+    padding = 0 if layer.padding is None else int(layer.padding.max())
+    num_tokens, last = layer.get_seq_length() - padding, int(position_ids.max())
+    if last < num_tokens:
+        raise ValueError(
+            f"`past_key_values` holds {num_tokens} tokens, but the new ones have positions up to {last}: they are of "
+            f"another prompt; make {ANOTHER_PROMPT}"
+        )

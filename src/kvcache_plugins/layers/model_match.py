@@ -1,0 +1,114 @@
+"""Whether the states that a cache gets come from the model that it was made for, and go on from what it holds.
+
+A cache is told of no model when it is used: only states arrive, layer by layer. What they tell is checked before they
+are stored: how many layers there are, their key/value heads, and that all layers hold as many tokens. Where that shows
+in a later layer only, those before it give up the tokens of this forward again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+
+from .prompt_layer import ANOTHER_PROMPT, PromptLayer
+
+
+class ModelMatchMixin(Cache):
+    """
+    Mixed into a cache of `PromptLayer`s, before `Cache`.
+
+    Attributes:
+        expected_heads (`frozenset[int]`): numbers of key/value heads that the config names; empty if it names none.
+    """
+
+    expected_heads: frozenset[int] = frozenset()
+    # Of the forward under way: what each layer held before it, and got
+    _given: dict[int, tuple[int, int]] | None = None
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
+        if self._given is None or layer_idx <= max(self._given, default=-1):
+            self._check_last_forward()
+            self._given = {}
+        try:
+            self._check_states(key_states, layer_idx)
+        except ValueError:
+            self._take_back()
+            raise
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is None or isinstance(layer, PromptLayer):
+            held = 0 if layer is None else layer.get_seq_length()
+            states: tuple[torch.Tensor, torch.Tensor] = super().update(
+                key_states, value_states, layer_idx, *args, **kwargs
+            )
+            self._given[layer_idx] = held, key_states.shape[2]
+            return states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        super().reset()
+        self._given = None
+
+    def _check_last_forward(self) -> None:
+        """Whether the last forward reached all layers: one that they are too many for leaves the last ones empty."""
+        given = self._given or {}
+        empty = [
+            index
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, PromptLayer) and given and index > max(given) and layer.get_seq_length() == 0
+        ]
+        if empty and self.layers[max(given)].get_seq_length():
+            raise ValueError(
+                f"the cache was made for a model of {len(self.layers)} layers, but the last forward had states for "
+                f"{max(given) + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
+            )
+
+    def _check_states(self, key_states: torch.Tensor, layer_idx: int) -> None:
+        if self.layers and layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
+            raise ValueError(
+                f"the cache was made for a model of {len(self.layers)} layers, but the one that it is used with has "
+                f"more: make one with `{type(self).__name__}(model)` for each model"
+            )
+        if self._given:
+            other, (held, count) = next(reversed(self._given.items()))
+            here = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+            length = 0 if here is None else here.get_seq_length()
+            if (here is None or isinstance(here, PromptLayer)) and length != held:
+                raise ValueError(
+                    f"layer {layer_idx} holds {length} tokens, but layer {other} {held}: what the cache holds is of "
+                    f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}"
+                )
+        num_heads = key_states.shape[1]
+        # Ranks of tensor parallelism have a part of the heads each
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if self.expected_heads and num_heads not in self.expected_heads and is_alone:
+            listed = " or ".join(map(str, sorted(self.expected_heads)))
+            raise ValueError(
+                f"the cache was made for a model of {listed} key/value heads, but layer {layer_idx} of the one that "
+                f"it is used with has {num_heads}: make one with `{type(self).__name__}(model)` for each model"
+            )
+
+    def _take_back(self) -> None:
+        """Lets go of what the layers before got in this forward, so that the cache can still be used."""
+        for index, (_, count) in (self._given or {}).items():
+            self.layers[index].crop_tokens(count)
+        self._given = None
+
+
+def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
+    """The numbers of key/value heads that a (decoder's) config names; none where states are of another form."""
+    fields = config.to_dict()
+    # Latent attention caches what all query heads share
+    if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
+        return frozenset()
+    heads: set[int] = set()
+    for name, value in fields.items():
+        # Some models name other numbers for some of their layers
+        if "key_value_heads" in name or "kv_heads" in name:
+            heads.update(each for each in (value if isinstance(value, list | tuple) else [value]) if each)
+    return frozenset(heads)
