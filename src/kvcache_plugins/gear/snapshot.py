@@ -115,8 +115,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def _layer_to_document(layer: GEARLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     layer.settle_prompt()
     tensors: dict[str, torch.Tensor] = {}
-    document: dict[str, Any] = {"type": "gear", "is_initialized": layer.is_initialized}
-    if not layer.is_initialized:
+    # A layer that all tokens were cropped from is as good as new
+    document: dict[str, Any] = {"type": "gear", "is_initialized": layer.get_seq_length() > 0}
+    if not document["is_initialized"]:
         return document, tensors
     document |= layer.scalars()
     document["blocks"] = [_block_to_document(f"blocks.{n}.", block, tensors) for n, block in enumerate(layer.blocks)]
