@@ -51,6 +51,17 @@ def test_made_without_config_and_empty(tiny_llama, tmp_path):
     assert GEARCache.load(path, tiny_llama).get_seq_length() == 0
 
 
+def test_cropped_to_nothing(tiny_llama, tmp_path):
+    path, cache = tmp_path / "cache.safetensors", GEARCache(tiny_llama.config)
+    tiny_llama(torch.randint(3, 128, (2, 100)), past_key_values=cache)
+    cache.crop(-100)
+    cache.save(path, tiny_llama)
+    loaded, tokens = GEARCache.load(path, tiny_llama), torch.randint(3, 128, (1, 90))
+    assert loaded.get_seq_length() == 0
+    logits, expected = (tiny_llama(tokens, past_key_values=each).logits for each in (loaded, cache))
+    assert torch.equal(logits, expected)
+
+
 def test_another_model_is_refused(tiny_model, tmp_path):
     model, path = tiny_model("llama"), tmp_path / "cache.safetensors"
     filled(model)[0].save(path, model)

@@ -300,6 +300,22 @@ def test_eager_attention_is_exact(llama: PreTrainedModel) -> None:
     assert cache.stats()["dense_reads"] > 0
 
 
+@torch.no_grad()
+def test_refused_rows_choose_nothing(llama: PreTrainedModel) -> None:
+    """What another batch asks for must not be what the cache's own next token gets."""
+    prompt, step = tokens(200), tokens(1, seed=1)
+    logits = []
+    for refuse in (False, True):
+        with InfiniGenCache(llama, share=0.05, full_layers=()) as cache:
+            llama(prompt, past_key_values=cache)
+            if refuse:
+                with pytest.raises(ValueError, match="holds 1 sequences of 200 tokens, but got states of 2"):
+                    llama(tokens(1, rows=2, seed=5), past_key_values=cache)
+        # Nothing is chosen ahead any more
+        logits.append(llama(step, past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
 def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     small = torch.randn(64, 16, 8, 128)
     pool = TokenPool(small, small)

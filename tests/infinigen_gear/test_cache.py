@@ -64,6 +64,23 @@ def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
     assert caches[1].memory().total_bytes < caches[0].memory().total_bytes / 5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("length, padding", [(63, 8), (64, 1), (130, 66)])
+def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
+    """The host makes room for as many tokens as the batch is long, and fewer of them are real."""
+    model, prompt, steps = tiny_model("llama"), tokens(length), tokens(4, seed=1)
+    mask = (torch.arange(length + 4) >= padding).long()[None]
+    logits = []
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        for start, stop in [(0, length), *((each, each + 1) for each in range(length, length + 4))]:
+            ids, seen = torch.cat([prompt, steps], dim=1)[:, start:stop], mask[:, :stop]
+            positions = (seen.cumsum(dim=1) - 1).clamp(min=0)[:, start:]
+            logits.append(model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache).logits)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        alone = step_logits(model, cache, prompt[:, padding:], steps)
+    torch.testing.assert_close(torch.cat(logits[1:], dim=1), alone, atol=1e-3, rtol=1e-3)
+
+
 def test_a_copy_goes_on_alike(tiny_model) -> None:
     model, prompt = tiny_model("llama"), tokens(200)
     with InfiniGenGEARCache(model, **EVERYTHING) as cache:

@@ -147,12 +147,11 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
 
 
 def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if isinstance(layer, GEARLayer):
-        kind, is_filled = _GEAR, layer.is_initialized
-    elif isinstance(layer, DynamicLayer):
-        kind, is_filled = type(layer).__name__, layer.get_seq_length() > 0
-    else:
+    if not isinstance(layer, GEARLayer | DynamicLayer):
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
+    # A layer that all tokens were cropped from is as good as new
+    is_filled = layer.get_seq_length() > 0
+    kind = _GEAR if isinstance(layer, GEARLayer) else type(layer).__name__
     document: dict[str, Any] = {"type": kind, "is_filled": is_filled}
     if not is_filled:
         return document, {}

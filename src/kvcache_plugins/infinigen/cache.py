@@ -237,6 +237,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         # During a prefill by several ranks another layer stands there
         if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
+        # Another prompt's rows: what comes next is refused
+        if inputs.hidden_states.shape[0] != following.batch_size:
+            return
         try:
             embeddings = attachment.embeddings_for(target, layer_idx, inputs)
         except LookupError:

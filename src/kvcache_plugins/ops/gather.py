@@ -143,7 +143,7 @@ def attend_rows(
             Factor of the scores.
         mask (`torch.Tensor` of shape `[B, tokens]`, *optional*):
             The token's row of the mask, boolean or added to the scores.
-        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*):
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*):
             Columns of the mask that the slots' tokens have, negative where there is no token; by default the slots.
         window_start (`int`, *optional*, defaults to 0):
             Column of the window's first token.

@@ -290,7 +290,8 @@ def attend_rows(
         is_boolean = mask.dtype == torch.bool
         mask = mask if is_boolean else mask.float()
         mask = mask if mask.stride(1) == 1 else mask.contiguous()
-        positions = slots if positions is None else positions.contiguous()
+        # Read by address: as many as there are slots, as in plain PyTorch
+        positions = slots if positions is None else positions[:, :, : slots.shape[2]].contiguous()
         masking = (mask.data_ptr(), mask.stride(0), mask.shape[1], int(is_boolean), positions.data_ptr(), window_start)
     rows = (0,) * min(groups, ROWS)
     attend = _attend_in_parallel if use_threads(batch_size * num_heads * -(-groups // len(rows))) else _attend
