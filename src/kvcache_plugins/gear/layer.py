@@ -77,24 +77,6 @@ class GEARLayer(PromptLayer):
         self.config.validate_head_dim(key_states.shape[3], value_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._length:
-            self._check_heads(key_states, value_states)
-        return super().update(key_states, value_states, *args, **kwargs)
-
-    def _check_heads(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Compressed states are read by address: what is attended with has to be of their shape."""
-        for side, states in (("keys", key_states), ("values", value_states)):
-            _, num_heads, _, head_dim = self._shapes[side]
-            if (states.shape[1], states.shape[3]) != (num_heads, head_dim):
-                raise ValueError(
-                    f"`past_key_values` holds {side} of {num_heads} heads of {head_dim} in layer {self.layer_idx}, "
-                    f"but got {states.shape[1]} of {states.shape[3]}: it was filled by another model"
-                )
-
     def _is_prompt(self, count: int) -> bool:
         return count >= _PROMPT_FACTOR * self.config.residual_length
 

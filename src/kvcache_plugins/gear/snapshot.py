@@ -149,8 +149,8 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
 def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not isinstance(layer, GEARLayer | DynamicLayer):
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
-    # A layer that all tokens were cropped from is as good as new
-    is_filled = layer.get_seq_length() > 0
+    # A GEAR layer that all tokens were cropped from still counts what it did
+    is_filled = layer.is_initialized if isinstance(layer, GEARLayer) else layer.get_seq_length() > 0
     kind = _GEAR if isinstance(layer, GEARLayer) else type(layer).__name__
     document: dict[str, Any] = {"type": kind, "is_filled": is_filled}
     if not is_filled:
