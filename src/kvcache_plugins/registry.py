@@ -298,7 +298,8 @@ def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: if there is none, or if it is prefix-tuned: such a prefix stands in a cache of its own.
     """
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    modules = model.modules() if isinstance(model, torch.nn.Module) else iter(())
+    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     if found is None:
         raise ValueError(f"`model` must be a `PreTrainedModel` or a module that holds one, but got {type(model)}")
     peft_config = getattr(model, "active_peft_config", None)
