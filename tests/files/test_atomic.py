@@ -78,6 +78,9 @@ def test_what_cannot_be_written_names_the_path(tmp_path):
         write(tmp_path, b"")
     with pytest.raises(ValueError, match="/dev/null is no file"):
         write("/dev/null", b"")
+    # No user may write there
+    with pytest.raises(OSError, match="cannot be written.*/proc/file"):
+        write("/proc/file", b"")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

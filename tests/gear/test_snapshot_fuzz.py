@@ -20,29 +20,8 @@ from kvcache_plugins import GEARCache, create_cache
 PRESETS = ("gear-4bit", "gear-k3v2", "kivi-2bit")
 NUM_NEW = 18
 # Instead of a number or a list of a document
-STRANGE = (
-    None,
-    -1,
-    0,
-    1,
-    2,
-    7,
-    64,
-    2**31,
-    2**40,
-    2**62,
-    10**30,
-    0.5,
-    1e308,
-    "",
-    "x",
-    True,
-    False,
-    [],
-    [1],
-    {},
-    {"x": 1},
-)
+NUMBERS = (-1, 0, 1, 2, 7, 64, 2**31, 2**40, 2**62, 10**30, 0.5, 1e308)
+STRANGE = (*NUMBERS, None, "", "x", True, False, [], [1], {}, {"x": 1})
 
 
 class Subject:
@@ -128,7 +107,7 @@ def parts(content: bytes) -> tuple[dict, dict, bytes]:
 
 def forge_document(document: dict, rng: random.Random) -> None:
     """Replaces, removes or adds something anywhere in the document."""
-    holder, key = document, rng.choice(("config", "layers", "layers", "layers", *document))
+    holder, key = document, rng.choice([each for each in ("config", *["layers"] * 3, *document) if each in document])
     while isinstance(holder[key], dict | list) and holder[key] and rng.random() < 0.9:
         holder = holder[key]
         key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
@@ -191,7 +170,6 @@ def check(subject: Subject, num_damaged: int, num_forged: int) -> None:
     # Nothing but copying equal bytes over each other leaves a file as it was
     assert outcomes["refused"] + outcomes["same"] == num_damaged and outcomes["refused"] > 0.95 * num_damaged
     of_forged = Counter(subject.outcome(forged(subject.content, rng)) for _ in range(num_forged))
-    print(f"damaged: {dict(outcomes)}, forged: {dict(of_forged)}")
     # Both are reached: a file that is refused, and attention over what it holds
     assert of_forged["refused"] > num_forged / 3 and of_forged["different"] + of_forged["same"] > num_forged / 20
 

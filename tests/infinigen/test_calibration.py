@@ -1,5 +1,8 @@
 """Calibration: what it measures, what it fits, and the file that it writes."""
 
+import random
+from dataclasses import asdict
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen import Calibration, calibrate
+from kvcache_plugins.infinigen.calibration_file import write_calibration
 
 
 def make_model(seed: int = 0) -> PreTrainedModel:
@@ -93,11 +97,66 @@ def test_file_of_another_model_is_refused(calibration: Calibration, tmp_path) ->
         InfiniGenCache(make_model(seed=1), calibration=path)
 
 
+def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
+    path, rng = tmp_path / "calibration.safetensors", random.Random(0)
+    calibration.save(path)
+    content = path.read_bytes()
+    assert calibration.corrections
+    for _ in range(300):
+        place = rng.randrange(len(content) if rng.random() < 0.5 else 3000)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=f"`calibration`: {path} "):
+            Calibration.load(path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_idx": 99}, "layer_idx"),
+        ({"oracle": 0}, "oracle"),
+        ({"by_input": 3}, "share"),
+        ({"choice": "more"}, "choice"),
+        ({"more": 1}, "unknown"),
+        ({"corrected": "x"}, "finite number"),
+    ],
+)
+def test_forged_reports_are_refused(
+    model: PreTrainedModel, calibration: Calibration, tmp_path, change, message
+) -> None:
+    path = tmp_path / "calibration.safetensors"
+    reports = [asdict(report) for report in calibration.reports]
+    write_calibration(path, calibration.model, [reports[0] | change, *reports[1:]], calibration.corrections)
+    with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
+        Calibration.load(path, model)
+
+
+def test_forged_corrections_are_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
+    path = tmp_path / "calibration.safetensors"
+    reports = [asdict(report) for report in calibration.reports]
+    index, (down, up) = next(iter(calibration.corrections.items()))
+    for factors, message in (
+        ((down[1:], up), "shape"),
+        ((down, up[1:]), "shape"),
+        ((down.int(), up.int()), "torch.int32"),
+        ((down * torch.inf, up), "finite"),
+    ):
+        write_calibration(path, calibration.model, reports, calibration.corrections | {index: factors})
+        with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
+            Calibration.load(path, model)
+    write_calibration(path, calibration.model, reports, calibration.corrections | {77: (down, up)})
+    with pytest.raises(ValueError, match="layers.77.down` is unknown"):
+        Calibration.load(path, model)
+
+
 def test_other_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
     damaged, other = tmp_path / "damaged", tmp_path / "other"
     damaged.write_bytes(b"no safetensors")
     save_file({"weight": torch.zeros(2)}, str(other))
-    for path, message in ((damaged, "damaged"), (other, "format"), (tmp_path / "missing", "no file")):
+    for path, message in (
+        (damaged, "damaged"),
+        (other, "none that this package wrote"),
+        (tmp_path / "missing", "no file"),
+    ):
         with pytest.raises(ValueError, match=f"`calibration`.*{message}"):
             Calibration.load(path, model)
 

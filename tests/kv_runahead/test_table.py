@@ -1,10 +1,12 @@
 """A table comes back as it was saved; one of another model or number of ranks, or a damaged one, is refused."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
+from kvcache_plugins.files.json_file import write_json_file
 from kvcache_plugins.kv_runahead.cost import CostModel
 from kvcache_plugins.kv_runahead.measurements import Link, Timing
 from kvcache_plugins.kv_runahead.partition import resolve_partition
@@ -67,25 +69,28 @@ def without(document: dict, key: str) -> dict:
     [
         (lambda text, document: text[:-20], "is no JSON file or is damaged"),
         (lambda text, document: "", "is no JSON file or is damaged"),
-        (lambda text, document: "[]", "holds a JSON list, but a table is an object"),
+        (lambda text, document: "[]", "holds a JSON list, but has to hold an object"),
         (lambda text, document: "{}", "holds format None version None, but only"),
         (
-            lambda text, document: {**document, "version": 2},
-            "version 2, but only 'kvcache_plugins.kv_runahead' version 1",
+            lambda text, document: {**document, "version": 1},
+            "version 1, but only 'kvcache_plugins.kv_runahead' version 2",
         ),
-        (lambda text, document: without(document, "cost"), "is damaged: 'cost'"),
+        (lambda text, document: without(document, "cost"), "is damaged: `cost` is missing"),
         (lambda text, document: without(document, "world_size"), "is damaged: .*world_size"),
         (lambda text, document: {**document, "more": 1}, "is damaged: .*more"),
-        (lambda text, document: {**document, "world_size": "2"}, "`world_size` has to be an integer of at least 1"),
-        (lambda text, document: {**document, "world_size": 1}, "cut a context into 2 slices, but `world_size` is 1"),
+        (lambda text, document: {**document, "world_size": "2"}, "`world_size` has to be an integer from 1"),
+        (
+            lambda text, document: {**document, "world_size": 1},
+            "is damaged: .* cut a context into 2 slices",
+        ),
         (lambda text, document: {**document, "entries": []}, "`entries` has to hold one length at least"),
         (lambda text, document: {**document, "entries": None}, "is damaged"),
         (lambda text, document: {**document, "entries": [ONE, ONE]}, "none twice, but got lengths \\[10, 10\\]"),
         (
-            lambda text, document: {**document, "link": {"bytes_per_second": 0}},
+            lambda text, document: {**document, "link": {**document["link"], "bytes_per_second": 0}},
             "`bytes_per_second` has to be a number",
         ),
-        (lambda text, document: {**document, "timings": [{"length": 1}]}, "is damaged: .*seconds"),
+        (lambda text, document: {**document, "timings": [{"length": 1}]}, "is damaged: .*prefix` is missing"),
     ],
 )
 def test_damaged_files_are_refused(model, tmp_path: Path, damage, message: str) -> None:
@@ -93,10 +98,30 @@ def test_damaged_files_are_refused(model, tmp_path: Path, damage, message: str) 
     table_for(model).save(path)
     text = path.read_text(encoding="utf-8")
     damaged = damage(text, json.loads(text))
-    path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged), encoding="utf-8")
+    if isinstance(damaged, str):
+        path.write_text(damaged, encoding="utf-8")
+    else:
+        # Forged: the checksum is right
+        content = {key: value for key, value in damaged.items() if key not in ("format", "version", "checksum")}
+        write_json_file(path, damaged["format"], damaged["version"], content)
     with pytest.raises(ValueError, match=message) as error:
         PartitionTable.load(path, model, 2)
     assert str(error.value).startswith(f"`partition`: {path} ")
+
+
+def test_every_changed_byte_is_noticed(model, tmp_path: Path) -> None:
+    """But for what JSON does not care about, where a change is none."""
+    path, rng = tmp_path / "table.json", random.Random(0)
+    table = table_for(model)
+    table.save(path)
+    content = path.read_bytes()
+    for _ in range(500):
+        place = rng.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :])
+        try:
+            assert PartitionTable.load(path, model, 2) == table
+        except ValueError as error:
+            assert str(error).startswith(f"`partition`: {path} ")
 
 
 def test_a_missing_file_and_one_that_is_no_text_are_refused(model, tmp_path: Path) -> None:

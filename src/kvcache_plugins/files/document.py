@@ -111,6 +111,20 @@ class Document:
             self._refuse(key, "an object of finite numbers", value)
         return value
 
+    def number_list(self, key: str) -> list[float]:
+        """A list of finite numbers."""
+        value = self.take(key)
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            self._refuse(key, "a list of finite numbers", value)
+        return value
+
+    def texts(self, key: str) -> dict[str, str]:
+        """An object of strings."""
+        value = self.take(key)
+        if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+            self._refuse(key, "an object of strings", value)
+        return value
+
     def integers(self, key: str) -> list[int]:
         """A list of integers of at least 0."""
         value = self.take(key)

@@ -39,7 +39,7 @@ def write_json_file(path: str | os.PathLike[str], name: str, version: int, conte
         file.write(f"{text}\n".encode())
 
 
-def read_json_file(path: str | os.PathLike[str], name: str, version: int, advice: str) -> dict[str, Any]:
+def read_json_file(path: str | os.PathLike[str], name: str, version: int, advice: str) -> Document:
     """
     The content of a file that `write_json_file` wrote, to be called within `refusals`.
 
@@ -52,10 +52,12 @@ def read_json_file(path: str | os.PathLike[str], name: str, version: int, advice
         raise RefusedFile(f"is no JSON file or is damaged: {error}") from error
     if not isinstance(content, dict):
         raise RefusedFile(f"holds a JSON {type(content).__name__}, but has to hold an object")
-    check_format(Document({"format": None, "version": None, **content}), name, version, advice)
+    document = Document({"format": None, "version": None, **content})
+    check_format(document, name, version, advice)
     if content.pop(_CHECKSUM, None) != _checksum(content):
         raise ValueError("its checksum does not fit what it holds")
-    return {key: value for key, value in content.items() if key not in ("format", "version")}
+    document.take(_CHECKSUM)
+    return document
 
 
 def _checksum(document: Mapping[str, Any]) -> str:

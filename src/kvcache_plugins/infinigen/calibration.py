@@ -9,26 +9,21 @@ as a share of what the true queries would have chosen. Layers that are speculate
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.models.fingerprint import fingerprint
 
+from .calibration_file import read_calibration, write_calibration
 from .observation import NUM_QUERIES, Observation, observe, observe_newest
 from .speculation_quality import captured_masses, low_rank_map
 
 
-FORMAT = "kvcache_plugins.infinigen"
-VERSION = 1
-_HEADER = "kvcache_plugins"
 # A correction is worth its products if it is right by so much more of the mass
 _MIN_GAIN = 0.002
 
@@ -97,19 +92,8 @@ class Calibration:
         return Calibration(self.model, self.reports, moved)
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration to a safetensors file."""
-        tensors = {
-            f"layers.{index}.{name}": factor.contiguous()
-            for index, factors in self.corrections.items()
-            for name, factor in zip(("down", "up"), factors, strict=True)
-        }
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "reports": [asdict(report) for report in self.reports],
-        }
-        save_file(tensors, str(path), metadata={_HEADER: json.dumps(document)})
+        """Writes the calibration to a safetensors file, which takes its place when it is complete."""
+        write_calibration(path, self.model, [asdict(report) for report in self.reports], self.corrections)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Calibration:
@@ -117,33 +101,10 @@ class Calibration:
         Reads a calibration that `save` wrote.
 
         Raises:
-            ValueError: if the file is damaged, of another version, or of another model.
+            ValueError: naming the file, if it is damaged, of another version, or of another model.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"`calibration`: there is no file {path}")
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                document = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        except SafetensorError as error:
-            raise ValueError(f"`calibration`: {path} is no safetensors file or is damaged: {error}") from error
-        if document.get("format") != FORMAT or document.get("version") != VERSION:
-            raise ValueError(
-                f"`calibration`: {path} holds format {document.get('format')!r} version {document.get('version')}, "
-                f"but only {FORMAT!r} version {VERSION} can be read"
-            )
-        if document["model"] != fingerprint(model):
-            raise ValueError(f"`calibration`: {path} was made for another model, or for the same one in another dtype")
-        reports = tuple(LayerReport(**report) for report in document["reports"])
-        corrections = {
-            report.layer_idx: (
-                tensors[f"layers.{report.layer_idx}.down"],
-                tensors[f"layers.{report.layer_idx}.up"],
-            )
-            for report in reports
-            if report.choice == "corrected"
-        }
-        return cls(document["model"], reports, corrections)
+        digest, reports, corrections = read_calibration(path, model)
+        return cls(digest, tuple(LayerReport(**report) for report in reports), corrections)
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.json_file import read_json_file, write_json_file
+from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
@@ -18,7 +20,9 @@ from .measurements import Link, Timing
 
 
 FORMAT = "kvcache_plugins.kv_runahead"
-VERSION = 1
+VERSION = 2
+_ADVICE = "plan and save anew"
+T = TypeVar("T")
 # What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
 RATIO_TOLERANCE = 2e-3
 
@@ -88,13 +92,12 @@ class PartitionTable:
         object.__setattr__(self, "timings", tuple(self.timings))
 
     def document(self) -> dict[str, Any]:
-        """What `save` writes."""
+        """What `save` writes, less its checksum."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the table to a JSON file."""
-        text = json.dumps(self.document(), indent=2, allow_nan=False)
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        """Writes the table to a JSON file, which takes its place when it is complete."""
+        write_json_file(path, FORMAT, VERSION, asdict(self))
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
@@ -107,43 +110,45 @@ class PartitionTable:
             world_size (`int`): the ranks that are to do it.
 
         Raises:
-            ValueError: if there is no such file, or it is damaged, of another version, model or number of ranks.
+            ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"`partition`: there is no file {path}")
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        # Not UTF-8 is a `ValueError` too
-        except ValueError as error:
-            raise ValueError(f"`partition`: {path} is no JSON file or is damaged: {error}") from error
-        if not isinstance(document, dict):
-            raise ValueError(f"`partition`: {path} holds a JSON {type(document).__name__}, but a table is an object")
-        found = document.pop("format", None), document.pop("version", None)
-        if found != (FORMAT, VERSION):
-            raise ValueError(
-                f"`partition`: {path} holds format {found[0]!r} version {found[1]}, but only {FORMAT!r} version "
-                f"{VERSION} can be read"
-            )
-        try:
-            table = cls._from_document(document)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"`partition`: {path} is damaged: {error}") from error
-        if table.model != fingerprint(model):
-            raise ValueError(f"`partition`: {path} was made for another model, or for the same one in another dtype")
-        if table.world_size != world_size:
-            raise ValueError(f"`partition`: {path} was made for {table.world_size} ranks, but there are {world_size}")
+        with refusals("partition", path):
+            table = cls._from_document(read_json_file(path, FORMAT, VERSION, _ADVICE))
+            if table.model != fingerprint(model):
+                raise RefusedFile("was made for another model, or for the same one in another dtype")
+            if table.world_size != world_size:
+                raise RefusedFile(f"was made for {table.world_size} ranks, but there are {world_size}")
         return table
 
     @classmethod
-    def _from_document(cls, document: dict[str, Any]) -> PartitionTable:
-        cost, link = document.pop("cost"), document.pop("link")
-        return cls(
-            entries=tuple(TableEntry(**entry) for entry in document.pop("entries")),
-            timings=tuple(Timing(**timing) for timing in document.pop("timings")),
-            cost=None if cost is None else CostModel(**cost),
-            link=None if link is None else Link(**link),
-            **document,
+    def _from_document(cls, document: Document) -> PartitionTable:
+        table = cls(
+            model=document.text("model"),
+            world_size=document.integer("world_size", 1),
+            entries=tuple(_read(TableEntry, row, ratios=_ratios(row)) for row in document.rows("entries")),
+            timings=tuple(_read(Timing, row) for row in document.rows("timings")),
+            cost=None if document.is_null("cost") else _read(CostModel, document.inner("cost")),
+            link=None if document.is_null("link") else _read(Link, document.inner("link")),
+            machine=document.text("machine"),
+            date=document.text("date"),
+            versions=document.texts("versions"),
         )
+        document.finish()
+        return table
+
+
+def _ratios(row: Document) -> tuple[float, ...]:
+    return tuple(row.number_list("ratios"))
+
+
+def _read(kind: type[T], document: Document, **given: Any) -> T:
+    """A dataclass of numbers and flags, which checks their ranges itself."""
+    read = {"int": document.integer, "float": document.number, "bool": document.boolean}
+    for each in fields(kind):  # type: ignore[arg-type]
+        if each.name not in given:
+            given[each.name] = read[getattr(each.type, "__name__", str(each.type))](each.name)
+    document.finish()
+    return kind(**given)
 
 
 def check_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
