@@ -55,6 +55,13 @@ NAMES = {
 # Bytes a thread. Where 168 or 128 registers let one more program run at once, the assembler itself puts a few into
 # local memory rather than use another register
 MAX_SPILLED = 32
+# Shared memory that a program may ask for, in bytes: RTX 30 and 40, H200; A100 compiles as the first and has 163 KB
+MAX_SHARED = {86: 101376, 90: 232448}
+# Launches of `combine` (head dim, query's dtype, rows) that ask for most, and the largest whose loads run ahead
+COMBINATIONS = {
+    86: [(128, SINGLE, 128), (256, BRAIN, 128), (256, SINGLE, 128)],
+    90: [(256, BRAIN, 128), (256, SINGLE, 128)],
+}
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -136,8 +143,7 @@ def resources(kernel, arguments, capability, num_warps, num_stages=2):
 
 def compile_variant(name, capability):
     """What each kernel of a variant uses on a GPU of that compute capability."""
-    from kvcache_plugins.triton_kernels.attention import attend, combine
-    from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
+    from kvcache_plugins.triton_kernels.attention import attend
 
     keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name]
     # One of the configurations that tuning chooses from
@@ -156,18 +162,41 @@ def compile_variant(name, capability):
         scale=0.1,
     )
     result = {"attend": resources(attend.attend_kernel, recorder.arguments, capability, num_warps)}
-    kernel = combine.combine_kernel
+    result["combine"] = compile_combination(partials, query, mask, capability)
+    return result
+
+
+def compile_combination(partials, query, mask, capability):
+    """What merging two blocks and attending to two exact parts uses."""
+    from kvcache_plugins.triton_kernels.attention import combine
+    from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
+
+    kernel, recorder = combine.combine_kernel, Recorder()
     combine.combine_kernel = recorder
-    states = torch.empty(2, 8, 100, head_dim, dtype=dtype)
+    states = torch.empty(2, 8, 100, query.shape[-1], dtype=query.dtype)
     part = DensePart(states, states, None if mask is None else mask[..., :100])
     combine.combine([partials, partials], [part, part], query, 0.1)
     combine.combine_kernel = kernel
-    result["combine"] = resources(kernel, recorder.arguments, capability, num_warps=4)
-    return result
+    return resources(kernel, recorder.arguments, capability, 4, recorder.arguments["num_stages"])
+
+
+def compile_combinations(capability):
+    """Writes a line of JSON for each of `COMBINATIONS`."""
+    from kvcache_plugins.triton_kernels.attention.partials import Partials
+
+    for head_dim, dtype, num_rows in COMBINATIONS[capability]:
+        query = torch.empty(2, 8, num_rows, head_dim, dtype=dtype)
+        maximum = torch.empty(2, 8, 4, num_rows)
+        partials = Partials(torch.empty(2, 8, 4, num_rows, head_dim), maximum, maximum)
+        used = compile_combination(partials, query, None, capability)
+        sys.stdout.write(json.dumps({"head_dim": head_dim, "dtype": str(dtype), "rows": num_rows, **used}) + "\n")
 
 
 def main(capability, names):
     """Writes a line of JSON for each variant."""
+    if names == ["combinations"]:
+        compile_combinations(capability)
+        return
     for name in names or VARIANTS:
         sys.stdout.write(
             json.dumps({"name": name, "capability": capability, **compile_variant(name, capability)}) + "\n"
@@ -175,21 +204,35 @@ def main(capability, names):
         sys.stdout.flush()
 
 
+def run_main(capability, names):
+    """The lines that `main` writes, in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), *names]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    sys.stdout.write(finished.stdout)
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", NAMES)
 def test_decode_kernels_stay_in_registers(capability):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(capability), *NAMES[capability]]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+    lines = run_main(capability, NAMES[capability])
     assert [line["name"] for line in lines] == NAMES[capability]
     for line in lines:
-        sys.stdout.write(f"{line}\n")
         _, _, head_dim, _, num_rows, _ = VARIANTS[line["name"]]
         if head_dim <= 128 and num_rows <= 16:
             assert line["attend"]["spilled"] <= MAX_SPILLED, line
             assert line["combine"]["spilled"] <= MAX_SPILLED, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", MAX_SHARED)
+def test_combine_fits_into_shared_memory(capability):
+    lines = run_main(capability, ["combinations"])
+    assert len(lines) == len(COMBINATIONS[capability])
+    assert [line for line in lines if line["shared"] > MAX_SHARED[capability]] == []
+    assert [line for line in lines if line["spilled"] > MAX_SPILLED] == []
 
 
 if __name__ == "__main__":

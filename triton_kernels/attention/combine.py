@@ -1,7 +1,7 @@
 """The end of a decode step in one launch: merges partial attentions and attends to what is stored exactly.
 
-A program takes one key/value head and some channels of the output. It attends to the exact parts (the first tokens,
-the newest tokens) as `attend.py` does to a tile, and then merges the splits of every compressed block by their
+A program takes one key/value head, and some rows and channels of the output. It attends to the exact parts (the first
+tokens, the newest tokens) as `attend.py` does to a tile, and then merges the splits of every compressed block by their
 maxima.
 
 Legend as in `attend.py`; T tokens of an exact part.
@@ -26,6 +26,11 @@ _MAX_BLOCKS = 2
 _MAX_PARTS = 2
 _BLOCK_TOKENS = 64
 _MAX_BLOCK_CHANNELS = 64
+# Rows of queries that registers and shared memory have room for
+_MAX_BLOCK_ROWS = 32
+_MAX_BLOCK_ROWS_FLOAT32 = 16
+# Keys of a tile up to which the next one's fit into the 99 KB of shared memory that the smallest GPUs have
+_MAX_BYTES_AHEAD = 32768
 # Rows of splits that are read at once, so that their loads overlap
 _ROWS_AT_ONCE = 128
 
@@ -90,12 +95,15 @@ def combine_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
 ):
-    """One head's channels of the result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
+    """Rows and channels of one head's result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_channel = tl.program_id(1) * BLOCK_V
     rows = tl.arange(0, BLOCK_R)
+    if MANY_ROWS:
+        rows += tl.program_id(2) * BLOCK_R
     row_in_use = rows < num_rows
     scale_base_2 = scale * 1.4426950408889634
 
@@ -113,28 +121,28 @@ def combine_kernel(
     # fmt: off
     if NUM_PARTS > 0:
         output, maximum, total = attend_part(
-            output, maximum, total, query, row_in_use, first_channel, num_rows,
+            output, maximum, total, query, rows, first_channel, num_rows,
             keys_0_ptr, keys_0_stride_b, keys_0_stride_h, keys_0_stride_t,
             values_0_ptr, values_0_stride_b, values_0_stride_h, values_0_stride_t,
             mask_0_ptr, mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries,
             num_tokens_0, batch, head, scale_base_2, MASK_0, KEY_DIM, VALUE_DIM, PRECISION,
-            BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V)
+            BLOCK_T, BLOCK_K, BLOCK_V)
     if NUM_PARTS > 1:
         output, maximum, total = attend_part(
-            output, maximum, total, query, row_in_use, first_channel, num_rows,
+            output, maximum, total, query, rows, first_channel, num_rows,
             keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t,
             values_1_ptr, values_1_stride_b, values_1_stride_h, values_1_stride_t,
             mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t, mask_1_num_queries,
             num_tokens_1, batch, head, scale_base_2, MASK_1, KEY_DIM, VALUE_DIM, PRECISION,
-            BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V)
+            BLOCK_T, BLOCK_K, BLOCK_V)
     if NUM_BLOCKS > 0:
         output, maximum, total = merge_splits(
-            output, maximum, total, output_0_ptr, maximum_0_ptr, total_0_ptr, num_splits_0, num_rows, first_channel,
-            VALUE_DIM, BLOCK_R, BLOCK_V, BLOCK_S)
+            output, maximum, total, output_0_ptr, maximum_0_ptr, total_0_ptr, num_splits_0, rows, num_rows,
+            first_channel, VALUE_DIM, BLOCK_V, BLOCK_S)
     if NUM_BLOCKS > 1:
         output, maximum, total = merge_splits(
-            output, maximum, total, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, num_rows, first_channel,
-            VALUE_DIM, BLOCK_R, BLOCK_V, BLOCK_S)
+            output, maximum, total, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, rows, num_rows,
+            first_channel, VALUE_DIM, BLOCK_V, BLOCK_S)
     # fmt: on
     output = output / tl.where(total > 0, total, 1.0)[:, None]
     value_channels = first_channel + tl.arange(0, BLOCK_V)
@@ -179,9 +187,12 @@ def combine(
     query = query if query.stride(-1) == 1 else query.contiguous()
     batch_size, num_heads, num_rows, key_dim = query.shape
     result = query.new_empty(batch_size, num_heads, num_rows, value_dim)
-    block_rows = block_size(num_rows)
+    is_float32 = query.dtype == torch.float32
+    block_rows = min(block_size(num_rows), _MAX_BLOCK_ROWS_FLOAT32 if is_float32 else _MAX_BLOCK_ROWS)
+    bytes_ahead = _BLOCK_TOKENS * block_size(key_dim) * query.element_size()
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
-    combine_kernel[(batch_size * num_heads, triton.cdiv(value_dim, block_channels))](
+    num_blocks = triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows)
+    combine_kernel[(batch_size * num_heads, *num_blocks)](
         query_ptr=query,
         query_stride_b=query.stride(0),
         query_stride_h=query.stride(1),
@@ -204,5 +215,9 @@ def combine(
         BLOCK_K=block_size(key_dim),
         BLOCK_V=block_channels,
         BLOCK_S=max(1, _ROWS_AT_ONCE // block_rows),
+        # Known to the compiler because a decode step, which has few, needs fewer registers so
+        MANY_ROWS=num_rows > block_rows,
+        # Tiles of keys and values that are on their way or in use
+        num_stages=2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1,
     )
     return result

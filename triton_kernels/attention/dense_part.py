@@ -62,7 +62,7 @@ def attend_part(
     maximum,
     total,
     query,
-    row_in_use,
+    rows,
     first_channel,
     num_rows,
     keys_ptr,
@@ -87,13 +87,12 @@ def attend_part(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Carries output, maximum and total of the online softmax on through one exact part."""
-    rows = tl.arange(0, BLOCK_R)
+    row_in_use = rows < num_rows
     key_channels = tl.arange(0, BLOCK_K)
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     keys_ptr += batch * keys_stride_b + head * keys_stride_h

@@ -76,15 +76,14 @@ def merge_splits(
     maximum_ptr,
     total_ptr,
     num_splits,
+    rows,
     num_rows,
     first_channel,
     VALUE_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Carries output, maximum and total of the online softmax on through the splits of one compressed block."""
-    rows = tl.arange(0, BLOCK_R)
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     first_split = tl.program_id(0).to(tl.int64) * num_splits
     for block in range(0, num_splits, BLOCK_S):
