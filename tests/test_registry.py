@@ -185,7 +185,7 @@ def test_bad_lengths_are_refused_before_transformers_sees_them(
     options: dict[str, object], tiny_llama: PreTrainedModel
 ) -> None:
     require_backend("quanto-4bit")
-    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be an integer of at least"):
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` has to be an integer of at least"):
         create_cache("quanto-4bit", tiny_llama, **options)
 
 

@@ -29,12 +29,17 @@ def check_number(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    is_finite: bool = True,
     is_optional: bool = False,
 ) -> None:
-    """`value` has to be a finite number, and no `bool`, within the bounds; or `None` if that `is_optional`."""
+    """
+    `value` has to be a number, and no `bool`, within the bounds, and finite unless `is_finite` is `False`; or `None` if
+    that `is_optional`.
+    """
     if is_optional and value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    is_number = is_number and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]
     if not is_number or not _is_within(float(value), least, above, most, below):  # type: ignore[arg-type]
         lower = f"of at least {least:g}" if least is not None else f"above {above:g}"
         opening, closing = ("[" if least is not None else "("), ("]" if most is not None else ")")

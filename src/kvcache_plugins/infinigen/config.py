@@ -47,7 +47,7 @@ class InfiniGenConfig:
         if not given:
             object.__setattr__(self, "min_weight", DEFAULT_MIN_WEIGHT)
         for name in ("min_weight", "alpha"):
-            check_number(name, getattr(self, name), above=0.0, is_optional=True)
+            check_number(name, getattr(self, name), above=0.0, is_finite=False, is_optional=True)
         for name in ("share", "mass", "partial_ratio"):
             check_number(name, getattr(self, name), above=0.0, most=1.0, is_optional=True)
         check_number("max_fetch_ratio", self.max_fetch_ratio, above=0.0, most=1.0)

@@ -1,0 +1,145 @@
+"""Options of the wrong type or out of range: one `ValueError` with the option's name and the value as it was given."""
+
+import pytest
+import torch
+
+from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache, option_checks
+
+
+WRONG = {
+    "gear": [
+        ("nbits", [2.0, "2", None, True]),
+        ("key_nbits", ["2", 4.0]),
+        ("backbone", [4, ["kivi"]]),
+        ("sparsity", ["a", None, True, float("nan")]),
+        ("value_sparsity", ["0.1"]),
+        ("rank", ["x", 2.0, None, True]),
+        ("key_rank", ["x", False]),
+        ("decode_rank", ["x", 1.0]),
+        ("residual_length", ["64", None, 64.0]),
+        ("q_group_size", ["64", True, 32.0]),
+        ("num_iterations", [None, "3"]),
+        ("low_rank_recent_ratio", ["1", None]),
+        ("num_sink_tokens", [None, "4"]),
+        ("rotate_values", [None, 1, "yes"]),
+        ("attention_mask", ["x", [[1, 1]], torch.ones(3)]),
+    ],
+    "infinigen": [
+        ("min_weight", ["x", True]),
+        ("alpha", ["4", float("nan")]),
+        ("share", ["x", [0.5]]),
+        ("mass", ["x"]),
+        ("max_fetch_ratio", [None, "0.2", True]),
+        ("scoring_nbits", ["4", 4.0]),
+        ("partial_ratio", ["0.3"]),
+        ("recent", [None, "32", 32.0]),
+        ("sink", ["4", True]),
+        ("pool_tokens", ["100", 100.0]),
+        ("eviction", [None, 1]),
+        ("full_layers", ["x", 5, (0.0,), (True,), ("0",)]),
+        ("speculate", [None, 1, "no"]),
+        ("track_hits", [0]),
+        ("track_times", ["yes"]),
+        ("calibration", [5, {}]),
+        ("attention_mask", ["x"]),
+    ],
+    "infinigen-gear": [
+        ("key_nbits", ["4", 4.0, None]),
+        ("value_nbits", ["4", 4.0, None]),
+        ("q_group_size", ["64", True]),
+        ("recent", ["32"]),
+    ],
+    "h2o": [
+        ("heavy_ratio", ["x", None, True]),
+        ("recent_ratio", ["x", None]),
+        ("min_tokens", ["32", 32.0, None]),
+        ("grow", [None, 1, "yes"]),
+    ],
+    "quanto-4bit": [
+        ("nbits", ["4", 4.0, None]),
+        ("axis_key", ["0", 0.0]),
+        ("q_group_size", ["64", 64.0, True]),
+        ("residual_length", [None, "128"]),
+    ],
+    "hqq-4bit": [("nbits", ["4"]), ("axis_value", [None])],
+    "offloaded": [("offload_only_non_sliding", [1, "yes"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("cache", "option", "value"),
+    [
+        pytest.param(cache, option, value, id=f"{cache}-{option}-{number}")
+        for cache, options in WRONG.items()
+        for option, values in options
+        for number, value in enumerate(values)
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_as_it_was_written(cache, option, value, tiny_llama):
+    package = {"quanto-4bit": "optimum.quanto", "hqq-4bit": "hqq"}.get(cache)
+    if package is not None:
+        pytest.importorskip(package)
+    with pytest.raises(ValueError, match=rf"`{option}`") as caught:
+        create_cache(cache, tiny_llama, **{option: value})
+    item = value[0] if option == "full_layers" and isinstance(value, tuple) else value
+    shown = "one of shape (3,)" if isinstance(value, torch.Tensor) else repr(item)
+    assert str(caught.value).endswith(f"but got {shown}")
+
+
+@pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("gear-2bit", r"got 'gear-2bit'; .*`create_cache\('gear-2bit', model\)`"),
+        (2, "got 2; options are given by their names, such as `nbits=2`"),
+        (object(), "got <class 'object'>"),
+    ],
+    ids=["name", "number", "object"],
+)
+def test_what_is_no_model_is_told_what_to_write(cache_class, given, hint):
+    with pytest.raises(ValueError, match=f"`config` must be a `PreTrainedModel`, .*{hint}"):
+        cache_class(given)
+
+
+@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenGEARCache])
+def test_infinigen_needs_a_model(cache_class, tiny_llama):
+    for given in ("infinigen", tiny_llama.config):
+        with pytest.raises(ValueError, match="`model` has to be a `PreTrainedModel`"):
+            cache_class(given)
+
+
+def test_arguments_of_create_cache_the_wrong_way_round(tiny_llama):
+    with pytest.raises(ValueError, match=r'write `create_cache\("gear", model\)`, the name first'):
+        create_cache(tiny_llama, "gear")
+
+
+@pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])
+def test_the_model_where_a_config_is_taken(cache_class, tiny_model):
+    model = tiny_model("gemma3-hybrid")
+    from_model, from_config = cache_class(model), cache_class(model.config)
+    assert [type(layer) for layer in from_model.layers] == [type(layer) for layer in from_config.layers]
+    wrapped = torch.nn.ModuleDict({"inner": model})
+    assert [type(layer) for layer in cache_class(wrapped).layers] == [type(layer) for layer in from_config.layers]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "accepted", "refused", "expected"),
+    [
+        ({"least": 0.0}, [0, 0.0, 5.5], [-1, -1e-9], "a number of at least 0"),
+        ({"above": 0.0}, [1e-9, 7], [0, -1], "a number above 0"),
+        ({"least": 0.0, "below": 1.0}, [0, 0.99], [1, -0.1], r"a number in \[0, 1\)"),
+        ({"above": 0.0, "most": 1.0}, [0.01, 1], [0, 1.01], r"a number in \(0, 1\]"),
+    ],
+)
+def test_bounds_of_numbers(bounds, accepted, refused, expected):
+    for value in accepted:
+        option_checks.check_number("x", value, **bounds)
+    for value in [*refused, None, "1", True, float("nan"), float("inf")]:
+        with pytest.raises(ValueError, match=f"`x` has to be {expected} but got"):
+            option_checks.check_number("x", value, **bounds)
+    option_checks.check_number("x", None, **bounds, is_optional=True)
+
+
+def test_an_option_of_two_names():
+    with pytest.raises(ValueError, match="^`key_rank`/`rank` has to be an integer of at least 0 but got '4'$"):
+        option_checks.check_integer("key_rank/rank", "4", 0)
