@@ -28,3 +28,10 @@ def test_half_precision_is_rotated_in_float32() -> None:
     states = torch.randn(4, 64, dtype=torch.bfloat16)
     assert rotate(states).dtype == torch.float32
     torch.testing.assert_close(rotate(states), rotate(states.float()))
+
+
+def test_autocast_does_not_round_what_is_rotated() -> None:
+    states = torch.randn(2, 3, 64)
+    expected = rotate(states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(rotate(states), expected)

@@ -31,4 +31,6 @@ def rotate(states: torch.Tensor) -> torch.Tensor:
     """`states` `[..., head_dim]` rotated, or rotated back, in float32."""
     size = rotation_size(states.shape[-1])
     matrix = hadamard_matrix(size, states.device)
-    return (states.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    # Autocast would round what is rotated to its dtype, the partial sums of attention among it
+    with torch.autocast(states.device.type, enabled=False):
+        return (states.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
