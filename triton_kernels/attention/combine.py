@@ -191,8 +191,8 @@ def combine(
     block_rows = min(block_size(num_rows), _MAX_BLOCK_ROWS_FLOAT32 if is_float32 else _MAX_BLOCK_ROWS)
     bytes_ahead = _BLOCK_TOKENS * block_size(key_dim) * query.element_size()
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
-    num_blocks = triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows)
-    combine_kernel[(batch_size * num_heads, *num_blocks)](
+    grid = (batch_size * num_heads, triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows))
+    combine_kernel[grid](
         query_ptr=query,
         query_stride_b=query.stride(0),
         query_stride_h=query.stride(1),
