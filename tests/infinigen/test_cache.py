@@ -3,6 +3,7 @@
 import copy
 import gc
 import resource
+import warnings
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from kvcache_plugins import InfiniGenCache, create_cache
+from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
@@ -199,10 +201,39 @@ def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
     speculated = cache.stats()["speculated_calls"]
     assert speculated > 0
     cache.detach()
-    with torch.no_grad():
-        assert llama(steps[:, :1], past_key_values=cache).logits.isfinite().all()
+    # Whether another cache's hooks are still there makes no difference
+    with torch.no_grad(), InfiniGenCache(llama):
+        with pytest.warns(UserWarning, match=r"used after `detach\(\)`, or after the end of its `with` block"):
+            assert llama(steps[:, :1], past_key_values=cache).logits.isfinite().all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llama(steps[:, :1], past_key_values=cache)
     stats = cache.stats()
-    assert (stats["speculated_calls"], stats["selected_calls"]) == (speculated, 5 * 3)
+    assert (stats["speculated_calls"], stats["selected_calls"]) == (speculated, 6 * 3)
+
+
+def test_nothing_is_lost_with_the_hooks_that_are_not_used(llama: PreTrainedModel) -> None:
+    with InfiniGenCache(llama, speculate=False) as cache, torch.no_grad():
+        llama(tokens(100), past_key_values=cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_logits(llama, cache, tokens(1), tokens(2))
+
+
+def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None:
+    prompt, steps = tokens(300), tokens(4, seed=1)
+    cache = InfiniGenCache(llama, full_layers=())
+    with torch.no_grad():
+        llama(prompt, past_key_values=cache)
+    other = copy.deepcopy(cache)
+    expected = decode_logits(llama, cache, steps[:, :1], steps[:, 1:])
+    del cache
+    gc.collect()
+    assert torch.equal(decode_logits(llama, other, steps[:, :1], steps[:, 1:]), expected)
+    assert other.stats()["speculated_calls"] > 0
+    del other
+    gc.collect()
+    assert attachment_of(llama) is None
 
 
 def test_hooks_are_shared_and_leave_nothing_behind() -> None:

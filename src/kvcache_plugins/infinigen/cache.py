@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -20,10 +21,11 @@ from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
+from .attention_inputs import AttentionInputs
 from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .exact_store import ExactStore
-from .hooks import Attachment, AttentionInputs, AttentionListener, attach, attachment_of
+from .hooks import Attachment, AttentionListener, attach, attachment_of
 from .layer import InfiniGenLayer
 from .position_check import check_positions
 from .prefetch import expected_staging_bytes, staging_bytes
@@ -42,7 +44,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     implementation but `sdpa`, attend to everything: exact, and slower.
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
-    does leaving a `with` block.
+    does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
@@ -178,8 +180,16 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = weakref.ref(model)
         self._announced: int | None = None
+        self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
         attach(model, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy needs the hooks as long as it is there itself
+        self.__dict__.update(state)
+        model = self._model()
+        if self._is_attached and model is not None:
+            attach(model, self)
 
     @staticmethod
     def _read(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
@@ -220,6 +230,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         model = self._model()
         return None if model is None else attachment_of(model)
 
+    @property
+    def _speculates(self) -> bool:
+        # A detached cache does not, even where the hooks of others are still there
+        return self._is_attached and self.infinigen_config.speculate
+
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         self._announced = layer_idx
@@ -231,7 +246,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
-        if target is None or not self.infinigen_config.speculate or inputs.hidden_states.shape[1] != 1:
+        if target is None or not self._speculates or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
         # During a prefill by several ranks another layer stands there
@@ -265,6 +280,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
             )
+        self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def reset(self) -> None:
@@ -274,11 +290,23 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
         ]
 
+    def _warn_if_detached(self) -> None:
+        if self._is_attached or self._has_warned or not self.infinigen_config.speculate:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"this `{type(self).__name__}` is used after `detach()`, or after the end of its `with` block: results "
+            "stay right, but nothing is fetched ahead, as each layer waits for its own query to choose tokens by. "
+            "Generate inside of the block, or make the cache with `speculate=False`",
+            stacklevel=3,
+        )
+
     def detach(self) -> None:
         """
         Takes the hooks off the model, unless another cache still listens. What is cached stays usable: tokens are then
-        chosen by a layer's own query, when attention is about to need them.
+        chosen by a layer's own query, when attention is about to need them, and a warning says so once.
         """
+        self._is_attached = False
         attachment = self._attachment
         if attachment is not None:
             attachment.detach(self)

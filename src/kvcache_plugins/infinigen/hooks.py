@@ -1,6 +1,8 @@
 """What an InfiniGen cache hears of a model: the input of every attention, from forward hooks. Nothing is patched.
 
-A model is attached once and serves all its caches. The hooks act only when the `past_key_values` at hand listens.
+A model is attached once and serves all its caches, in any number of threads: what is learned of the model is kept for
+all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the `past_key_values` at
+hand listens, and go with the last cache that does.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
@@ -11,6 +13,7 @@ after attention) hands the stream to attention itself, and the two are the same.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +24,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from .attention_inputs import AttentionInputs, ForwardNotes
 from .attention_modules import find_attention_modules
 from .queries import PositionEmbeddings, QueryProjection
 
 
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
+# Held while hooks are added or removed. Reentrant, as garbage may be collected, and listeners with it, at any time
+_LOCK = threading.RLock()
 _CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
 
@@ -44,26 +50,6 @@ class AttentionListener:
         raise NotImplementedError
 
 
-class AttentionInputs:
-    """
-    What an attention module was called with.
-
-    Attributes:
-        hidden_states (`torch.Tensor` of shape `[B, tokens, hidden size]`): its input.
-        position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosine and sine.
-        attention_mask (`torch.Tensor`, *optional*): its mask, as attention gets it.
-        position_ids (`torch.Tensor`, *optional*): positions of the tokens, where the model hands them on.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        pairs = (value for value in args[1:] if isinstance(value, tuple) and len(value) == 2)
-        self.position_embeddings: PositionEmbeddings | None = kwargs.get("position_embeddings", next(pairs, None))
-        self.position_ids: torch.Tensor | None = kwargs.get("position_ids")
-        mask = kwargs.get("attention_mask")
-        self.attention_mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 4 else None
-
-
 class Attachment:
     """
     The hooks of one model, and what they know of it.
@@ -74,7 +60,7 @@ class Attachment:
     Attributes:
         projections (`dict[int, QueryProjection]`): how every layer makes its queries.
         listeners (`weakref.WeakSet`): caches that were made for the model and not detached.
-        checked (`set[int]`): layers whose queries have been compared with the model's own.
+        checked (`set[int]`): layers whose queries were found to be the model's own.
 
     Raises:
         ValueError: if a layer's queries are made in a way that is not known.
@@ -87,18 +73,15 @@ class Attachment:
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
-        # Whether residual streams are kept in any forward, not in decode steps only
-        self.keeps_streams = False
-        # By layer: the module that norms, and in a decode step the residual stream before it
+        self._notes = ForwardNotes()
+        # By layer, the module that norms
         self._norms: dict[int, nn.Module] = {}
-        self._streams: dict[int, torch.Tensor] = {}
-        # What may have normed, until that is seen: by layer, module, input and output
-        self._candidates: dict[int, list[tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {}
-        # By layer type, in models whose types have embeddings of their own
-        self._rotary: dict[str, PositionEmbeddings] = {}
         self._handles: list[RemovableHandle] = []
+        # By layer, the hooks that see what norms
         self._detecting: dict[int, list[RemovableHandle]] = {}
+        self._is_removed = False
         decoder = model.get_decoder()
+        self._handles.append(decoder.register_forward_pre_hook(self._before_decoder))
         for index, module in modules.items():
             self._handles.append(
                 module.register_forward_pre_hook(partial(self._before_attention, index), with_kwargs=True)
@@ -117,39 +100,67 @@ class Attachment:
             if sibling is not attention
         ]
 
+    @property
+    def keeps_streams(self) -> bool:
+        """Whether residual streams are kept in any forward pass of this thread, not in decode steps only."""
+        return self._notes.keeps_streams
+
+    @keeps_streams.setter
+    def keeps_streams(self, keeps: bool) -> None:
+        self._notes.keeps_streams = keeps
+
+    def _before_decoder(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._notes.begin()
+
     def _after_sibling(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            self._candidates.setdefault(index, []).append((module, args[0], output))
+            self._notes.candidates.setdefault(index, []).append((module, output))
 
     def _after_norm(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args[0].shape[1] == 1 or self.keeps_streams:
-            self._streams[index] = args[0]
+        if args[0].shape[1] == 1 or self._notes.keeps_streams:
+            self._notes.streams[index] = args[0]
 
-    def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> None:
+        if len(given) == 1:
+            # Without keywords: another thread has just removed the hooks
+            return
+        kwargs, output = given
         names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if len(names) == 1:
-            self._rotary[names[0]] = output
+            self._notes.rotary[names[0]] = output
 
     # Not for `torch.compile` to trace: which layer's tokens are fetched is the host's business
     @torch.compiler.disable
-    def _before_attention(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_attention(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if kwargs is None:
+            # Another thread has just removed the hooks
+            return
         self._settle_norm(index, args[0] if args else kwargs.get("hidden_states"))
         caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])
         cache = next((value for value in caches if isinstance(value, AttentionListener)), None)
         if cache is not None:
             cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
-        self._streams.pop(index, None)
+        self._notes.streams.pop(index, None)
 
     def _settle_norm(self, index: int, hidden_states: Any) -> None:
         """Takes the sibling for the norm whose output attention gets."""
-        if index not in self._detecting:
+        candidates = self._notes.candidates.pop(index, ())
+        # A pass that had begun before there were hooks may have normed unseen
+        if index not in self._detecting or not self._notes.is_from_start:
             return
-        for module, _, output in self._candidates.pop(index, []):
-            if output is hidden_states:
-                self._norms[index] = module
-                self._handles.append(module.register_forward_pre_hook(partial(self._after_norm, index)))
-        for handle in self._detecting.pop(index):
-            handle.remove()
+        with _LOCK:
+            if index not in self._detecting or self._is_removed:
+                return
+            for module, output in candidates:
+                if output is hidden_states:
+                    self._norms[index] = module
+                    self._handles.append(module.register_forward_pre_hook(partial(self._after_norm, index)))
+            for handle in self._detecting[index]:
+                handle.remove()
+            # Only now, as other threads take it to be settled
+            del self._detecting[index]
 
     def expected_hidden_states(
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
@@ -166,12 +177,12 @@ class Attachment:
         Returns:
             `torch.Tensor` of shape `[B, tokens, hidden size]`, on that device.
         """
-        stream, norm = self._streams.get(source), self._norms.get(target)
+        stream, norm = self._notes.streams.get(source), self._norms.get(target)
         if stream is None or norm is None:
             return inputs.hidden_states.to(device)
         expected: torch.Tensor = norm(stream.to(device))
         # Norming it was seen by the hook of the target's norm
-        self._streams.pop(target, None)
+        self._notes.streams.pop(target, None)
         return expected
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
@@ -184,41 +195,64 @@ class Attachment:
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings
         assert self.layer_types is not None
-        return self._rotary[self.layer_types[target]]
+        return self._notes.rotary[self.layer_types[target]]
 
     def same_type(self, one: int, other: int) -> bool:
         """Whether two layers get the same mask and position embeddings."""
         return self.layer_types is None or self.layer_types[one] == self.layer_types[other]
 
     def check_once(self, index: int, inputs: AttentionInputs) -> Callable[[torch.Tensor], None] | None:
-        """What compares a layer's queries `[B, num_heads, tokens, head_dim]` with its projection, the first time."""
+        """What compares a layer's queries `[B, num_heads, tokens, head_dim]` with its projection, unless it has."""
         if index in self.checked:
             return None
-        self.checked.add(index)
         embeddings = inputs.position_embeddings
         last = None if embeddings is None else (embeddings[0][:, -1:], embeddings[1][:, -1:])
-        check = partial(self.projections[index].check, inputs.hidden_states[:, -1:].detach(), last)
-        return lambda query: check(query[:, :, -1:])
+        hidden_states = inputs.hidden_states[:, -1:].detach()
+
+        def check(query: torch.Tensor) -> None:
+            self.projections[index].check(hidden_states, last, query[:, :, -1:])
+            self.checked.add(index)
+
+        return check
 
     def detach(self, listener: AttentionListener) -> None:
         """Removes the hooks once no cache listens any more."""
-        self.listeners.discard(listener)
-        if self.listeners:
-            return
-        for handle in (*self._handles, *(handle for handles in self._detecting.values() for handle in handles)):
-            handle.remove()
-        for model, attachment in list(_ATTACHMENTS.items()):
-            if attachment is self:
-                del _ATTACHMENTS[model]
+        with _LOCK:
+            self.listeners.discard(listener)
+            self.remove_unheard()
+
+    def remove_unheard(self) -> None:
+        """Removes the hooks if no cache listens."""
+        with _LOCK:
+            # Not their number, in which one that is just being collected may still be counted
+            if self._is_removed or any(True for _ in self.listeners):
+                return
+            self._is_removed = True
+            for handle in (*self._handles, *(handle for handles in self._detecting.values() for handle in handles)):
+                handle.remove()
+            for model, attachment in list(_ATTACHMENTS.items()):
+                if attachment is self:
+                    del _ATTACHMENTS[model]
 
 
 def attach(model: PreTrainedModel, listener: AttentionListener) -> Attachment:
-    """Attaches a model once, whatever the number of its caches."""
-    attachment = _ATTACHMENTS.get(model)
-    if attachment is None:
-        attachment = _ATTACHMENTS[model] = Attachment(model)
-    attachment.listeners.add(listener)
+    """Attaches a model once, whatever the number of its caches, and until the last of them is detached or gone."""
+    with _LOCK:
+        attachment = None
+        while attachment is None or _ATTACHMENTS.get(model) is not attachment:
+            attachment = _ATTACHMENTS.get(model)
+            if attachment is None:
+                attachment = _ATTACHMENTS[model] = Attachment(model)
+            # From here on garbage that is collected takes no hooks along; until here it may have
+            attachment.listeners.add(listener)
+    weakref.finalize(listener, _on_listener_gone, weakref.ref(attachment)).atexit = False
     return attachment
+
+
+def _on_listener_gone(attachment: weakref.ref[Attachment]) -> None:
+    left = attachment()
+    if left is not None:
+        left.remove_unheard()
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .hooks import Attachment, AttentionInputs, AttentionListener, attach
+from .attention_inputs import AttentionInputs
+from .hooks import Attachment, AttentionListener, attach
 from .queries import PositionEmbeddings
 
 
@@ -61,16 +62,15 @@ class Observation:
 def observe(
     model: PreTrainedModel, window: torch.Tensor, on_layer: Callable[[Observation], None]
 ) -> tuple[Recorder, Attachment]:
-    """Sends a window through the model twice at most: which modules norm is seen at the first."""
-    for attempt in (lambda observation: None, on_layer):
-        recorder = Recorder(model, attempt)
-        attachment = attach(model, recorder)
-        attachment.keeps_streams = True
-        try:
-            count = 2 if attempt is not on_layer else window.numel()
-            model.get_decoder()(window[None, :count].to(model.device), past_key_values=recorder, use_cache=True)
-        finally:
-            attachment.keeps_streams = False
+    """Sends a window through the model, and its first tokens before: which modules norm is seen then."""
+    learner, recorder = Recorder(model, lambda observation: None), Recorder(model, on_layer)
+    attachment = attach(model, recorder)
+    attachment.keeps_streams = True
+    try:
+        for cache, count in ((learner, 2), (recorder, window.numel())):
+            model.get_decoder()(window[None, :count].to(model.device), past_key_values=cache, use_cache=True)
+    finally:
+        attachment.keeps_streams = False
     return recorder, attachment
 
 

@@ -1,5 +1,7 @@
 """How many threads compiled code runs on: as many as PyTorch is set to."""
 
+import threading
+
 import numba
 import torch
 
@@ -14,9 +16,15 @@ def num_threads() -> int:
 
 
 def use_threads(num_tasks: int) -> bool:
-    """Whether there are several tasks and several threads for them; if so, Numba is set to those threads."""
+    """
+    Whether there are several tasks and several threads for them; if so, Numba is set to those threads.
+
+    Where Numba has neither OpenMP nor TBB, only the main thread's tasks are shared out: the pool of threads that Numba
+    falls back to ends the process when two threads use it at once.
+    """
     count = num_threads()
     if count == 1 or num_tasks == 1:
         return False
     numba.set_num_threads(count)
-    return True
+    is_alone = threading.current_thread() is threading.main_thread()
+    return is_alone or numba.threading_layer() != "workqueue"
