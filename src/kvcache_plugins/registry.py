@@ -4,21 +4,30 @@ A cache is registered as a factory, `factory(model_or_config_or_None, **options)
 name stands for. Options are checked against the factory's signature before it is called, so a misspelt one is an error
 that names the accepted ones, never silently dropped. Registration is explicit: each method registers its own names
 when it is imported, and third parties name theirs in the entry-point group `kvcache_plugins.caches`, which is read on
-first use and whose code is loaded only when its cache is asked for.
+first use and whose code is loaded only when its cache is asked for. So is that of a factory that is registered as
+`module:attribute`: names can be listed without Torch or Transformers.
 """
+
+from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from packaging.requirements import Requirement
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from .lazy_imports import load
+
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    import torch
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 
 ENTRY_POINT_GROUP = "kvcache_plugins.caches"
@@ -29,11 +38,13 @@ CUDA = "a CUDA device"
 # What importing somebody else's module can raise. It must not take the other caches with it.
 _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 
-OptionValue = bool | int | float | str | None
-CacheFactory = Callable[..., Cache]
-ModelOrConfig = PreTrainedModel | PreTrainedConfig | None
+OptionValue: TypeAlias = bool | int | float | str | None
+CacheFactory: TypeAlias = "Callable[..., Cache]"
+ModelOrConfig: TypeAlias = "PreTrainedModel | PreTrainedConfig | None"
 # A model may also be wrapped
-WrappedOrConfig = torch.nn.Module | PreTrainedConfig | None
+WrappedOrConfig: TypeAlias = "torch.nn.Module | PreTrainedConfig | None"
+# Called with the options alone
+OptionCheck: TypeAlias = Callable[..., object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +54,27 @@ class CacheEntry:
 
     Args:
         name (`str`): The name that `create_cache` takes.
-        factory (`Callable`): Called as `factory(model, **options)` with a model, its config or `None`.
+        factory (`Callable` or `str`):
+            Called as `factory(model, **options)` with a model, its config or `None`. Or `module:attribute`, which is
+            imported when it is needed.
         options (`Mapping`): What the name stands for: defaults that a user's options override.
         summary (`str`): One line for `kvcache-plugins list`.
         requires (`str`, *optional*): What to `pip install` first, such as `hqq` or `transformers>=5.21`, or `CUDA`.
+        check (`Callable` or `str`, *optional*):
+            Called with the options by name where there is no model yet; raises a `ValueError` for a value that no
+            model would make right. Or `module:attribute`.
     """
 
     name: str
-    factory: CacheFactory
+    factory: CacheFactory | str
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     summary: str = ""
     requires: str | None = None
+    check: OptionCheck | str | None = None
+
+    def load_factory(self) -> CacheFactory:
+        """The factory, imported if need be."""
+        return load(self.factory) if isinstance(self.factory, str) else self.factory  # type: ignore[no-any-return]
 
     @property
     def is_available(self) -> bool:
@@ -61,7 +82,13 @@ class CacheEntry:
         if self.requires is None:
             return True
         if self.requires == CUDA:
+            import torch
+
             return torch.cuda.is_available()
+        from importlib.metadata import PackageNotFoundError, version
+
+        from packaging.requirements import Requirement
+
         requirement = Requirement(self.requires)
         try:
             return requirement.specifier.contains(version(requirement.name), prereleases=True)
@@ -71,7 +98,7 @@ class CacheEntry:
     @property
     def accepted_options(self) -> list[str] | None:
         """Names of the factory's options; `None` where it takes any (`**kwargs`) and has to check them itself."""
-        parameters = list(inspect.signature(self.factory).parameters.values())[1:]
+        parameters = list(inspect.signature(self.load_factory()).parameters.values())[1:]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return None
         return [parameter.name for parameter in parameters]
@@ -86,6 +113,16 @@ class CacheEntry:
                 f"Unknown option {', '.join(f'`{name}`' for name in unknown)} for the cache `{self.name}`."
                 f"{_suggestion(unknown[0], accepted or [])} Accepted options: {listed}."
             )
+
+    def check_values(self, options: Mapping[str, object]) -> None:
+        """Raises a `ValueError` if one of `options`, which are known ones, has a value that no model makes right."""
+        check = load(self.check) if isinstance(self.check, str) else self.check
+        if check is None:
+            return
+        try:
+            check(**{**self.options, **options})
+        except ValueError as error:
+            raise ValueError(f"The cache `{self.name}`: {error}") from error
 
 
 def _suggestion(word: str, known: list[str]) -> str:
@@ -104,13 +141,19 @@ class CacheRegistry:
         """Adds `entry`. A taken name raises a `ValueError` unless `overwrite`."""
         if not entry.name or any(character in entry.name for character in ":,* \t\n"):
             raise ValueError(f"A cache's name must be a word without `:`, `,`, `*` or spaces, but got `{entry.name}`")
-        if not callable(entry.factory):
-            raise ValueError(f"`factory` of the cache `{entry.name}` must be callable, but got {entry.factory!r}")
+        is_named = isinstance(entry.factory, str) and entry.factory.count(":") == 1
+        if not is_named and not callable(entry.factory):
+            raise ValueError(
+                f"`factory` of the cache `{entry.name}` must be callable, or be named as `module:attribute`, but got "
+                f"{entry.factory!r}"
+            )
         if not overwrite and entry.name in self._entries:
             raise ValueError(
                 f"A cache named `{entry.name}` is registered already. Choose another name or pass `overwrite=True`."
             )
-        entry.check_options(entry.options)
+        # What is named is not imported for it
+        if not is_named:
+            entry.check_options(entry.options)
         self._entries[entry.name] = entry
 
     def names(self, pattern: str = "*") -> list[str]:
@@ -143,6 +186,8 @@ class CacheRegistry:
 
     def _third_party(self) -> dict[str, EntryPoint]:
         if self._entry_points is None:
+            from importlib.metadata import entry_points
+
             self._entry_points = {}
             for point in entry_points(group=ENTRY_POINT_GROUP):
                 if point.name in self._entries or point.name in self._entry_points:
@@ -157,8 +202,10 @@ def _origin(point: EntryPoint) -> str:
     return f"{package} (entry point `{point.value}`)"
 
 
-def _summary(factory: CacheFactory) -> str:
-    """First line of the factory's docstring."""
+def _summary(factory: CacheFactory | str) -> str:
+    """First line of the factory's docstring, if it is there already."""
+    if isinstance(factory, str):
+        return ""
     return (inspect.getdoc(factory) or "").strip().partition("\n")[0]
 
 
@@ -167,10 +214,11 @@ _REGISTRY = CacheRegistry()
 
 def register_cache(
     name: str,
-    factory: CacheFactory,
+    factory: CacheFactory | str,
     *,
     summary: str | None = None,
     requires: str | None = None,
+    check: OptionCheck | str | None = None,
     overwrite: bool = False,
     **preset_options: object,
 ) -> None:
@@ -179,12 +227,15 @@ def register_cache(
 
     Args:
         name (`str`): A word such as `mine-4bit`.
-        factory (`Callable`):
+        factory (`Callable` or `str`):
             Called as `factory(model, **options)` with a `PreTrainedModel`, a `PreTrainedConfig` or `None`; returns a
-            fresh `Cache`. A cache class whose first argument is the config needs `lambda model, **options:
-            MyCache(get_config(model), **options)`, or better a function that names its options.
+            fresh `Cache`. Or `module:attribute`, which is imported when it is needed. A cache class whose first
+            argument is the config needs `lambda model, **options: MyCache(get_config(model), **options)`, or better a
+            function that names its options.
         summary (`str`, *optional*): One line for `kvcache-plugins list`; by default the factory's docstring's first.
         requires (`str`, *optional*): What has to be installed first, such as `hqq` or `hqq>=0.2`.
+        check (`Callable` or `str`, *optional*):
+            Called with all options by name before a command loads its model; raises a `ValueError` for a wrong value.
         overwrite (`bool`, *optional*, defaults to `False`): Whether a taken name is replaced instead of an error.
         preset_options: What the name stands for; a user's options override them.
 
@@ -198,18 +249,32 @@ def register_cache(
     """
     summary = _summary(factory) if summary is None else summary
     options = MappingProxyType(dict(preset_options))
-    entry = CacheEntry(name=name, factory=factory, options=options, summary=summary, requires=requires)
+    entry = CacheEntry(name=name, factory=factory, options=options, summary=summary, requires=requires, check=check)
     _REGISTRY.register(entry, overwrite=overwrite)
 
 
 def check_cache(name: str, **options: object) -> CacheEntry:
     """
-    The entry of a name, if a cache of it could be made.
+    The entry of a name, if a cache of it could be made, as far as can be told without a model.
 
     Raises:
-        ValueError: for an unknown name or option, naming the known ones. The options' values are the factory's matter.
+        ValueError: for an unknown name or option, naming the known ones, or a value that no model makes right.
         ImportError: if what the cache needs is not installed.
     """
+    entry = _find_entry(name, options)
+    entry.check_values(options)
+    return entry
+
+
+def check_caches(specs: Sequence[str]) -> list[str]:
+    """`specs`, each once, if all of them are `name` or `name:key=value,key=value` and pass `check_cache`."""
+    for spec in specs:
+        name, options = parse_cache_spec(spec)
+        check_cache(name, **options)
+    return list(dict.fromkeys(specs))
+
+
+def _find_entry(name: str, options: Mapping[str, object]) -> CacheEntry:
     if not isinstance(name, str):
         raise ValueError(
             f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
@@ -242,10 +307,13 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     >>> model.generate(**inputs, past_key_values=create_cache("gear-2bit", model, rank=8))
     ```
     """
-    entry = check_cache(name, **options)
+    import torch
+    from transformers import Cache
+
+    entry = _find_entry(name, options)
     if isinstance(model, torch.nn.Module):
         model = unwrap_model(model)
-    cache = entry.factory(model, **{**entry.options, **options})
+    cache = entry.load_factory()(model, **{**entry.options, **options})
     if not isinstance(cache, Cache):
         raise TypeError(f"The factory of the cache `{name}` must return a Transformers `Cache`, but got {type(cache)}")
     return cache
@@ -282,13 +350,25 @@ def _parse_value(text: str) -> OptionValue:
 
 
 def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
-    """Reads `name` or `name:key=value,key=value`, the form in which commands take a cache and its options."""
-    name, _, options = spec.partition(":")
-    return name.strip(), dict(parse_option(option) for option in options.split(",") if option)
+    """
+    Reads `name` or `name:key=value,key=value`, the form in which commands take a cache and its options.
+
+    Raises:
+        ValueError: if it has another form, such as a `:` with nothing behind it, or a `:` between options.
+    """
+    name, colon, options = spec.partition(":")
+    parsed = dict(parse_option(option) for option in options.split(",")) if options.strip() else {}
+    is_divided_by_colon = re.search(r":\s*\w+=", options) is not None
+    if not name.strip() or (colon and not parsed) or is_divided_by_colon:
+        raise ValueError(f"A cache has the form `name` or `name:key=value,key=value`, but got `{spec}`")
+    return name.strip(), parsed
 
 
 def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig | None:
     """The config of what `create_cache`, or a cache's class as its argument `name`, was given."""
+    import torch
+    from transformers import PreTrainedConfig
+
     if model is None or isinstance(model, PreTrainedConfig):
         return model
     if isinstance(model, torch.nn.Module):
@@ -309,6 +389,9 @@ def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: if there is none, or if it is prefix-tuned: such a prefix stands in a cache of its own.
     """
+    import torch
+    from transformers import PreTrainedModel
+
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     if found is None:
