@@ -12,5 +12,5 @@
 | `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
 | `results/` | JSON of what was measured |
 
-`lm_eval_model` is lm-eval's model `kvcache`; `evaluate` is the command `kvcache-plugins eval`.
+`lm_eval_model` is lm-eval's model `kvcache`. The commands' options and help are in `kvcache_plugins.cli`.
 """

@@ -1,6 +1,6 @@
 """`python -m kvcache_plugins.eval`: the same as `kvcache-plugins eval`."""
 
-from .evaluate import app
+from kvcache_plugins.cli.evaluate import app
 
 
 if __name__ == "__main__":

@@ -18,15 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from transformers import Cache, PreTrainedModel, QuantizedCache
+from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .harness.caches import cache_stats, check_length
-
-
-# Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
-EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
+from .harness.caches import cache_stats, check_length, was_exercised
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +62,6 @@ class Score:
     def is_greedy(self) -> bool:
         """Whether greedy decoding would have said just that."""
         return self.num_greedy == self.num_tokens
-
-
-def was_exercised(cache: Cache) -> bool:
-    """
-    Whether a cache has answered with something other than the exact states.
-
-    A cache that never does, such as `DynamicCache`, counts as exercised: there is nothing that a score could miss.
-    """
-    if isinstance(cache, QuantizedCache):
-        return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
-    stats = cache_stats(cache)
-    return all(stats[name] != 0 for name in EXERCISE_COUNTERS if name in stats)
 
 
 class ContinuationScorer:

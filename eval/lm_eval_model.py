@@ -27,9 +27,11 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.run_report import memory_fields
 from kvcache_plugins.models.reference_model import resolve_model
-from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
+from kvcache_plugins.registry import create_cache
 
-from .continuations import DECODE, ContinuationScorer, Feeding, Score, was_exercised
+from .continuations import DECODE, ContinuationScorer, Feeding, Score
+from .harness.caches import was_exercised
+from .lm_eval_requests import Group, Request, group_by_context, take_cache
 
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,6 @@ logger = logging.getLogger(__name__)
 MODES = ("auto", "prefix", "chunk", "decode")
 NAMES = ("kvcache", "hf-kvcache")
 
-# One request of lm-eval: its strings (or `None`), the tokens of the context and those of the continuation
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
-# A context, and the numbers of the requests that have it
-Group = tuple[tuple[int, ...], list[int]]
 Answer = TypeVar("Answer")
 
 
@@ -92,7 +90,7 @@ class KVCacheLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.cache_name, self.cache_options = _take_cache(cache, kwargs)
+        self.cache_name, self.cache_options = take_cache(cache, kwargs)
         if cache_mode not in MODES:
             raise ValueError(f"`cache_mode` has to be one of {', '.join(MODES)} but is {cache_mode!r}")
         if not isinstance(cache_chunk, int) or isinstance(cache_chunk, bool) or cache_chunk < 1:
@@ -152,7 +150,7 @@ class KVCacheLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of every continuation, and whether it is greedy: see `HFLM`, whose order and cuts it has."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
-        groups = _group_by_context(cut)
+        groups = group_by_context(cut)
         answers: list[Score | None] = [None] * len(requests)
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
@@ -313,35 +311,6 @@ class KVCacheLM(HFLM):
                 "`cache_mode`, or `cache_check=false` to go on all the same."
             )
         logger.warning("%s.", problem)
-
-
-def _group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
-    """
-    Requests that share a context, which is then prefilled once; a single token is not worth sharing.
-
-    The longest contexts come first: what does not fit, or what no context is long enough for, shows at once.
-    """
-    groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
-    for number, (context, _) in enumerate(requests):
-        groups.setdefault((tuple(context), number if len(context) == 1 else None), []).append(number)
-
-    def order(group: Group) -> tuple[int, int, tuple[int, ...]]:
-        context, numbers = group
-        return -len(context), -max(len(requests[number][1]) for number in numbers), context
-
-    return sorted(((context, numbers) for (context, _), numbers in groups.items()), key=order)
-
-
-def _take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, OptionValue]]:
-    """The cache's name and options; takes those that begin with `cache_` out of the model arguments."""
-    name, options = parse_cache_spec(spec)
-    # `cache_dir` is of `from_pretrained`
-    for key in [key for key in kwargs if key.startswith("cache_") and key != "cache_dir"]:
-        value = kwargs.pop(key)
-        option = key.removeprefix("cache_")
-        options[option] = parse_option(f"{option}={value}")[1] if isinstance(value, str) else value
-    check_cache(name, **options)
-    return name, options
 
 
 # A second import of this file, as notebooks do after an edit, is not an error

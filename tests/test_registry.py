@@ -7,7 +7,15 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from kvcache_plugins import create_cache, list_caches, register_cache, registry
-from kvcache_plugins.registry import CUDA, CacheEntry, CacheRegistry, describe_caches, parse_cache_spec, parse_option
+from kvcache_plugins.registry import (
+    CUDA,
+    CacheEntry,
+    CacheRegistry,
+    check_caches,
+    describe_caches,
+    parse_cache_spec,
+    parse_option,
+)
 
 
 TRANSFORMERS_CACHES = {"dynamic", "offloaded", "quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit", "fp8"}
@@ -287,3 +295,43 @@ def test_an_option_without_key_or_value_is_refused(text: str) -> None:
 def test_cache_specs() -> None:
     assert parse_cache_spec("gear-2bit") == ("gear-2bit", {})
     assert parse_cache_spec("gear-2bit:sparsity=0,rank=8") == ("gear-2bit", {"sparsity": 0, "rank": 8})
+
+
+def test_a_named_factory_is_imported_when_it_is_needed() -> None:
+    register_cache("named", "no_such_module:create", summary="of a module that is not there", nbits=4)
+    assert "named" in list_caches()
+    assert [entry.summary for entry in describe_caches("named")] == ["of a module that is not there"]
+    with pytest.raises(ImportError, match="no_such_module"):
+        create_cache("named")
+    register_cache("theirs", "kvcache_plugins.gear.factory:create_gear", nbits=2)
+    assert create_cache("theirs").gear_config.key.nbits == 2
+
+
+def test_values_are_checked_without_a_model() -> None:
+    for spec, word in {
+        "gear:nbits=5": "The cache `gear`: .*nbits",
+        "h2o:heavy_ratio=2": "The cache `h2o`: `heavy_ratio`",
+        "infinigen:share=2": "The cache `infinigen`: `share`",
+        "infinigen:calibration=no-such-file": "The cache `infinigen`: `calibration` is `no-such-file`",
+        "infinigen-gear:key_nbits=3": "The cache `infinigen-gear`: `key_nbits`",
+    }.items():
+        with pytest.raises(ValueError, match=word):
+            check_caches([spec])
+    # What only a model can tell is not refused
+    assert check_caches(["gear", "infinigen:share=0.1", "gear"]) == ["gear", "infinigen:share=0.1"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["gear:", ":", ":nbits=2", "gear:nbits", "gear:nbits=2,", "gear:nbits=2:rank=4", "gear:,nbits=2", "gear::nbits=2"],
+)
+def test_a_stray_colon_or_comma_is_an_error(spec: str) -> None:
+    with pytest.raises(ValueError, match="form"):
+        parse_cache_spec(spec)
+
+
+def test_a_value_may_hold_a_colon() -> None:
+    assert parse_cache_spec("infinigen:calibration=C:/a.safetensors") == (
+        "infinigen",
+        {"calibration": "C:/a.safetensors"},
+    )

@@ -8,44 +8,35 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from transformers import Cache, StaticCache
 
-from kvcache_plugins.console.command_line import load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
 
 # Steps in which everything is compiled and recompiled
 _WARM_UP = 6
 
 
-@with_results
 @torch.inference_mode()
-def main(
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps + 6 tokens.")],
-    cache: Annotated[str, typer.Option(help="NAME or NAME:key=value,...: beside `StaticCache`.")] = "gear-2bit",
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 20,
-    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+def benchmark_compile(
+    text_file: Path, cache: str, model: str, context: int, steps: int, num_threads: int | None
 ) -> dict[str, Any]:
-    """Time decode steps of a model as it is and compiled. Caches take turns. On a CPU this needs a C++ compiler.
-
-    \b
-    Example:
-        kvcache-plugins bench compile --text-file book.txt
-    """
+    """A result of `bench compile`: a row for each cache, as it is and compiled."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    check_caches([cache])
+    text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)
     total = context + _WARM_UP + steps
-    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :total]
+    token_ids = tokenizer(text, return_tensors="pt").input_ids[:, :total]
     if token_ids.shape[1] < total:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {total} are needed")
     token_ids = token_ids.to(network.device)
@@ -86,7 +77,3 @@ def main(
         )
     settings = {"model": model, "context": context, "steps": steps, "text_file": text_file.name}
     return {"benchmark": "compile", **provenance(network.device), "settings": settings, "rows": rows}
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -10,17 +10,17 @@ import statistics
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.command_line import load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -53,29 +53,18 @@ def summarize(seconds: list[float], prompt_length: int, bin_length: int) -> list
     return bins
 
 
-@with_results
-def main(
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable.")],
-    text_file: Annotated[Path, typer.Option(help="A text of at least --prompt + --steps tokens.")],
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
-    steps: Annotated[int, typer.Option(help="Tokens to decode.")] = 5000,
-    bin_length: Annotated[int, typer.Option(help="Steps that one median is over.", min=3)] = 500,
-    num_layers: Annotated[int | None, typer.Option(help="Keep the model's first layers only, to save time.")] = None,
+def benchmark_decode(
+    cache: list[str], text_file: Path, model: str, prompt: int, steps: int, bin_length: int, num_layers: int | None
 ) -> dict[str, Any]:
-    """Time every step of a long decode. Shows whether a cache copies its history again and again.
-
-    \b
-    Examples:
-        kvcache-plugins bench decode --cache dynamic --cache gear-2bit --text-file book.txt
-        kvcache-plugins bench decode --cache gear-2bit --text-file book.txt --steps 500 --bin-length 100 --num-layers 2
-    """
+    """A result of `bench decode`: one cache after the other, a row each."""
+    check_caches(cache)
+    text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)
     if num_layers is not None:
         network.config.num_hidden_layers = num_layers
         decoder: Any = network.base_model
         decoder.layers = decoder.layers[:num_layers]
-    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : prompt + steps]
+    token_ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt + steps]
     if token_ids.shape[1] < prompt + steps:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {prompt + steps} are needed")
     token_ids = token_ids.to(network.device)
@@ -101,7 +90,3 @@ def main(
         "dtype": str(network.dtype).removeprefix("torch."),
     }
     return {"benchmark": "decode", **provenance(network.device), "settings": settings, "rows": rows}
-
-
-if __name__ == "__main__":
-    typer.run(main)

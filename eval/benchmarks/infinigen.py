@@ -8,21 +8,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from transformers import Cache
 
-from kvcache_plugins.console.command_line import load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.infinigen import cache as cache_module
 from kvcache_plugins.infinigen import fetching as fetching_module
 from kvcache_plugins.infinigen import selected_attention as attention_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
 from .step import describe, step_rows, time_turns
 
@@ -81,31 +81,17 @@ def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float
     return {part: value / num_steps for part, value in parts.items()}
 
 
-@with_results
 @torch.inference_mode()
-def main(
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context + 2 * --steps tokens.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable.")] = [  # noqa: B006
-        "dynamic",
-        "infinigen",
-        "h2o:heavy_ratio=0.05,recent_ratio=0.05",
-    ],
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 8000,
-    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
-    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+def benchmark_infinigen(
+    text_file: Path, cache: list[str], model: str, context: int, steps: int, num_threads: int | None
 ) -> dict[str, Any]:
-    """Time whole decode steps of caches that take turns, and the parts of those of InfiniGen.
-
-    \b
-    Examples:
-        kvcache-plugins bench infinigen --text-file book.txt
-        kvcache-plugins bench infinigen --cache dynamic --cache infinigen:share=0.05 --text-file book.txt
-    """
+    """A result of `bench infinigen`: caches take turns, and InfiniGen's have their parts."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    check_caches(cache)
+    text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)
-    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(network.device)
+    token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
     if token_ids.shape[1] < context + 2 * steps:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {context + 2 * steps} are needed")
     caches: dict[str, Cache] = {}
@@ -132,7 +118,3 @@ def main(
     settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
     settings["num_threads"] = torch.get_num_threads()
     return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
-
-
-if __name__ == "__main__":
-    typer.run(main)

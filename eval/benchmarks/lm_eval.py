@@ -6,22 +6,17 @@ costs. Tasks of log-likelihoods only: multiple choice and rolling perplexity.
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.command_line import (
-    Announce,
-    load_for_evaluation,
-    make_table,
-    open_console,
-    track_progress,
-)
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.progress import Announce, track_progress
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.tables import make_table, open_console
 from kvcache_plugins.eval.harness.timing import spread
 from kvcache_plugins.eval.tasks import find_task
+from kvcache_plugins.registry import check_caches
 
 
 OWN = "hf"
@@ -118,28 +113,22 @@ def compare_models(
     return rows
 
 
-@with_results
-def main(
-    task: Annotated[str, typer.Option(help="A task of log-likelihoods: kv_piqa, a YAML file, or one of lm-eval's.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable.")] = ["dynamic"],  # noqa: B006
-    mode: Annotated[list[str], typer.Option(help="Of `cache_mode`; repeatable.")] = ["auto"],  # noqa: B006
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    limit: Annotated[int, typer.Option(help="Items.", min=1)] = 50,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each; the task's own by default.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Of both models.", min=1)] = 1,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a window; the model's by default.")] = None,
-    rounds: Annotated[int, typer.Option(help="Runs of every model, taking turns.", min=1)] = 3,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
+def benchmark_lm_eval(
+    task: str,
+    cache: list[str],
+    mode: list[str],
+    model: str,
+    limit: int,
+    num_fewshot: int | None,
+    batch_size: int,
+    max_length: int | None,
+    rounds: int,
+    dtype: str | None,
+    device: str | None,
 ) -> dict[str, Any]:
-    """lm-eval's own model beside `kvcache` on one task: seconds, and the largest difference of their scores.
-
-    \b
-    Examples:
-        kvcache-plugins bench lm-eval --task kv_openbookqa --limit 50
-        kvcache-plugins bench lm-eval --task kv_copa --limit 200 --mode prefix --mode chunk --mode decode --rounds 1
-    """
+    """A result of `bench lm-eval`: a row for lm-eval's model, and one for each cache and mode."""
     settings = dict(locals())
+    check_caches(cache)
     kind, requests = build_requests(task, limit, num_fewshot)
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     with track_progress(rounds * (1 + len(cache) * len(mode))) as announce:

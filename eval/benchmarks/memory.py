@@ -12,16 +12,17 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcache_plugins.console.command_line import interrupts_are_ours, load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.interrupts import interrupts_are_ours
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -106,20 +107,10 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@with_results
-def main(
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable.")],
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context tokens.")],
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 4096,
-) -> dict[str, Any]:
-    """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
-
-    \b
-    Examples:
-        kvcache-plugins bench memory --cache dynamic --cache gear-2bit --text-file book.txt
-        kvcache-plugins bench memory --cache gear-2bit:rank=8 --context 1024 --text-file book.txt --out memory.json
-    """
+def benchmark_memory(cache: list[str], text_file: Path, model: str, context: int) -> dict[str, Any]:
+    """A result of `bench memory`: a row for each cache, measured in a process of its own."""
+    check_caches(cache)
+    read_text(text_file, "text_file")
     num_threads = torch.get_num_threads()
     # glibc otherwise keeps freed tensors for later, as many as the order of allocations left there: the peaks of equal
     # runs were measured to differ by 400 MiB. Read when a process starts.
@@ -146,7 +137,3 @@ def describe(row: Mapping[str, Any]) -> str:
         f"{mib['dense_layer_bytes']:.2f}); process peak {mib['rss_peak']:.0f} MiB, of which "
         f"{mib['rss_peak_after_load']:.0f} after loading"
     )
-
-
-if __name__ == "__main__":
-    typer.run(main)

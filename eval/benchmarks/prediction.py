@@ -9,19 +9,18 @@ kernel that reads all of it is faster. Left out are the query, the output and th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from kvcache_plugins.console.command_line import parse_dtype
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import parse_dtype
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import REFERENCE, with_reference
-from kvcache_plugins.registry import create_cache
+from kvcache_plugins.registry import check_caches, create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
-from .kernels import Shape, random_states
+from .contest import Shape, random_states
 
 
 _CACHES = (REFERENCE, "gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
@@ -72,37 +71,22 @@ def _parse_shape(text: str, **layer: int) -> Shape:
     return Shape(batch_size=int(batch_size), context=int(context), **layer)
 
 
-@with_results
-def main(
-    bandwidth: Annotated[float, typer.Option(help="GB/s (1e9 bytes) that reading is assumed to reach.")],
-    shape: Annotated[list[str], typer.Option(help="BATCHxTOKENS; repeatable.")] = ["16x32768"],  # noqa: B006
-    cache: Annotated[list[str], typer.Option(help="`dynamic` or a GEAR preset; repeatable.")] = list(_CACHES),  # noqa: B006
-    num_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of dense and exact states.")] = "bfloat16",
+def benchmark_prediction(
+    bandwidth: float, shape: list[str], cache: Sequence[str] | None, num_heads: int, head_dim: int, dtype: str
 ) -> dict[str, Any]:
-    """Predict attention times from bytes. The least time of one layer at a stated bandwidth; not a measurement.
-
-    \b
-    Examples:
-        kvcache-plugins bench predict --bandwidth 4300
-        kvcache-plugins bench predict --bandwidth 900 --shape 1x4096 --shape 8x4096 --cache gear-2bit
-    """
+    """A result of `bench predict`: a row for each cache of each shape."""
     if bandwidth <= 0:
         raise ValueError(f"`bandwidth` must be above 0, but got {bandwidth}")
     kind = parse_dtype(dtype)
     shapes = [_parse_shape(text, num_heads=num_heads, head_dim=head_dim) for text in shape]
+    caches = check_caches(cache or _CACHES)
     typer.echo(f"predictions from bytes at {bandwidth:g} GB/s, not measurements")
     rows: list[dict[str, Any]] = []
     for each in shapes:
-        rows += predict(cache, each, kind, bandwidth * 1e9)
-        for row in rows[-len(with_reference(cache)) :]:
+        rows += predict(caches, each, kind, bandwidth * 1e9)
+        for row in rows[-len(with_reference(caches)) :]:
             typer.echo(describe(row))
     settings = {"bandwidth_gb_s": bandwidth, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
     # Nothing depends on the machine that added the bytes up
     origin = {**provenance(torch.device("cpu")), "device": "predicted, not measured"}
     return {"benchmark": "prediction", **origin, "settings": settings, "rows": rows}
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -14,63 +14,31 @@ all continuations would take and hold is then a median and a mean times their nu
     kvcache-plugins bench prefix --text-file FILE --out FILE.json
 """
 
-import copy
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.console.command_line import load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.eval.harness.timing import spread, time_call
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.eval.harness.timing import spread
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
+
+from .prefix_ways import Way, _timed, dense_ways, gear_ways
 
 
 # Of ways that hold the same numbers, the largest difference of logits over the largest logit
 _TOLERANCE = 1e-3
-# Of these the median is taken
-_FILE_ROUNDS = 3
-
-
-@dataclass(kw_only=True, slots=True)
-class Way:
-    """
-    A way to have caches of one prefix, and what was measured of it.
-
-    Args:
-        name (`str`), cache (`str`): the way, and the cache that it is a way for.
-        make (`Callable[[], Cache]`): returns a cache that holds the prefix.
-        rounds (`int`): how many are made.
-        once_s (`dict[str, float]`): seconds of what was done before, once for all continuations, by what it was.
-        save_s (`float`, *optional*), file_bytes (`int`, *optional*): seconds that writing the file took which it
-            reads, in an earlier process if need be, and its size.
-        ready_s, tokens_s (`list[float]`): seconds until a cache was there, and of its continuation's tokens.
-        caches (`list[Cache]`): all that were made, with their continuations in them.
-        logits (`list[torch.Tensor]`): of the continuations, `[new_tokens, vocabulary]` each.
-    """
-
-    name: str
-    cache: str
-    make: Callable[[], Cache]
-    rounds: int
-    once_s: dict[str, float] = field(default_factory=dict)
-    save_s: float | None = None
-    file_bytes: int | None = None
-    ready_s: list[float] = field(default_factory=list)
-    tokens_s: list[float] = field(default_factory=list)
-    caches: list[Cache] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
 
 
 def take_turns(network: PreTrainedModel, ways: Sequence[Way], continuations: torch.Tensor) -> None:
@@ -135,37 +103,28 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
-@with_results
 @torch.inference_mode()
-def main(
-    text_file: Annotated[Path, typer.Option(help="A text of --prefix + --continuations * --new-tokens tokens.")],
-    cache: Annotated[list[str], typer.Option(help="A GEAR cache: NAME or NAME:key=value,... ; repeatable.")] = [  # noqa: B006
-        "gear-k4v3"
-    ],
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    prefix: Annotated[int, typer.Option(help="Tokens that all continuations begin with.", min=1)] = 8000,
-    continuations: Annotated[int, typer.Option(help="How many.", min=1)] = 16,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each, fed in one forward.", min=1)] = 8,
-    prefill_rounds: Annotated[int, typer.Option(help="How often the prefix is prefilled again.", min=1)] = 3,
-    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+def benchmark_prefix(
+    text_file: Path,
+    cache: list[str],
+    model: str,
+    prefix: int,
+    continuations: int,
+    new_tokens: int,
+    prefill_rounds: int,
+    num_threads: int | None,
 ) -> dict[str, Any]:
-    """Compare ways to continue one prefix many times: reading it again, deepcopy, forks, and forks of a saved cache.
-
-    The dense copies are all held at once: 16 of 8000 tokens of SmolLM2 take 6 GB in float32.
-
-    \b
-    Examples:
-        kvcache-plugins bench prefix --text-file book.txt --out prefix.json
-        kvcache-plugins bench prefix --text-file book.txt --prefix 1000 --continuations 4 --cache gear-2bit
-    """
+    """A result of `bench prefix`: a row for each way of each cache."""
     if prefill_rounds > continuations:
         raise ValueError(
             f"`prefill_rounds` has to be at most `continuations`, {continuations}, but got {prefill_rounds}"
         )
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    check_caches(cache)
+    text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)
-    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(network.device)
+    token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
     needed = prefix + continuations * new_tokens
     if token_ids.shape[1] < needed:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {needed} are needed")
@@ -191,55 +150,6 @@ def main(
     return {"benchmark": "prefix", **provenance(network.device), "settings": settings, "rows": rows}
 
 
-def dense_ways(network: PreTrainedModel, prefix_ids: torch.Tensor, continuations: int, rounds: int) -> list[Way]:
-    """The two ways of Transformers' own cache, for a prefix `[1, tokens]`."""
-
-    def prefill() -> Cache:
-        return _prefill(network, prefix_ids, DynamicCache(config=network.config))
-
-    typer.echo("the prefix is read through dynamic", err=True)
-    seconds, filled = _timed(prefill, network.device)
-    return [
-        Way(name="prefill again", cache="dynamic", make=prefill, rounds=rounds),
-        Way(
-            name="deepcopy",
-            cache="dynamic",
-            make=partial(copy.deepcopy, filled),
-            rounds=continuations,
-            once_s={"prefill": seconds},
-        ),
-    ]
-
-
-def gear_ways(
-    network: PreTrainedModel, prefix_ids: torch.Tensor, continuations: int, spec: str, gear: GEARCache, path: Path
-) -> list[Way]:
-    """The two ways of an empty GEAR cache, for a prefix `[1, tokens]`; the cache is saved at `path` and read back."""
-    typer.echo(f"the prefix is read through {spec}", err=True)
-    prefill_s, filled = _timed(partial(_prefill, network, prefix_ids, gear), network.device)
-    saves = [_timed(partial(filled.save, path, network), network.device) for _ in range(_FILE_ROUNDS)]
-    loads = [_timed(partial(GEARCache.load, path, network), network.device) for _ in range(_FILE_ROUNDS)]
-    loaded = loads[0][1]
-    return [
-        Way(
-            name="fork",
-            cache=spec,
-            make=lambda: filled.fork(1)[0],
-            rounds=continuations,
-            once_s={"prefill": prefill_s},
-        ),
-        Way(
-            name="load and fork",
-            cache=spec,
-            make=lambda: loaded.fork(1)[0],
-            rounds=continuations,
-            once_s={"load": statistics.median(seconds for seconds, _ in loads)},
-            save_s=statistics.median(seconds for seconds, _ in saves),
-            file_bytes=path.stat().st_size,
-        ),
-    ]
-
-
 def _create_gear(spec: str, network: PreTrainedModel) -> GEARCache:
     name, options = parse_cache_spec(spec)
     cache = create_cache(name, network, **options)
@@ -248,18 +158,6 @@ def _create_gear(spec: str, network: PreTrainedModel) -> GEARCache:
             f"`cache` has to be a GEAR cache, which can be forked, but `{spec}` is a {type(cache).__name__}"
         )
     return cache
-
-
-def _prefill(network: PreTrainedModel, prefix_ids: torch.Tensor, cache: Cache) -> Cache:
-    network(prefix_ids, past_key_values=cache, logits_to_keep=1)
-    return cache
-
-
-def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds that a call takes, and what it returns."""
-    returned: list[Any] = []
-    seconds = time_call(lambda: returned.append(function()), device)
-    return seconds, returned[0]
 
 
 def _mean_kl(dense_logits: torch.Tensor, logits: torch.Tensor) -> float:
@@ -279,7 +177,3 @@ def _check_agreement(ways: Sequence[Way]) -> None:
                     f"`{first.name}` and `{second.name}` of `{first.cache}` differ by {difference:.1e} of the largest "
                     "logit: one of them is wrong"
                 )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.command_line import load_for_evaluation
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import cache_stats
 from kvcache_plugins.eval.harness.timing import spread, time_call
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -83,27 +83,17 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
-@with_results
 @torch.inference_mode()
-def main(
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps tokens.")],
-    model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
-    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.")] = [4096],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
-    num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.")] = None,
+def benchmark_steps(
+    cache: list[str], text_file: Path, model: str, context: list[int], steps: int, num_threads: int | None
 ) -> dict[str, Any]:
-    """Time whole decode steps of a model. Caches take turns.
-
-    \b
-    Examples:
-        kvcache-plugins bench step --cache dynamic --cache gear-2bit --text-file book.txt
-        kvcache-plugins bench step --cache dynamic --cache quanto-4bit --context 1024 --text-file book.txt --out s.json
-    """
+    """A result of `bench step`: caches take turns, a row each for every context."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    check_caches(cache)
+    text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)
-    token_ids = tokenizer(text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids.to(network.device)
+    token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
     if token_ids.shape[1] < max(context) + steps:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {max(context) + steps} are needed")
     rows: list[dict[str, Any]] = []
@@ -120,7 +110,3 @@ def main(
     dtype = str(network.dtype).removeprefix("torch.")
     settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
     return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
-
-
-if __name__ == "__main__":
-    typer.run(main)

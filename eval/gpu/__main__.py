@@ -2,7 +2,7 @@
 
 import typer
 
-from .command import main
+from kvcache_plugins.cli.bench.gpu import main
 
 
 if __name__ == "__main__":

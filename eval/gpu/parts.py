@@ -14,7 +14,8 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, Contest, describe
+from kvcache_plugins.eval.benchmarks.contest import BACKENDS, Contest
+from kvcache_plugins.eval.benchmarks.kernels import describe
 from kvcache_plugins.eval.benchmarks.step import describe as describe_step
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_turns
 from kvcache_plugins.eval.harness.timing import time_call

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache_plugins.eval.benchmarks.kernels import CACHES, Shape
+from kvcache_plugins.eval.benchmarks.contest import Shape
+from kvcache_plugins.eval.benchmarks.kernels import CACHES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

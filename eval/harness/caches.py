@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
@@ -14,6 +14,9 @@ REFERENCE = "dynamic"
 
 # What a peer's cache is known to raise in the middle of a run. The other rows are worth having all the same.
 CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
+
+# Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
+EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 
 CacheFactory = Callable[[], Cache]
 
@@ -40,6 +43,18 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
 def cache_stats(cache: Cache) -> dict[str, StatValue]:
     """The cache's own counters; empty for a third party's cache that keeps none."""
     return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
+
+
+def was_exercised(cache: Cache) -> bool:
+    """
+    Whether a cache has answered with something other than the exact states.
+
+    A cache that never does, such as `DynamicCache`, counts as exercised: there is nothing that a score could miss.
+    """
+    if isinstance(cache, QuantizedCache):
+        return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
+    stats = cache_stats(cache)
+    return all(stats[name] != 0 for name in EXERCISE_COUNTERS if name in stats)
 
 
 def check_is_empty(cache: Cache) -> None:

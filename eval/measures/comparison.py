@@ -1,7 +1,6 @@
 """Several caches on one prompt, side by side: what each writes, how far it strays, what it holds and how fast it is.
 
-Every cache is used twice. Once to generate, with a streamer that notes when each token arrives: the first interval is
-prefill, the next is a warm-up, the median of the others is the time of a decoded token. And once to be scored: the
+Every cache is used twice. Once to generate, see `generation`. And once to be scored: the
 prompt fills a fresh cache, the *dense* cache's continuation is fed through it, and its next-token distributions are
 held against the dense ones at the same positions. Two texts that part early say little about how different the caches
 are; distributions over one text do.
@@ -9,85 +8,17 @@ are; distributions over one text do.
 `dynamic` always comes first: it is the reference.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.run_report import memory_fields
-from kvcache_plugins.eval.harness.caches import CACHE_FAILURES, REFERENCE, cache_factories, cache_stats, with_reference
-from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
+from kvcache_plugins.eval.harness.caches import CACHE_FAILURES, REFERENCE, cache_factories, with_reference
 
-from .fidelity import continuation_logits, fill_cache, score_logits
+from .generation import Generation, generate_with, generation_fields
 from .layer_errors import LayerErrors, record_attention
-
-
-class TokenTimer(BaseStreamer):
-    """
-    Notes when `generate` delivers the prompt and each token, and hands them on to another streamer, if any.
-
-    Args:
-        inner (`BaseStreamer`, *optional*): Gets everything that this one gets.
-        on_token (`Callable[[], None]`, *optional*): Called at each generated token.
-    """
-
-    def __init__(self, inner: BaseStreamer | None = None, on_token: Callable[[], None] | None = None) -> None:
-        self.inner = inner
-        self.on_token = on_token
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called by `generate`: the prompt first, then token by token."""
-        self.times.append(time.perf_counter())
-        if self.on_token is not None and len(self.times) > 1:
-            self.on_token()
-        if self.inner is not None:
-            self.inner.put(value)
-
-    def end(self) -> None:
-        """Called by `generate` after the last token."""
-        if self.inner is not None:
-            self.inner.end()
-
-    @property
-    def prefill_seconds(self) -> float:
-        """From the prompt to the first token."""
-        return self.times[1] - self.times[0]
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Median over the decoded tokens, the first of them left out as a warm-up; `None` when nothing is left."""
-        intervals = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
-        return statistics.median(intervals[1:]) if len(intervals) > 1 else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """
-    What one `generate` gave.
-
-    Args:
-        token_ids (`tuple[int, ...]`): The new tokens.
-        prefill_seconds (`float`): From the prompt to the first token.
-        seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
-        memory (`MemoryReport`): What the cache held at the end.
-        stats (`dict`): Its counters at the end.
-    """
-
-    token_ids: tuple[int, ...]
-    prefill_seconds: float
-    seconds_per_token: float | None
-    memory: MemoryReport
-    stats: dict[str, StatValue]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode speed."""
-        return 1 / self.seconds_per_token if self.seconds_per_token else None
+from .window_scores import continuation_logits, fill_cache, score_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,55 +55,6 @@ class _Dense:
     targets: torch.Tensor
     logits: torch.Tensor
     outputs: list[torch.Tensor]
-
-
-def generate_with(
-    model: PreTrainedModel,
-    token_ids: torch.Tensor,
-    cache: Cache,
-    *,
-    max_new_tokens: int,
-    temperature: float | None = None,
-    seed: int = 42,
-    streamer: BaseStreamer | None = None,
-    on_token: Callable[[], None] | None = None,
-) -> Generation:
-    """
-    Continues a prompt through a cache and times it.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
-        cache (`Cache`): A fresh cache.
-        max_new_tokens (`int`): Tokens to generate at most.
-        temperature (`float`, *optional*): Samples at this temperature; greedy by default.
-        seed (`int`, *optional*, defaults to 42): Random seed.
-        streamer (`BaseStreamer`, *optional*): Shows the text as it comes.
-        on_token (`Callable[[], None]`, *optional*): Called at each new token.
-    """
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
-    set_seed(seed)
-    timer = TokenTimer(streamer, on_token)
-    input_ids = token_ids[None].to(model.device)
-    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
-    output = model.generate(  # type: ignore[operator]
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        streamer=timer,
-        **sampling,
-    )
-    return Generation(
-        token_ids=tuple(output[0, token_ids.numel() :].tolist()),
-        prefill_seconds=timer.prefill_seconds,
-        seconds_per_token=timer.seconds_per_token,
-        memory=measure_memory(cache),
-        stats=cache_stats(cache),
-    )
 
 
 class Comparison:
@@ -280,18 +162,6 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
         return None
     pairs = enumerate(zip(reference, other, strict=False))
     return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
-
-
-def generation_fields(generation: Generation) -> dict[str, object]:
-    """What a generation is in JSON, but for its text."""
-    return {
-        "token_ids": list(generation.token_ids),
-        "memory": memory_fields(generation.memory),
-        "stats": generation.stats,
-        "prefill_seconds": generation.prefill_seconds,
-        "seconds_per_token": generation.seconds_per_token,
-        "tokens_per_second": generation.tokens_per_second,
-    }
 
 
 def row_fields(row: ComparisonRow) -> dict[str, object]:

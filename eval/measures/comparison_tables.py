@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from textwrap import shorten
 
-from kvcache_plugins.console.command_line import make_table, open_console
+from kvcache_plugins.console.tables import make_table, open_console
 from kvcache_plugins.gear.choice import PresetChoice
 
-from .comparison import ComparisonRow, Generation
+from .comparison import ComparisonRow
+from .generation import Generation
 
 
 # Characters of the generated text in a table, and the width from which there is room for them
@@ -17,11 +18,16 @@ TEXT_FROM_WIDTH = 100
 def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
     """Bytes held and speed of one generation."""
     memory = generation.memory
+    held = (
+        f"{memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, {memory.kv_percent:.1f} % "
+        "of a 16-bit cache)"
+    )
+    if not generation.was_exercised:
+        num_tokens = num_prompt_tokens + len(generation.token_ids)
+        held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"
     return (
-        f"{cache}: {memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, "
-        f"{memory.kv_percent:.1f} % of a 16-bit cache); prompt of {num_prompt_tokens} tokens in "
-        f"{generation.prefill_seconds:.2f} s, {len(generation.token_ids)} new ones at "
-        f"{_number(generation.tokens_per_second, 1)} tokens/s"
+        f"{cache}: {held}; prompt of {num_prompt_tokens} tokens in {generation.prefill_seconds:.2f} s, "
+        f"{len(generation.token_ids)} new ones at {_number(generation.tokens_per_second, 1)} tokens/s"
     )
 
 
@@ -71,8 +77,9 @@ def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
         _number(row.kl, 4),
         _number(row.top1_agreement, 3),
         f"{memory.total_bytes / 1e6:.2f}",
-        f"{memory.kv_percent:.1f}",
-        f"{memory.compression_ratio:.2f}",
+        # Too short to compress: what exact tokens take beside their buffer says nothing of the cache
+        f"{memory.kv_percent:.1f}" if generation.was_exercised else "exact",
+        f"{memory.compression_ratio:.2f}" if generation.was_exercised else "-",
         f"{generation.prefill_seconds:.2f}",
         _number(generation.tokens_per_second, 1),
         shorten(row.text, SHORT_TEXT, placeholder="..."),

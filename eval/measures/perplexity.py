@@ -2,33 +2,22 @@
 
 Nothing is prefilled: each token is scored by what the cache holds of those before it, as in decoding. The scores are
 averaged over stretches of 256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
-
-Run it with `kvcache-plugins eval perplexity`.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.command_line import load_for_evaluation, make_table, open_console, track_progress
-from kvcache_plugins.console.json_output import with_results
-from kvcache_plugins.console.run_report import memory_fields, provenance
 from kvcache_plugins.eval.harness.caches import (
     CacheFactory,
-    cache_factories,
     cache_stats,
     check_is_empty,
     check_length,
-    with_reference,
 )
-from kvcache_plugins.eval.harness.windows import encode_text, spread_windows, stretch_stops
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
@@ -123,60 +112,3 @@ def measure_perplexity(
             stats=cache_stats(cache),
         )
     return results
-
-
-def perplexity_fields(cache: str, result: Perplexity) -> dict[str, object]:
-    """A row of a JSON file."""
-    return {
-        "cache": cache,
-        "ppl": result.ppl,
-        "ppl_by_stretch": result.ppl_by_stretch,
-        "stretch": result.stretch,
-        "num_scored": result.num_scored,
-        "nll": result.nll,
-        "memory_at_end": memory_fields(result.memory),
-        "stats": result.stats,
-    }
-
-
-@with_results
-def main(
-    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
-    model: Annotated[str, typer.Option(help="A short name, a folder or a hub name.")] = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens scored in each window.")] = 2048,
-    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.")] = 1,
-    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.")] = 1,
-    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.")] = 256,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
-) -> dict[str, Any]:
-    """Perplexity against position, decoded through each cache from the first token on.
-
-    \b
-    Examples:
-        kvcache-plugins eval perplexity --text-file book.txt --cache gear-2bit --cache kivi-2bit --chunk 64
-    """
-    settings = {name: value for name, value in locals().items() if name != "cache"}
-    settings["text_file"] = text_file.name
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    token_ids, start_ids = encode_text(tokenizer, text_file.read_text(encoding="utf-8"))
-    # One token comes before the first that is scored
-    cut = spread_windows(token_ids, windows, 1 + len(start_ids), length - 1 - len(start_ids), start_ids)
-    factories = cache_factories(with_reference(cache), loaded)
-    with track_progress(len(cut) * len(factories)) as announce:
-        results = measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)
-    headings = [f"to {stop}" for stop in stretch_stops(stretch, cut[0].numel() - 1)]
-    cells = [
-        [
-            name,
-            f"{each.memory.total_bytes / 1e6:.2f}",
-            f"{each.ppl:.3f}",
-            *(f"{ppl:.2f}" for ppl in each.ppl_by_stretch),
-        ]
-        for name, each in results.items()
-    ]
-    columns = {"cache": "name", **dict.fromkeys(["MB", "PPL", *headings], "number")}
-    open_console().print(make_table(f"{model}, {length} tokens of {text_file.name}", columns, cells))
-    rows = [perplexity_fields(name, each) for name, each in results.items()]
-    return {"benchmark": "perplexity", **provenance(loaded.device), "settings": settings, "rows": rows}

@@ -3,34 +3,19 @@
 Two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_number`) and lost-in-the-middle's key-value
 pairs (`ordered_kv_records`, `key`, `value`). The context with its question fills the cache; the answer is then fed
 token by token, and a row is right if every token of it is the most likely one: just what greedy decoding would say.
-
-Run it with `kvcache-plugins eval retrieval`.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
 
-import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.command_line import load_for_evaluation, make_table, open_console, track_progress
-from kvcache_plugins.console.json_output import with_results
-from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.harness.caches import CacheFactory, cache_factories, with_reference
+from kvcache_plugins.eval.harness.caches import CacheFactory
 from kvcache_plugins.reports.memory import MemoryReport, StatValue
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """A context that ends where the answer begins, and the answer."""
-
-    context: str
-    answer: str
+from .questions import Question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,55 +44,6 @@ class Retrieval:
     def standard_error(self) -> float:
         """Of the accuracy."""
         return math.sqrt(self.accuracy * (1 - self.accuracy) / len(self.correct))
-
-
-def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
-    """
-    The questions of a JSON-lines file.
-
-    Args:
-        path (`Path`): the file.
-        num_records (`int`, *optional*):
-            Lines, or pairs, that are left of each context: neighbours of the one that is asked for, which keeps its
-            place among them. For models to which the whole sets are too hard, however they are read.
-
-    Raises:
-        ValueError: if a row is of neither set, or `num_records` is below 1.
-    """
-    if num_records is not None and num_records < 1:
-        raise ValueError(f"`records` has to be at least 1 but is {num_records}")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [_question(row, path, num_records) for row in rows]
-
-
-def _around(place: int, total: int, num_records: int | None) -> slice:
-    """So many of `total` records, of which the one at `place` stands as far from their start as from that of all."""
-    if num_records is None or num_records >= total:
-        return slice(None)
-    start = place - place * num_records // total
-    return slice(start, start + num_records)
-
-
-def _question(row: Mapping[str, Any], path: Path, num_records: int | None) -> Question:
-    if "expected_number" in row:
-        name = "-".join(str(part) for part in row["random_idx"][:-1])
-        lines = row["prompt"].rstrip().split("\n")
-        places = [place for place, line in enumerate(lines) if line.startswith("line ")]
-        asked = next(place for place in places if lines[place].startswith(f"line {name}:"))
-        kept = set(places[_around(places.index(asked), len(places), num_records)])
-        prompt = "\n".join(line for place, line in enumerate(lines) if place in kept or place not in places)
-        context = f"{prompt}\n\nThe <REGISTER_CONTENT> in line {name} is <"
-        return Question(context=context, answer=f"{row['expected_number']}>")
-    if "ordered_kv_records" in row:
-        pairs = row["ordered_kv_records"]
-        asked = [key for key, _ in pairs].index(row["key"])
-        records = json.dumps(dict(pairs[_around(asked, len(pairs), num_records)]), indent=1)
-        context = (
-            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
-            f'{records}\n\nKey: "{row["key"]}"\nCorresponding value: "'
-        )
-        return Question(context=context, answer=f'{row["value"]}"')
-    raise ValueError(f"`data_file`: rows of {path} have fields {sorted(row)}, which are of neither set")
 
 
 def answer_questions(
@@ -143,49 +79,3 @@ def answer_questions(
         )
         for name, scorer in scorers.items()
     }
-
-
-@with_results
-def main(
-    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
-    model: Annotated[str, typer.Option(help="A short name, a folder or a hub name.")] = "smollm2",
-    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.")] = None,
-    records: Annotated[int | None, typer.Option(help="Lines or pairs left of each context; all by default.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Questions decoded together.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")] = None,
-) -> dict[str, Any]:
-    """Ask for one line, or one value, of a long context, through each cache.
-
-    \b
-    Examples:
-        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
-    """
-    settings = {name: value for name, value in locals().items() if name != "cache"}
-    asked = read_questions(data_file, records)[:questions]
-    if not asked:
-        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    factories = cache_factories(with_reference(cache), loaded)
-    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
-        results = answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
-    columns = {"cache": "name", "right": "number", "+-": "number", "tokens right": "number"}
-    cells = [
-        (name, f"{each.accuracy:.3f}", f"{each.standard_error:.3f}", f"{each.token_accuracy:.3f}")
-        for name, each in results.items()
-    ]
-    open_console().print(make_table(f"{model} on {data_file.name}, {len(asked)} questions", columns, cells))
-    rows = [
-        {
-            "cache": name,
-            "accuracy": each.accuracy,
-            "standard_error": each.standard_error,
-            "token_accuracy": each.token_accuracy,
-            "correct": list(each.correct),
-            "stats": each.stats,
-        }
-        for name, each in results.items()
-    ]
-    settings |= {"data_file": data_file.name, "num_questions": len(asked)}
-    return {"benchmark": "retrieval", **provenance(loaded.device), "settings": settings, "rows": rows}

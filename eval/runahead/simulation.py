@@ -11,14 +11,13 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from kvcache_plugins.console.command_line import make_table, open_console
-from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.tables import make_table, open_console
 from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel
 from kvcache_plugins.kv_runahead.measurements import Link, Timing
 from kvcache_plugins.kv_runahead.planning import planned
@@ -184,29 +183,20 @@ def _show_measured(rows: Sequence[Mapping[str, Any]]) -> None:
     typer.echo(f"off by {100 * statistics.median(errors):.1f} % (median), {100 * max(errors):.1f} % at most")
 
 
-@with_results
-def main(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = FITTED,
-    ranks: Annotated[list[int], typer.Option(help="Repeatable.")] = [2, 4, 8, 16, 32, 64],  # noqa: B006
-    bandwidth: Annotated[list[float], typer.Option(help="GB/s (1e9 bytes) of a link; repeatable.")] = [300, 10, 1],  # noqa: B006
-    length: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [4096, 16384, 65536],  # noqa: B006
-    latency_us: Annotated[float, typer.Option(help="Microseconds a message takes beside its bytes.")] = 10.0,
-    shared: Annotated[bool, typer.Option("--shared", help="All ranks share one link.")] = False,
-    measured: Annotated[
-        Path | None, typer.Option(help="JSON list of {lengths, num_ranks, seconds} to simulate instead.")
-    ] = None,
-    num_layers: Annotated[int, typer.Option(help="Layers of the model that was measured.")] = 30,
-    bytes_per_token: Annotated[int, typer.Option(help="Bytes of its keys and values, a token and layer.")] = 1536,
-    triangle: Annotated[float, typer.Option(help="Share of a slice's own square that was computed.")] = TRIANGLE,
+def simulate(
+    model: str | None,
+    ranks: list[int],
+    bandwidth: list[float],
+    length: list[int],
+    latency_us: float,
+    shared: bool,
+    measured: Path | None,
+    num_layers: int,
+    bytes_per_token: int,
+    triangle: float | None,
 ) -> dict[str, Any]:
-    """Simulate the time to first token on many ranks, beside the paper's measurements. Not a measurement.
-
-    \b
-    Examples:
-        kvcache-plugins bench runahead-simulation
-        kvcache-plugins bench runahead-simulation --ranks 8 --bandwidth 25 --shared --length 32768
-        kvcache-plugins bench runahead-simulation --measured runs.json --bandwidth 2
-    """
+    """A result of `bench runahead-simulation`: a row for each length, link and number of ranks."""
+    model, triangle = model or FITTED, TRIANGLE if triangle is None else triangle
     if model not in MODELS:
         raise ValueError(f"`model` has to be one of {list(MODELS)} but got {model!r}")
     links = [Link(latency=latency_us * 1e-6, bytes_per_second=each * 1e9, shared=shared) for each in bandwidth]

@@ -14,9 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from kvcache_plugins.console.run_report import memory_fields
 from kvcache_plugins.eval.harness.caches import cache_factories
 from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
-from kvcache_plugins.eval.measures.fidelity import fidelity_fields, measure_fidelity
-from kvcache_plugins.eval.measures.perplexity import measure_perplexity, perplexity_fields
-from kvcache_plugins.eval.measures.retrieval import answer_questions, read_questions
+from kvcache_plugins.eval.measures.fidelity import measure_fidelity
+from kvcache_plugins.eval.measures.fidelity_report import fidelity_fields
+from kvcache_plugins.eval.measures.perplexity import measure_perplexity
+from kvcache_plugins.eval.measures.perplexity_report import perplexity_fields
+from kvcache_plugins.eval.measures.questions import read_questions
+from kvcache_plugins.eval.measures.retrieval import answer_questions
 from kvcache_plugins.eval.tasks import find_task
 
 

@@ -5,21 +5,31 @@
 >>> model.generate(**inputs, past_key_values=GEARCache(model.config, nbits=2))
 >>> model.generate(**inputs, past_key_values=create_cache("gear-2bit", model))
 ```
+
+Importing this costs next to nothing: the caches' names are registered, and Torch and Transformers are imported with
+the first name that needs them.
 """
 
-from .advice.choose_by_kl import choose_cache
-from .advice.memory_prediction import predict_memory
-from .advice.recommendation import recommend
-from .baselines import (
-    H2OCache,
-    transformers_caches,  # noqa: F401 - registers them
-)
-from .gear import GEARCache
-from .infinigen import InfiniGenCache
-from .infinigen_gear import InfiniGenGEARCache
-from .kv_runahead import runahead_generate, runahead_prefill
+from typing import TYPE_CHECKING, Any
+
+# They register their caches
+from . import baselines, gear, infinigen, infinigen_gear  # noqa: F401
+from .lazy_imports import lazy_attributes
 from .registry import create_cache, list_caches, register_cache
-from .reports.memory import MemoryReport, measure_memory
+
+
+if TYPE_CHECKING:
+    from .advice.choose_by_kl import choose_cache
+    from .advice.memory_prediction import predict_memory
+    from .advice.recommendation import recommend
+    from .baselines import H2OCache
+    from .gear import GEARCache
+    from .infinigen import InfiniGenCache
+    from .infinigen_gear import InfiniGenGEARCache
+    from .kv_runahead import runahead_generate, runahead_prefill
+    from .reports.memory import MemoryReport, measure_memory
+
+    __version__: str
 
 
 __all__ = [
@@ -38,3 +48,32 @@ __all__ = [
     "runahead_generate",
     "runahead_prefill",
 ]
+
+_get_lazily, _list_attributes = lazy_attributes(
+    __name__,
+    {
+        "GEARCache": "kvcache_plugins.gear:GEARCache",
+        "H2OCache": "kvcache_plugins.baselines:H2OCache",
+        "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",
+        "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
+        "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
+        "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
+        "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
+        "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
+        "recommend": "kvcache_plugins.advice.recommendation:recommend",
+        "runahead_generate": "kvcache_plugins.kv_runahead:runahead_generate",
+        "runahead_prefill": "kvcache_plugins.kv_runahead:runahead_prefill",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("kvcache-plugins")
+    return _get_lazily(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*_list_attributes(), "__version__"})

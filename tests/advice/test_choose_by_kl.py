@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from kvcache_plugins import GEARCache, choose_cache, cli, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.eval.continuations import was_exercised
-from kvcache_plugins.eval.measures.comparison import generate_with, generation_fields
+from kvcache_plugins.eval.harness.caches import was_exercised
+from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 from kvcache_plugins.gear.layer import GEARLayer
 
 

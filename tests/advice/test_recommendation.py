@@ -9,15 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvcache_plugins import list_caches, predict_memory, recommend
-from kvcache_plugins.advice.recommendation import (
-    FIDELITY_ORDER,
-    CacheFit,
-    Recommendation,
-    default_caches,
-    find_largest,
-    parse_bytes,
-    show_bytes,
-)
+from kvcache_plugins.advice.byte_sizes import parse_bytes, show_bytes
+from kvcache_plugins.advice.recommendation import FIDELITY_ORDER, CacheFit, Recommendation, default_caches
+from kvcache_plugins.advice.search import find_largest
 
 
 RESULTS = [

@@ -11,6 +11,9 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli, list_caches, register_cache, registry
+from kvcache_plugins.console import loading
+from kvcache_plugins.console.json_output import prepare_file
+from kvcache_plugins.eval.measures import generation
 
 
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -147,7 +150,7 @@ def test_compare_shows_a_failed_cache_and_exits_with_1(tiny_folder: str, monkeyp
         (["--prompt-file", "no-such-file"], "No such file or directory: 'no-such-file'"),
         ([], "Give a prompt with `--prompt`, `--prompt-file` or both"),
         (["--prompt", ""], "The prompt is empty"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "`max_new_tokens` must be at least 1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         (["--prompt", "x", "--dtype", "int4"], "`dtype` must be one of `float32`, `bfloat16`, `float16`"),
         (["--prompt", "x", "--device", "gpu"], "`device` must be one that torch knows"),
         (["--prompt", "x", "--chat"], "`chat` needs a tokenizer with a chat template"),
@@ -204,7 +207,7 @@ def test_ctrl_c_exits_with_130(tiny_folder: str, monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "generate_with", interrupted)
+    monkeypatch.setattr(generation, "generate_with", interrupted)
     result = run("generate", "--model", tiny_folder, "--prompt", "x")
     assert result.exit_code == 130
     assert "Traceback" not in result.output
@@ -231,3 +234,105 @@ def test_calibrate_writes_a_file_that_the_cache_takes(tiny_folder: str, tmp_path
     cache = f"infinigen:calibration={file}"
     result = run("compare", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache)
     assert result.exit_code == 0, result.output
+
+
+def test_one_spelling_of_options_everywhere(tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--json"]
+    spec = run("generate", *options, "--cache", "gear-2bit:rank=8,residual_length=32")
+    both = run("generate", *options, "--cache", "gear-2bit:rank=8", "--cache-option", "residual_length=32")
+    parted = [json.loads(each.stdout) for each in (spec, both)]
+    assert parted[0]["settings"]["options"] == {"rank": 8, "residual_length": 32}
+    assert parted[0]["settings"] == parted[1]["settings"] and parted[0]["memory"] == parted[1]["memory"]
+    twice = run("generate", *options, "--cache", "gear-2bit:rank=8", "--cache-option", "rank=4")
+    assert_one_line_error(twice, "`rank` is given twice for the cache `gear-2bit`: 8 and 4")
+
+
+def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str) -> None:
+    options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3"]
+    for cache in ("gear-2bit", "h2o"):
+        said = run("generate", *options, "--cache", cache).stderr
+        assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ")
+        assert "%" not in said
+    assert "200.0 % of a 16-bit cache" in run("generate", *options, "--cache", "dynamic").stderr
+    lines = run("compare", *options, "--cache", "gear-2bit").stdout.splitlines()
+    assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
+
+
+@pytest.fixture
+def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_for_evaluation", lambda *_: pytest.fail("a model was loaded"))
+
+
+COMMANDS = {
+    "generate": ["--prompt", "x"],
+    "compare": ["--prompt", "x"],
+    "bench step": ["--text-file", "LICENSE"],
+    "bench decode": ["--text-file", "LICENSE"],
+    "bench compile": ["--text-file", "LICENSE"],
+    "bench infinigen": ["--text-file", "LICENSE"],
+    "bench prefix": ["--text-file", "LICENSE"],
+    "eval fidelity": ["--text-file", "LICENSE"],
+    "eval perplexity": ["--text-file", "LICENSE"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("cache", ["gaer", "gear:rnk=1", "gear:nbits=5", "gear:"])
+def test_caches_are_checked_before_a_model_is_loaded(command: str, cache: str, no_model_is_loaded: None) -> None:
+    result = run(*command.split(), *COMMANDS[command], "--cache", cache)
+    assert_one_line_error(result, cache.partition(":")[0])
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("generate", "compare")])
+def test_texts_are_read_before_a_model_is_loaded(command: str, no_model_is_loaded: None, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    arguments = [*command.split(), "--cache", "gear", "--text-file"]
+    assert_one_line_error(run(*arguments, str(tmp_path / "binary")), "binary is no text in UTF-8 (byte 0:")
+    assert_one_line_error(run(*arguments, str(tmp_path / "nothing")), "nothing")
+    (tmp_path / "empty").write_text("\n")
+    assert_one_line_error(run(*arguments, str(tmp_path / "empty")), "there is no text in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--prompt", "x", "--max-new-tokens", "0"], "'--max-new-tokens'"),
+        (["generate", "--prompt", "x", "--temperature", "0"], "`temperature` must be above 0"),
+        (["generate", "--prompt", ""], "The prompt is empty"),
+        (["bench", "step", "--context", "-1", "--cache", "gear", "--text-file", "LICENSE"], "'--context'"),
+        (["bench", "kernels", "--context", "0"], "'--context'"),
+        (["bench", "kernels", "--cache", "gear:"], "has the form `name`"),
+        (["eval", "fidelity", "--windows", "0", "--cache", "gear", "--text-file", "LICENSE"], "'--windows'"),
+        (["calibrate", "--text-file", "LICENSE", "--out", "/proc/a"], "/proc/a"),
+        (["plan", "--world-size", "1", "--lengths", "64", "--out", "/proc/a"], "/proc/a"),
+        (["bench", "predict", "--bandwidth", "1", "--out", "/proc/a.json"], "/proc/a.json"),
+        (["generate", "--prompt", "x", "--model", "smollm"], "did you mean `smollm2`?"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_before_anything_is_done(arguments: list[str], message: str) -> None:
+    assert_one_line_error(run(*arguments), message)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    result = run("generate", "--prompt", "x", "--model", str(tmp_path))
+    assert_one_line_error(result, f"`model` is the folder `{tmp_path}`, but there is no `config.json` in it")
+
+
+def test_a_binary_prompt_is_named(tmp_path: Path) -> None:
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n")
+    result = run("generate", "--prompt-file", str(tmp_path / "photo.png"))
+    assert_one_line_error(result, "photo.png is no text in UTF-8")
+
+
+def test_the_list_begins_with_its_head() -> None:
+    first, *_ = run("list").stdout.splitlines()
+    assert first.split()[0] == "cache"
+
+
+def test_a_file_that_was_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    prepare_file(tmp_path / "old.json")
+    prepare_file(tmp_path / "new" / "new.json")
+    assert (tmp_path / "old.json").read_text() == "{}"
+    assert list((tmp_path / "new").iterdir()) == []

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
 
@@ -25,7 +26,8 @@ def run(*arguments: str) -> Result:
 
 def run_small(folder: str, memory: str, *arguments: str) -> Result:
     caches = ["--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen"]
-    return run("--model", folder, "--memory", memory, "--context", "1000", *caches, *arguments)
+    options = ["--model", folder, "--memory", memory, "--context", "1000", "--device", "cuda"]
+    return run(*options, *caches, *arguments)
 
 
 def test_json_holds_what_the_arithmetic_says(folder: str) -> None:
@@ -54,7 +56,7 @@ def test_table_marks_what_is_recommended(folder: str) -> None:
     headings = ["cache", "fits", "on cuda", "in host memory", "% of 16 bits", "largest context", "largest batch"]
     assert " ".join(lines["cache"].split()) == " ".join(headings)
     # The title is folded where the folder's name is long
-    assert "in 390.62 KiB" in " ".join(result.stdout.split())
+    assert "in 400.00 kB" in " ".join(result.stdout.split())
     assert "`infinigen` is nearest to the dense cache in measured KL of what fits" in result.stdout
     assert "made for" not in result.stdout
     assert "infinigen" in result.stderr
@@ -83,7 +85,7 @@ def test_nothing_that_fits_exits_with_1(folder: str) -> None:
         (["--memory", "8q"], "`memory` has to be a number of bytes"),
         (["--host-memory", "much"], "`host_memory` has to be a number of bytes"),
         (["--model", "/no/such"], "`model` is `/no/such`, but there is no such folder"),
-        (["--context", "0"], "`context` has to be an integer of at least 1"),
+        (["--context", "0"], "Invalid value for '--context'"),
         (["--cache", "gaer"], "Unknown cache `gaer`. Did you mean `gear`?"),
         (["--dtype", "int4"], "`dtype` must be one of `float32`"),
         (["--device", "gpu"], "`device` has to be one of ['cuda', 'cpu']"),
@@ -98,3 +100,20 @@ def test_errors_are_one_line(arguments: list[str], message: str, folder: str) ->
     assert message in result.stderr
     assert result.stderr.splitlines()[-1].startswith("Error: ")
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("memory", "shown"), [("100MB", "100.00 MB"), ("1.5 GB", "1.50 GB"), ("8GiB", "8.00 GiB")])
+def test_sizes_are_in_the_units_of_the_budget(memory: str, shown: str, folder: str) -> None:
+    result = run("--model", folder, "--memory", memory, "--context", "1000", "--cache", "dynamic")
+    assert f"in {shown}" in " ".join(result.stdout.split())
+    in_thousands = "i" not in memory
+    assert ("KiB" in result.stdout or "MiB" in result.stdout) != in_thousands
+
+
+def test_without_a_gpu_sizes_are_of_a_cpu(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("--model", folder, "--memory", "1GB", "--context", "100", "--cache", "dynamic", "--json")
+    assert (json.loads(result.stdout)["device"], json.loads(result.stdout)["dtype"]) == ("cpu", "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = run("--model", folder, "--memory", "1GB", "--context", "100", "--cache", "dynamic", "--json")
+    assert json.loads(result.stdout)["device"] == "cuda"

@@ -6,7 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 from kvcache_plugins import registry
-from kvcache_plugins.models.reference_model import PACKAGED_MODELS, resolve_model
+from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
+from kvcache_plugins.models.reference_model import resolve_model
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.models import reference_model
+from kvcache_plugins.models import conversion, reference_model
 from kvcache_plugins.models.reference_model import load_model, models_folder, reference_models, resolve_model
 
 
@@ -20,14 +20,14 @@ LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROCESS = """
 import os, time
 from importlib import metadata
-from kvcache_plugins.models import reference_model
+from kvcache_plugins.models import conversion, reference_model
 
 def convert(packaged, name, folder, console):
     folder.mkdir()
     {convert}
 
 metadata.version = lambda distribution: "1.0"
-reference_model._convert = convert
+conversion._convert = convert
 print(reference_model.resolve_model("smollm2"))
 """
 SLOW_CONVERSION = """
@@ -88,7 +88,7 @@ class TestNames:
 
     @pytest.mark.usefixtures("installed")
     def test_converted_folder_with_packages(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reference_model, "_convert", converts_to("{}"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("{}"))
         assert reference_models() == {"smollm2": True, "gemma3-270m": True}
         assert resolve_model("smollm2") == str(home / "models" / "smollm2-1.0-float32")
         assert resolve_model("gemma3-270m") == str(home / "models" / "gemma3-270m-1.0-float32")
@@ -146,16 +146,16 @@ class TestModelsFolder:
 @pytest.mark.usefixtures("installed")
 class TestConversion:
     def test_done_once(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reference_model, "_convert", converts_to("first"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("first"))
         resolve_model("smollm2")
-        monkeypatch.setattr(reference_model, "_convert", converts_to("second"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("second"))
         folder = Path(resolve_model("smollm2"))
         assert (folder / "config.json").read_text() == "first"
 
     def test_done_anew_after_an_upgrade(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reference_model, "_convert", converts_to("first"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("first"))
         resolve_model("smollm2")
-        monkeypatch.setattr(reference_model, "_convert", converts_to("second"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("second"))
         monkeypatch.setattr(metadata, "version", lambda distribution: "2.0")
         folder = Path(resolve_model("smollm2"))
         assert folder.name == "smollm2-2.0-float32"
@@ -169,7 +169,7 @@ class TestConversion:
             converts_to("half")(packaged, name, folder, console)
             raise error
 
-        monkeypatch.setattr(reference_model, "_convert", convert)
+        monkeypatch.setattr(conversion, "_convert", convert)
         with pytest.raises(error):
             resolve_model("smollm2")
         assert [path.name for path in (home / "models").iterdir() if path.is_dir()] == []
@@ -181,7 +181,7 @@ class TestConversion:
         assert (home / "models" / "smollm2-1.0-float32.partial" / "a").exists()
         assert not (home / "models" / "smollm2-1.0-float32").exists()
 
-        monkeypatch.setattr(reference_model, "_convert", converts_to("whole"))
+        monkeypatch.setattr(conversion, "_convert", converts_to("whole"))
         folder = Path(resolve_model("smollm2"))
         assert [path.name for path in folder.iterdir()] == ["config.json"]
         assert not (home / "models" / "smollm2-1.0-float32.partial").exists()
@@ -198,7 +198,7 @@ class TestConversion:
         assert len({path.read_text() for path in folder.iterdir()}) == 1
 
     def test_says_what_to_install(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reference_model, "find_spec", lambda name: None)
+        monkeypatch.setattr(conversion, "find_spec", lambda name: None)
         with pytest.raises(ImportError, match=r"pip install kvcache-plugins\[reference\]"):
             resolve_model("smollm2")
 

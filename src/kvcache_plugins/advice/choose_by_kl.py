@@ -14,34 +14,25 @@ compressed as in a decode too; all at once, every one of them would be exact for
 """
 
 import copy
-import inspect
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
-from kvcache_plugins.gear.layer import GEARLayer
-from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+
+from .filled_caches import bytes_held, dense_states, fill, mean_kl
+from .held_out_prompt import HeldOutPrompt
 
 
 DEFAULT_CANDIDATES = (
     *("gear-k2v2", "gear-k3v2", "gear-k4v3", "gear-k4v4", "gear-k4v4-g32"),
     "gear-k4v4:nbits=8",
 )
-# By default a quarter of the prompt is held out, within these
-_FEWEST_HELD_OUT = 16
-_MOST_HELD_OUT = 128
-# Of this many tokens groups of every usual size leave none over
-_WHOLE_GROUPS = 1024
-# Held-out tokens a forward through a candidate
-_CHUNK = 16
 
 
 @torch.no_grad()
@@ -97,16 +88,16 @@ def choose_cache(
     ```
     """
     _check_max_kl(max_kl)
-    prompt = _Prompt(model, input_ids, attention_mask, held_out)
+    prompt = HeldOutPrompt(model, input_ids, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
-    layers, dense_logits = _dense_states(prompt)
+    layers, dense_logits = dense_states(prompt)
     kl_by_preset: dict[str, float] = {}
-    for spec in sorted(caches, key=lambda spec: _bytes_held(caches[spec], layers)):
+    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], layers)):
         cache = copy.deepcopy(caches[spec])
-        _fill(cache, layers, prompt)
+        fill(cache, layers, prompt)
         if not cache.stats()["tokens_compressed"]:
             raise _too_short(prompt, spec, cache)
-        kl_by_preset[spec] = _mean_kl(cache, prompt, dense_logits)
+        kl_by_preset[spec] = mean_kl(cache, prompt, dense_logits)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
             chosen = caches[spec]
@@ -121,97 +112,12 @@ def choose_cache(
     )
 
 
-class _Prompt:
-    """A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        held_out: int | None,
-    ) -> None:
-        self.model, inner = model, unwrap_model(model)
-        self.config: Any = inner.config
-        if model.training:
-            raise ValueError("`model` is in training mode, where dropout differs each time: call `model.eval()` first")
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-            raise ValueError("`input_ids` has to be a tensor of token ids of shape `[batch_size, prompt length]`")
-        self.input_ids = input_ids.to(inner.device)
-        self.length = input_ids.shape[1]
-        self.held_out = _choose_held_out(held_out, self.length)
-        self.prefix_length = self.length - self.held_out
-        self.mask = _check_mask(attention_mask, self.input_ids)
-        self._accepted = inspect.signature(inner.forward).parameters
-
-    @property
-    def padding(self) -> torch.Tensor | None:
-        """Padding of every item, `[batch_size]`."""
-        return None if self.mask is None else (self.mask == 0).sum(dim=1)
-
-    def is_real(self, start: int, stop: int) -> torch.Tensor:
-        """Which tokens are not padding, `[batch_size, stop - start]`."""
-        if self.mask is None:
-            return torch.ones_like(self.input_ids[:, start:stop], dtype=torch.bool)
-        return self.mask[:, start:stop] != 0
-
-    def feed(self, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """Logits `[batch_size, stop - start, vocabulary]` of tokens through a cache that holds those before them."""
-        options: dict[str, Any] = {}
-        if self.mask is not None:
-            options["attention_mask"] = self.mask[:, :stop]
-            if "position_ids" in self._accepted:
-                # As `generate` counts them
-                positions = self.mask.long().cumsum(dim=1) - 1
-                options["position_ids"] = positions.masked_fill(self.mask == 0, 0)[:, start:stop]
-        if start == 0 and "logits_to_keep" in self._accepted:
-            # Those of the prefix are nobody's
-            options["logits_to_keep"] = 1
-        output = self.model(input_ids=self.input_ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
-        if cache.get_seq_length() != stop:
-            raise ValueError(
-                f"`model` left {cache.get_seq_length()} tokens in the cache after {stop}: it does not go through "
-                "`past_key_values` alone, so nothing can be measured"
-            )
-        return output.logits
-
-
 def _check_max_kl(max_kl: float) -> None:
     if isinstance(max_kl, bool) or not isinstance(max_kl, (int, float)) or not 0 < max_kl < math.inf:
         raise ValueError(f"`max_kl` has to be a number above 0, in nats, but got {max_kl!r}")
 
 
-def _choose_held_out(held_out: int | None, length: int) -> int:
-    if held_out is None:
-        held_out = max(_FEWEST_HELD_OUT, min(length // 4, _MOST_HELD_OUT))
-        if held_out >= length:
-            raise ValueError(
-                f"`input_ids` has {length} tokens, which is too short: {held_out} are held out at the end, and those "
-                "before them have to be enough to be compressed"
-            )
-    if not isinstance(held_out, int) or isinstance(held_out, bool) or not 1 <= held_out < length:
-        raise ValueError(
-            f"`held_out` has to be an integer from 1 to {length - 1} for this prompt, but got {held_out!r}"
-        )
-    return held_out
-
-
-def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """The mask where the model is; `None` if there is no padding."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
-        raise ValueError(f"`attention_mask` has to be a tensor of the shape of `input_ids`, {tuple(input_ids.shape)}")
-    mask = mask.to(input_ids.device).long()
-    is_binary = bool(((mask == 0) | (mask == 1)).all())
-    if not is_binary or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        raise ValueError(
-            "`attention_mask` has to be 0 for padding on the left of an item and 1 for all tokens after it"
-        )
-    return None if bool(mask.all()) else mask
-
-
-def _create_candidates(prompt: _Prompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:
+def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:
     """An empty cache of every candidate."""
     if isinstance(candidates, str) or (candidates is not None and not candidates):
         raise ValueError(f"`candidates` has to be a sequence of names of GEAR caches but got {candidates!r}")
@@ -232,79 +138,7 @@ def _create_candidates(prompt: _Prompt, candidates: Sequence[str] | None) -> dic
     return caches
 
 
-def _dense_states(prompt: _Prompt) -> tuple[list[object], torch.Tensor]:
-    """Dense layers that hold the prefix, and logits of the held-out tokens `[batch_size, held_out, vocabulary]`."""
-    dense = DynamicCache(config=prompt.config)
-    prompt.feed(dense, 0, prompt.prefix_length)
-    # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
-    # memory once.
-    layers: list[object] = [layer if _is_full(layer) else copy.deepcopy(layer) for layer in dense.layers]
-    logits = prompt.feed(dense, prompt.prefix_length, prompt.length)
-    for layer in layers:
-        if _is_full(layer) and layer.is_initialized:
-            layer.crop(-prompt.held_out)
-    return layers, logits
-
-
-def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
-    return type(layer) is DynamicLayer
-
-
-def _bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
-    """
-    Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
-    rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
-    nothing of what is generated.
-    """
-    alike = Counter(
-        (layer.keys.shape, layer.values.shape, layer.keys.dtype)
-        for layer in layers
-        if _is_full(layer) and layer.keys is not None and layer.values is not None
-    )
-    total = 0
-    for (*shapes, dtype), count in alike.items():
-        layer = GEARLayer(cache.gear_config, 0)
-        keys, values = (
-            torch.empty(
-                *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
-            )
-            for shape in shapes
-        )
-        layer.take_prompt(keys, values, None)
-        total += count * sum(tensor.nbytes for _, tensor in layer.named_tensors())
-    return total
-
-
-def _fill(cache: GEARCache, layers: Sequence[object], prompt: _Prompt) -> None:
-    """Puts the prefix into an empty cache: compressed where the cache compresses, else a copy of the dense layer."""
-    padding = prompt.padding
-    within = None if padding is None else padding.clamp(max=prompt.prefix_length)
-    for index, layer in enumerate(layers):
-        own = cache.layers[index]
-        if not isinstance(own, GEARLayer):
-            cache.layers[index] = copy.deepcopy(layer)
-        elif _is_full(layer) and layer.is_initialized:
-            assert layer.keys is not None and layer.values is not None
-            own.take_prompt(layer.keys, layer.values, within)
-            # Of a short item padding may go on behind the prefix
-            own.padding = padding
-
-
-def _mean_kl(cache: GEARCache, prompt: _Prompt, dense_logits: torch.Tensor) -> float:
-    """Mean KL(dense || cache) of the held-out tokens through a filled cache."""
-    total, first = 0.0, prompt.prefix_length
-    for start in range(first, prompt.length, _CHUNK):
-        stop = min(start + _CHUNK, prompt.length)
-        logits = prompt.feed(cache, start, stop)
-        # Item by item: in float64 the logits of a whole batch may be large
-        for item, is_real in enumerate(prompt.is_real(start, stop)):
-            exact = F.log_softmax(dense_logits[item, start - first : stop - first][is_real].double(), dim=-1)
-            log_probs = F.log_softmax(logits[item][is_real].double(), dim=-1)
-            total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
-    return total / int(prompt.is_real(first, prompt.length).sum())
-
-
-def _too_short(prompt: _Prompt, spec: str, cache: GEARCache) -> ValueError:
+def _too_short(prompt: HeldOutPrompt, spec: str, cache: GEARCache) -> ValueError:
     return ValueError(
         f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
         f"{prompt.held_out} held out it compresses none, as an item needs at least {cache.gear_config.token_group} "

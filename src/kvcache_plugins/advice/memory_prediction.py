@@ -2,7 +2,7 @@
 
 The cache itself is run, on tensors of the device `meta`, which have shapes and no data: so the bytes are those of the
 very tensors that it would make, whoever wrote it. Arithmetic of its own beside every method would have to be kept true
-to it.
+to it. Of long contexts that would take minutes: there three shorter ones are run, see `straight_lines`.
 
 The model is built on `meta` too. One token goes through it, and what its layers hand to a dense cache is noted:
 that tells the shapes of keys and values whatever an architecture calls its sizes. A cache is then handed the same, of
@@ -10,31 +10,26 @@ as many tokens as asked for. Layers that are alike are filled once.
 """
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache
 
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 
+from .models_without_weights import NO_DATA_ERRORS, ModelSource, build_without_weights, load_config, parse_dtype
+from .recorded_calls import record_calls
+from .straight_lines import PERIOD, continue_line
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 DEVICES = ("cuda", "cpu")
 # What only a cache on a GPU has
 _GPU_PARTS = ("staging",)
 # Packages whose layers are alike if their attributes are: an index names them in errors and decides nothing
 _KNOWN_PACKAGES = ("kvcache_plugins", "transformers")
-# What a model's code, or a cache's, raises where it needs numbers that there are not
-NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-
-ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
 
 
 class CacheSizingError(ValueError):
@@ -119,10 +114,10 @@ class CacheSizer:
         if device not in DEVICES:
             raise ValueError(f"`device` has to be one of {list(DEVICES)} but got {device!r}")
         self.device = device
-        self.dtype = _parse_dtype(("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype)
+        self.dtype = parse_dtype(("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype)
         self.config = load_config(model)
-        self._model = _build_without_weights(self.config, self.dtype)
-        self._calls = _listen(self._model)
+        self._model = build_without_weights(self.config, self.dtype)
+        self._calls = record_calls(self._model)
 
     @property
     def weights_bytes(self) -> int | None:
@@ -140,7 +135,20 @@ class CacheSizer:
         """What a cache would hold: see `predict_memory`."""
         check_counts(context, batch_size, new_tokens)
         name, options = parse_cache_spec(cache)
-        check_cache(name, **options)
+        # Values are what a `CacheSizingError` is about
+        check_cache(name).check_options(options)
+        num_periods, rest = divmod(context - new_tokens, PERIOD)
+        if num_periods > 3:
+            # Three shorter prompts tell whether bytes go along a straight line, and where it ends
+            lengths = (count * PERIOD + rest + new_tokens for count in (1, 2, 3))
+            reports = [self._run(cache, length, batch_size, new_tokens) for length in lengths]
+            found = continue_line(reports, num_periods)
+            if found is not None:
+                return found
+        return self._run(cache, context, batch_size, new_tokens)
+
+    def _run(self, cache: str, context: int, batch_size: int, new_tokens: int) -> MemoryReport:
+        name, options = parse_cache_spec(cache)
         try:
             filled = create_cache(name, self._model, **options)
             # Nothing is speculated here, and the model would remember every cache
@@ -191,139 +199,6 @@ def check_counts(context: int, batch_size: int, new_tokens: int) -> None:
             f"`new_tokens` are those of the `context` that come after a prompt: they have to be fewer than {context} "
             f"but are {new_tokens}"
         )
-
-
-def load_config(model: ModelSource) -> PreTrainedConfig:
-    """
-    The config of a model. The first time, a packaged model that has not been converted yet is converted.
-
-    Raises:
-        ValueError: if there is no such model, or its config cannot be read.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model.config
-    if isinstance(model, PreTrainedConfig):
-        return model
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
-    # Transformers would take it for a hub name and complain about its letters
-    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
-    if is_path and not Path(model).expanduser().is_dir():
-        raise ValueError(f"`model` is `{model}`, but there is no such folder")
-    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
-
-
-def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if parsed not in DTYPES.values():
-        accepted = ", ".join(f"`{each}`" for each in DTYPES)
-        raise ValueError(f"`dtype` must be one of {accepted}, but got `{dtype}`")
-    assert parsed is not None
-    return parsed
-
-
-def _build_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
-        except NO_DATA_ERRORS as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """
-    What a layer handed to the cache.
-
-    Attributes:
-        method (`str`): of the cache.
-        tensors (`tuple[torch.Tensor, ...]`): its first arguments, the batch being their first dimension.
-        token_dim (`int`, *optional*): the dimension of their tokens; `None` of states that tokens are summed up in.
-        options (`dict`): its keywords.
-    """
-
-    method: str
-    tensors: tuple[torch.Tensor, ...]
-    token_dim: int | None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self.method, tuple((tuple(each.shape), each.dtype) for each in self.tensors), str(self.options)
-
-    def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
-        """The same for a batch of so many tokens."""
-        given = []
-        for tensor in self.tensors:
-            shape = [batch_size, *tensor.shape[1:]]
-            if self.token_dim is not None:
-                shape[self.token_dim] = num_tokens
-            given.append(tensor.new_empty(shape))
-        is_first = self.method == "update" and cache.get_seq_length(layer_idx) == 0
-        getattr(cache, self.method)(*given, layer_idx, **self.options)
-        layer = cache.layers[layer_idx]
-        if self.method != "update" or not isinstance(layer, LazyLayer):
-            return
-        # As attention does. Its queries have as many heads as the keys here: none are stored.
-        if is_first:
-            layer.on_exact_attention(given[0], None, is_causal=True, scale=None)
-        elif layer.stores_attention:
-            layer.attend(given[0], None, is_causal=False, scale=None)
-
-
-class _ListeningCache(DynamicCache):
-    """A dense cache that notes what it is handed, by layer."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self.calls: list[list[_Call]] = [[] for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.calls[layer_idx].append(_Call("update", (key_states, value_states), 2))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> Any:
-        self.calls[layer_idx].append(_Call("update_indexer", (indexer_key_states,), 1))
-        return super().update_indexer(indexer_key_states, layer_idx)
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.calls[layer_idx].append(_Call("update_conv_state", (conv_states,), None, _options(args, kwargs)))
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.calls[layer_idx].append(
-            _Call("update_recurrent_state", (recurrent_states,), None, _options(args, kwargs))
-        )
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-
-def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a call, of which only the state's number can come by position."""
-    return {**dict(zip(("state_idx",), args, strict=True)), **kwargs} if args else kwargs
-
-
-@torch.no_grad()
-def _listen(model: PreTrainedModel) -> list[list[_Call]]:
-    """What every layer of a model hands to its cache for one token."""
-    cache, padding = _ListeningCache(model.config), getattr(model.config, "pad_token_id", None)
-    try:
-        # Some models look for padding in what they are given
-        model.config.pad_token_id = None
-        model(torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
-    except NO_DATA_ERRORS as error:
-        raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
-    finally:
-        model.config.pad_token_id = padding
-    if not any(cache.calls):
-        raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
-    return cache.calls
 
 
 def _state_of(cache: Cache, layer_idx: int) -> object:

@@ -5,7 +5,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel,
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
-from kvcache_plugins.registry import CUDA, ModelOrConfig, get_config, register_cache
+from kvcache_plugins.registry import ModelOrConfig, get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
 
@@ -58,12 +58,12 @@ class _WholeGroupsHQQLayer(_WholeGroupsLayer, HQQQuantizedLayer):
     pass
 
 
-def _create_dynamic(model: ModelOrConfig) -> Cache:
+def create_dynamic(model: ModelOrConfig) -> Cache:
     """Transformers' DynamicCache: dense, the reference"""
     return ReportingDynamicCache(config=get_config(model))
 
 
-def _create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = False) -> Cache:
+def create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = False) -> Cache:
     """Transformers' DynamicCache with all but one layer kept in CPU memory"""
     check_bool("offload_only_non_sliding", offload_only_non_sliding)
     # Transformers would only find out in its first `update`, as "Torch not compiled with CUDA enabled"
@@ -75,12 +75,12 @@ def _create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = 
     return ReportingDynamicCache(config=config, offloading=True, offload_only_non_sliding=offload_only_non_sliding)
 
 
-def _create_fp8(model: ModelOrConfig) -> Cache:
+def create_fp8(model: ModelOrConfig) -> Cache:
     """Transformers' QuantizedCache, 8-bit floats with one scale a tensor"""
     return _create_quantized("fp8", model)
 
 
-def _create_quanto(
+def create_quanto(
     model: ModelOrConfig,
     *,
     nbits: int,
@@ -94,7 +94,7 @@ def _create_quanto(
     return _create_quantized("quanto", model, q_group_size=q_group_size, residual_length=residual_length, **options)
 
 
-def _create_hqq(
+def create_hqq(
     model: ModelOrConfig,
     *,
     nbits: int,
@@ -118,15 +118,3 @@ def _create_quantized(backend: str, model: ModelOrConfig, **layer_options: int) 
     for name, accepted in _ACCEPTED.get(backend, {}).items():
         check_choice(name, layer_options[name], accepted)
     return ReportingQuantizedCache(backend, config, **layer_options)
-
-
-# The axes are those that measured best on SmolLM2 and WikiText-2. quanto: `axis_key=-1`, keys per channel (perplexity
-# 17.2 against 17.6 with Transformers' default 0 at 4 bits, 27 against 202 at 2 bits). hqq: `axis_key=0` at 2 bits (68
-# against 123), the documented 1 at 4 bits, where 0 is no better.
-register_cache("dynamic", _create_dynamic)
-register_cache("offloaded", _create_offloaded, requires=CUDA)
-register_cache("quanto-4bit", _create_quanto, requires="optimum-quanto", nbits=4)
-register_cache("quanto-2bit", _create_quanto, requires="optimum-quanto", nbits=2)
-register_cache("hqq-4bit", _create_hqq, requires="hqq", nbits=4)
-register_cache("hqq-2bit", _create_hqq, requires="hqq", nbits=2, axis_key=0)
-register_cache("fp8", _create_fp8, requires="transformers>=5.21")

@@ -20,8 +20,10 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
+from .interrupts import INTERRUPTED
 
-DONE, FAILED, USER_ERROR, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
+
+DONE, FAILED, USER_ERROR, READER_GONE = 0, 1, 2, 141
 
 # Of click, or of the copy of click that newer releases of Typer carry; its subclass is the one that both export
 _ClickException = cast("type[Exception]", typer.BadParameter.__mro__[2])

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .command_line import make_table, open_console
+from .tables import make_table, open_console
 
 
 def print_report(report: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[...,
     that goes.
 
     Raises:
-        ValueError: before anything is computed, if `--out` is a folder; an `OSError` if its folder cannot be made.
+        ValueError: before anything is computed, if `--out` is a folder; an `OSError` if it cannot be written.
     """
 
     @wraps(function)
@@ -81,12 +81,18 @@ def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[...,
 
 def prepare_file(path: Path) -> None:
     """
-    Makes the folder of a file that is to be written.
+    Sees to it that a file can be written, so that nothing is lost when it is: its folder is made, and it is opened.
 
     Raises:
         ValueError: if `path` is a folder.
-        OSError: if its folder cannot be made.
+        OSError: if its folder cannot be made, or it cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"`out` is to be a file, but {path} is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("ab"):
+        pass
+    # A command that fails leaves no empty file behind
+    if is_new:
+        path.unlink()

@@ -1,5 +1,7 @@
 """What every evaluation writes beside its numbers: commit, date, device and versions."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
@@ -8,10 +10,13 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 
-from kvcache_plugins.reports.memory import MemoryReport
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache_plugins.reports.memory import MemoryReport
 
 
 def provenance(device: torch.device) -> dict[str, object]:
@@ -55,6 +60,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _device_name(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":

@@ -1,36 +1,47 @@
 """GEAR: quantized backbone, low rank and outliers."""
 
-import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from kvcache_plugins.lazy_imports import lazy_attributes
+from kvcache_plugins.registry import register_cache
 
-from kvcache_plugins.registry import get_config, register_cache
 
-from .cache import GEARCache
+if TYPE_CHECKING:
+    from .cache import GEARCache
 
 
 __all__ = ["GEARCache"]
 
+__getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})
 
-def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
-    """GEAR: quantized backbone, low rank and outliers"""
-    return GEARCache(get_config(model), **options)  # type: ignore[arg-type]
-
-
-# The options are the class's own, so that a misspelt one is named before anything is built
-create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
-
+_FACTORY = "kvcache_plugins.gear.factory:create_gear"
+# Made without a model it has checked its options
+_CHECK = "kvcache_plugins.gear.cache:GEARCache"
 _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 for _nbits in (4, 2):
-    register_cache(f"gear-{_nbits}bit", create_gear, nbits=_nbits)
-    register_cache(f"gear-l-{_nbits}bit", create_gear, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0)
     register_cache(
-        f"kivi-{_nbits}bit", create_gear, summary="KIVI's grouping alone", nbits=_nbits, backbone="kivi", **_PLAIN
+        f"gear-{_nbits}bit",
+        _FACTORY,
+        check=_CHECK,
+        summary="GEAR: quantized backbone, low rank and outliers",
+        nbits=_nbits,
+    )
+    register_cache(
+        f"gear-l-{_nbits}bit", _FACTORY, check=_CHECK, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0
+    )
+    register_cache(
+        f"kivi-{_nbits}bit",
+        _FACTORY,
+        check=_CHECK,
+        summary="KIVI's grouping alone",
+        nbits=_nbits,
+        backbone="kivi",
+        **_PLAIN,
     )
     register_cache(
         f"per-token-{_nbits}bit",
-        create_gear,
+        _FACTORY,
+        check=_CHECK,
         summary="Per-token grouping alone (FlexGen)",
         nbits=_nbits,
         backbone="per-token",
@@ -45,18 +56,20 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
         _bits["value_nbits"] = _value_nbits
     register_cache(
         f"gear-k{_key_nbits}v{_value_nbits}",
-        create_gear,
+        _FACTORY,
+        check=_CHECK,
         summary=f"Keys in {_key_nbits} bits, rotated values in {_value_nbits}, sink tokens exact",
         **_bits,
         **_BEYOND,
     )
-register_cache("gear", create_gear, summary="The same as gear-k4v4", nbits=4, **_BEYOND)
+register_cache("gear", _FACTORY, check=_CHECK, summary="The same as gear-k4v4", nbits=4, **_BEYOND)
 register_cache(
     "gear-k4v4-g32",
-    create_gear,
+    _FACTORY,
+    check=_CHECK,
     summary="As gear-k4v4, in groups of 32: nearest to the dense cache",
     nbits=4,
     q_group_size=32,
     **_BEYOND,
 )
-register_cache("kcvt-4bit", create_gear, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)
+register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

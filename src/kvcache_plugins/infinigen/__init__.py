@@ -1,30 +1,40 @@
 """InfiniGen: the cache in host memory, and only the tokens that matter fetched."""
 
-import inspect
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedConfig, PreTrainedModel
-
+from kvcache_plugins.lazy_imports import lazy_attributes
 from kvcache_plugins.registry import register_cache
 
-from .cache import InfiniGenCache
-from .calibration import Calibration, calibrate
+
+if TYPE_CHECKING:
+    from .cache import InfiniGenCache
+    from .calibration import Calibration, calibrate
 
 
 __all__ = ["Calibration", "InfiniGenCache", "calibrate"]
 
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "Calibration": "kvcache_plugins.infinigen.calibration:Calibration",
+        "InfiniGenCache": "kvcache_plugins.infinigen.cache:InfiniGenCache",
+        "calibrate": "kvcache_plugins.infinigen.calibration:calibrate",
+    },
+)
 
-def create_infinigen(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> InfiniGenCache:
-    """InfiniGen: in host memory, important tokens fetched"""
-    return InfiniGenCache(model, **options)  # type: ignore[arg-type]
+_FACTORY = "kvcache_plugins.infinigen.factory:create_infinigen"
+_CHECK = "kvcache_plugins.infinigen.factory:check_infinigen"
 
-
-# The options are the class's own, so that a misspelt one is named before anything is built
-create_infinigen.__signature__ = inspect.signature(InfiniGenCache)  # type: ignore[attr-defined]
-
-register_cache("infinigen", create_infinigen)
+register_cache(
+    "infinigen",
+    _FACTORY,
+    check=_CHECK,
+    summary="InfiniGen: in host memory, important tokens fetched",
+)
 register_cache(
     "infinigen-paper",
-    create_infinigen,
+    _FACTORY,
+    check=_CHECK,
     summary="InfiniGen by the paper's rule and partial keys",
     alpha=4.0,
     partial_ratio=0.3,

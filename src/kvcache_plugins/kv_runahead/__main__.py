@@ -17,8 +17,10 @@ import torch.distributed as dist
 import typer
 from transformers import PreTrainedModel, TextStreamer
 
-from kvcache_plugins.console.command_line import load_for_evaluation, open_console, user_errors
+from kvcache_plugins.console.errors import user_errors
+from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import encode_prompt
+from kvcache_plugins.console.tables import open_console
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .failure_reports import FailureReports, RunaheadError

@@ -129,6 +129,14 @@ class ReportingMixin:
             "layers_quantized": len(quantized),
         }
 
+    def __repr__(self) -> str:
+        memory, layers = self.memory(), self.layers  # type: ignore[attr-defined]
+        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]
+        held = (
+            f"{memory.bits_per_value:.2f} bits a value, {max(lengths, default=0)} tokens, {memory.total_bytes} bytes"
+        )
+        return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
+
     def _repr_html_(self) -> str:
         return self.memory().to_html(type(self).__name__, self.stats())
 

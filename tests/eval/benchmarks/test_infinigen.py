@@ -5,6 +5,7 @@ import json
 import torch
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.cli.bench import infinigen as command
 from kvcache_plugins.eval.benchmarks import infinigen as benchmark_infinigen
 
 
@@ -32,7 +33,7 @@ def test_writes_rows(tiny_model, tmp_path, monkeypatch) -> None:
         benchmark_infinigen, "load_for_evaluation", lambda name: (model, lambda text, return_tensors: Tokens)
     )
     (tmp_path / "text.txt").write_text("text", encoding="utf-8")
-    benchmark_infinigen.main(
+    command.main(
         text_file=tmp_path / "text.txt",
         cache=["dynamic", "infinigen:share=0.1"],
         context=250,

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kvcache_plugins.cli.bench import kernels as command
 from kvcache_plugins.eval.benchmarks import kernels as benchmark_kernels
 
 
@@ -23,7 +24,7 @@ SMALL = {
 
 def test_writes_rows_with_their_provenance(tmp_path):
     path = tmp_path / "kernels.json"
-    benchmark_kernels.main(**SMALL, out=path)
+    command.main(**SMALL, out=path)
     content = json.loads(path.read_text())
     rows = {row["name"]: row for row in content["rows"]}
     assert content["settings"]["kernel"] == "compiled"
@@ -42,7 +43,7 @@ def test_nothing_is_timed_on_a_mismatch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(benchmark_kernels, "attend", wrong)
     with pytest.raises(RuntimeError, match=r"gear-2bit by the `compiled` kernel is wrong by .*: not timed"):
-        benchmark_kernels.main(**SMALL, out=tmp_path / "kernels.json")
+        command.main(**SMALL, out=tmp_path / "kernels.json")
     assert not (tmp_path / "kernels.json").exists()
 
 
@@ -61,4 +62,4 @@ def test_a_dense_kernel_can_be_named():
 
 def test_tokens_that_stay_exact_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`context` has to be a multiple of 64"):
-        benchmark_kernels.main(**{**SMALL, "context": 130}, out=None)
+        command.main(**{**SMALL, "context": 130}, out=None)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvcache_plugins import cli, create_cache
 from kvcache_plugins.eval.benchmarks import prefix as benchmark_prefix
-from kvcache_plugins.eval.benchmarks.prefix import Way
+from kvcache_plugins.eval.benchmarks.prefix_ways import Way
 from kvcache_plugins.eval.tables.documents import render
 
 

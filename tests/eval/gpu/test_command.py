@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.eval.gpu import command as gpu_command
+from kvcache_plugins.cli.bench import gpu as gpu_command
 from kvcache_plugins.eval.gpu import parts
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
 from kvcache_plugins.eval.gpu.plan import FULL

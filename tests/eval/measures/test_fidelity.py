@@ -12,11 +12,12 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval import evaluate
+from kvcache_plugins.cli import evaluate
 from kvcache_plugins.eval.harness.caches import cache_factories
 from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
 from kvcache_plugins.eval.measures import fidelity
-from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, measure_fidelity
+from kvcache_plugins.eval.measures.fidelity import measure_fidelity
+from kvcache_plugins.eval.measures.window_scores import continuation_logits, fill_cache
 from kvcache_plugins.registry import describe_caches
 
 

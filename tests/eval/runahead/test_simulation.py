@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_plugins.cli.bench import runahead_simulation as command
 from kvcache_plugins.eval.runahead import simulation
 from kvcache_plugins.eval.runahead.paper import MODELS, cost_of, paper_rows
 from kvcache_plugins.kv_runahead.cost import CostModel
@@ -66,7 +67,7 @@ def test_slow_link_of_the_paper_was_shared(rows: list[dict]) -> None:
 
 def test_prints_and_writes(tmp_path: Path, capsys, monkeypatch, rows: list[dict]) -> None:
     monkeypatch.setattr(simulation, "paper_rows", lambda: rows)
-    simulation.main(ranks=[2, 4], bandwidth=[300, 1], length=[4096], out=tmp_path / "result.json")
+    command.main(ranks=[2, 4], bandwidth=[300, 1], length=[4096], out=tmp_path / "result.json")
     printed = capsys.readouterr().out
     assert "simulated from timings of one device, not measured" in printed
     assert "llama-7b, 1 GB/s: seconds to the first token, simulated" in printed
@@ -100,7 +101,7 @@ def test_predicts_measured_runs(tmp_path: Path, capsys) -> None:
     others = [{**runs_of_model()[-1], "seconds": 9, **each} for each in ({"method": "TSP"}, {"link": "throttled"})]
     for content in (runs_of_model(), {"rows": [*runs_of_model(), *others]}):
         path.write_text(json.dumps(content), encoding="utf-8")
-        simulation.main(bandwidth=[2], measured=path, out=tmp_path / "result.json")
+        command.main(bandwidth=[2], measured=path, out=tmp_path / "result.json")
     assert "off by 0.0 % (median), 0.0 % at most" in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert [row["num_ranks"] for row in result["rows"]] == [2, 2]
@@ -123,11 +124,11 @@ def test_predicts_measured_runs(tmp_path: Path, capsys) -> None:
 def test_wrong_runs_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "runs.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        simulation.main(bandwidth=[2], measured=tmp_path / "runs.json")
+        command.main(bandwidth=[2], measured=tmp_path / "runs.json")
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`model` has to be one of \\['llama-7b'"):
-        simulation.main(model="llama")
+        command.main(model="llama")
     with pytest.raises(ValueError, match="`bandwidth` has to be the one of the `measured` runs but got \\[1, 2\\]"):
-        simulation.main(bandwidth=[1, 2], measured=tmp_path / "runs.json")
+        command.main(bandwidth=[1, 2], measured=tmp_path / "runs.json")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
 from kvcache_plugins.eval.sweeps import sweep as sweeps
-from kvcache_plugins.eval.sweeps.sweep import Sweep
+from kvcache_plugins.eval.sweeps.config import Sweep
 from kvcache_plugins.eval.tables.sweeps import render_sweep
 
 

@@ -1,0 +1,105 @@
+"""`kvcache-plugins eval fidelity`: caches on a text, as a table and as JSON."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.progress import track_progress
+from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.run_report import memory_fields, provenance
+from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.eval.harness.caches import (
+    cache_factories,
+)
+from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+from kvcache_plugins.registry import check_caches
+
+from .fidelity import Fidelity, measure_fidelity
+
+
+def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:
+    """A row of a JSON file."""
+    numbers = ["ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored"]
+    numbers += ["first_difference", "layer_errors", "mean_kv_percent"]
+    return {
+        "cache": cache,
+        **{name: getattr(fidelity, name) for name in numbers},
+        "memory_after_prefix": memory_fields(fidelity.memory_after_prefix),
+        "memory_at_end": memory_fields(fidelity.memory_at_end),
+        "stats": fidelity.stats,
+        "windows": [asdict(window) for window in fidelity.windows],
+    }
+
+
+def _fidelity_cells(cache: str, fidelity: Fidelity) -> tuple[str, ...]:
+    memory = fidelity.memory_after_prefix
+    return (
+        cache,
+        f"{memory.total_bytes / 1e6:.2f}",
+        f"{memory.kv_percent:.1f}",
+        "-" if fidelity.mean_kv_percent is None else f"{fidelity.mean_kv_percent:.1f}",
+        f"{memory.compression_ratio:.2f}",
+        f"{fidelity.ppl:.3f}",
+        f"{fidelity.ppl_ratio:.4f}",
+        f"{fidelity.ppl_ratio_spread:.4f}",
+        f"{fidelity.kl:.4f}",
+        f"{fidelity.kl_spread:.4f}",
+        f"{fidelity.top1_agreement:.3f}",
+        f"{fidelity.first_difference:g}",
+        f"{max(fidelity.layer_errors):.3f}" if fidelity.layer_errors else "-",
+    )
+
+
+_COLUMNS = {
+    "cache": "name",
+    "MB": "number",
+    "KV %": "number",
+    "mean %": "number",
+    "ratio": "number",
+    "PPL": "number",
+    "x dense": "number",
+    "+- PPL": "number",
+    "KL": "number",
+    "+- KL": "number",
+    "top-1": "number",
+    "differs at": "number",
+    "layer error": "number",
+}
+
+
+def evaluate_fidelity(
+    text_file: Path,
+    cache: list[str],
+    model: str,
+    windows: int,
+    prefix: int,
+    scored: int,
+    chunk: int | None,
+    dtype: str | None,
+    device: str | None,
+    seed: int,
+) -> dict[str, Any]:
+    """A result of `eval fidelity`: a row for each cache, the smallest first."""
+    settings = {name: value for name, value in locals().items() if name != "cache"}
+    check_caches(cache)
+    text = read_text(text_file, "text_file")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    token_ids, start_ids = encode_text(tokenizer, text)
+    cut = spread_windows(token_ids, windows, prefix, scored, start_ids)
+    factories = cache_factories(list(dict.fromkeys(cache)), loaded)
+    set_seed(seed)
+    with track_progress(total=len(cut) * len(factories)) as announce:
+        results = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
+    rows = sorted(results.items(), key=lambda row: row[1].memory_after_prefix.total_bytes)
+    title = (
+        f"{model} on {text_file.name}: {windows} windows, {scored} tokens scored after {prefix}; bytes of the prefix"
+    )
+    open_console().print(make_table(title, _COLUMNS, [_fidelity_cells(*row) for row in rows]))
+    settings.update(
+        text_file=text_file.name, dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type
+    )
+    rows_as_json = [fidelity_fields(*row) for row in rows]
+    return {**provenance(loaded.device), "settings": settings, "rows": rows_as_json}

@@ -1,0 +1,132 @@
+"""`kvcache-plugins generate`: one prompt through one cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache_plugins.console.json_output import JsonOption, free_stdout, print_json
+from kvcache_plugins.console.prompts import encode_prompt, read_prompt
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.models.packaged_models import check_model_name
+from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
+
+from .options import (
+    ChatOption,
+    DeviceOption,
+    DtypeOption,
+    MaxNewTokensOption,
+    ModelOption,
+    PromptFileOption,
+    PromptOption,
+    SeedOption,
+)
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Cache, PreTrainedModel
+
+
+def main(
+    model: ModelOption = "smollm2",
+    cache: Annotated[
+        str | None,
+        typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
+    ] = None,
+    cache_option: Annotated[
+        list[str] | None,
+        typer.Option(help="key=value for the cache (integer, float, true, false, none or text); repeatable."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
+    ] = None,
+    prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None,
+    max_new_tokens: MaxNewTokensOption = 64,
+    chat: ChatOption = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 42,
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt through a cache.
+
+    The text is streamed; bytes held and speed follow on standard error.
+
+    With --max-kl the prompt's last tokens tell how far each preset strays from a dense cache on this very text, and
+    the choice is printed on standard error; the prompt has to have about a hundred tokens for it. With --json the text
+    is streamed to standard error.
+
+    \b
+    Examples:
+        kvcache-plugins generate --cache gear-2bit --prompt "The three laws of robotics are"
+        kvcache-plugins generate --cache gear:nbits=2,rank=8 --prompt-file notes.txt
+        kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
+        cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"
+        kvcache-plugins generate --max-kl 0.02 --prompt-file LICENSE --prompt "In short, this licence"
+    """
+    if max_kl is not None and (cache is not None or cache_option):
+        raise ValueError("`max_kl` chooses the cache: give it, or `cache` and `cache_option`, but not both")
+    check_model_name(model)
+    name, options = _parse_cache(cache or "gear", cache_option or [])
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    text = read_prompt(prompt, prompt_file)
+    from transformers import TextStreamer
+
+    from kvcache_plugins.console.loading import load_for_evaluation
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.eval.measures.comparison_tables import summary_line
+    from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
+
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    token_ids = encode_prompt(tokenizer, text, chat)
+    if max_kl is None:
+        made = create_cache(name, loaded, **options)
+    else:
+        name, made = _choose_within(max_kl, loaded, token_ids)
+    with free_stdout(as_json):
+        generation = generate_with(
+            loaded,
+            token_ids,
+            made,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+    print_line(summary_line(name, token_ids.numel(), generation), stderr=True)
+    if as_json:
+        settings = {"model": model, "cache": name, "options": options, "max_kl": max_kl, "chat": chat, "seed": seed}
+        settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
+        settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
+        written = str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True))
+        found = {"text": written, **generation_fields(generation)}
+        print_json({**provenance(loaded.device), "settings": settings, **found})
+
+
+def _parse_cache(spec: str, more: list[str]) -> tuple[str, dict[str, OptionValue]]:
+    """Name and options of `--cache` and `--cache-option`, checked as far as they can be without a model."""
+    name, options = parse_cache_spec(spec)
+    for key, value in map(parse_option, more):
+        if key in options:
+            raise ValueError(f"`{key}` is given twice for the cache `{name}`: {options[key]} and {value}")
+        options[key] = value
+    check_cache(name, **options)
+    return name, options
+
+
+def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:
+    """The preset that the guard chooses, which is printed, and its cache."""
+    from kvcache_plugins.advice.choose_by_kl import choose_cache
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.eval.measures.comparison_tables import choice_line
+
+    cache = choose_cache(model, token_ids[None], max_kl=max_kl)
+    assert cache.choice is not None
+    print_line(choice_line(cache.choice), stderr=True)
+    return cache.choice.preset, cache

@@ -1,0 +1,81 @@
+"""`kvcache-plugins plan`: which slice of a prompt each rank of KV-Runahead prefills, for `runahead_prefill`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
+
+
+def main(
+    world_size: Annotated[int, typer.Option(help="Ranks to plan for, all started on this machine's CPUs.", min=1)],
+    lengths: Annotated[str, typer.Option(help="Tokens of the contexts, such as 4096,8192.")],
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write, for `runahead_prefill(..., partition=...)`.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
+    search: Annotated[
+        bool, typer.Option("--search", help="Search around what is planned, by whole prefills.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="Runs that a median is over.", min=1)] = 3,
+    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan the slices of a prompt for KV-Runahead's ranks.
+
+    A model is measured on this machine for it. "by" says whether seconds were predicted (planned) or measured
+    (searched). Fewer slices than ranks: the first ranks stay idle, as that is faster. Elsewhere, or for another model
+    or number of ranks, make another table.
+
+    \b
+    Examples:
+        kvcache-plugins plan --world-size 2 --lengths 4096,8192 --out table.json
+        kvcache-plugins plan --model gemma3-270m --world-size 4 --lengths 2048,4096 --search --out table.json
+        kvcache-plugins plan --world-size 2 --lengths 4096 --json | jq .entries
+    """
+    if out is None and not as_json:
+        raise ValueError("Give `--out`, `--json` or both, or the table would be lost")
+    parsed = parse_lengths(lengths, world_size)
+    if out is not None:
+        prepare_file(out)
+    from kvcache_plugins.console.progress import track_progress
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.eval.runahead.measure import describe_model, slices_to_time, time_slices, worst_error
+    from kvcache_plugins.eval.runahead.plan import plan_table
+    from kvcache_plugins.eval.runahead.plan_tables import show_plan
+    from kvcache_plugins.eval.runahead.rank_processes import Ranks
+
+    print_line(f"starting {world_size} ranks", stderr=True)
+    with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
+        facts = ranks.call(describe_model)[0]
+        slices = slices_to_time(parsed, world_size, facts.by_shapes)
+        with track_progress(rounds * len(slices)) as announce:
+            timings = time_slices(ranks, facts, slices, rounds, announce)
+        table = plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
+    if out is not None:
+        table.save(out)
+    if as_json:
+        print_json(table.document())
+        return
+    assert table.cost is not None
+    show_plan(table, worst_error(table.timings, table.cost), facts)
+
+
+def parse_lengths(text: str, world_size: int) -> list[int]:
+    """
+    Lengths that an option such as `4096,8192` names.
+
+    Raises:
+        ValueError: if they are no whole numbers, or a context is too short to be cut.
+    """
+    try:
+        lengths = sorted({int(each) for each in text.split(",")})
+    except ValueError as error:
+        raise ValueError(f"`lengths` have to be numbers with commas between them but are {text!r}") from error
+    # Below this slices are so short that timings would not tell one from another
+    least = 16 * world_size
+    if lengths[0] < least:
+        raise ValueError(f"`lengths` have to be at least {least} for {world_size} ranks but one is {lengths[0]}")
+    return lengths

@@ -1,0 +1,55 @@
+"""Says that kernels are compiled, which takes half a minute once: what seems to hang is at work."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from .progress import open_progress
+from .tables import print_line
+
+
+@cache
+def announce_compilation() -> None:
+    """
+    From now on Numba's compilations in this process are announced on standard error: by a bar on a terminal, else by
+    one line, once.
+    """
+    if find_spec("numba") is None:
+        return
+    from numba.core import event
+
+    event.register("numba:compile", _make_announcer(event.Listener))
+
+
+class _Announcer:
+    """What listens to Numba: it compiles what a function calls while it compiles the function."""
+
+    depth = 0
+    is_said = False
+
+    def on_start(self, _: Any) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.stack = ExitStack()
+        if sys.stderr.isatty():
+            progress = self.stack.enter_context(open_progress())
+            task = progress.add_task("Compiling for this CPU, once: half a minute", total=None)
+            self.stack.callback(progress.remove_task, task)
+        elif not self.is_said:
+            print_line("Compiling for this CPU, once: this takes half a minute", stderr=True)
+            self.is_said = True
+
+    def on_end(self, _: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.stack.close()
+
+
+def _make_announcer(listener: type) -> Any:
+    # Numba takes its own kind only, and is not imported before it is needed
+    return type("_NumbaAnnouncer", (_Announcer, listener), {})()

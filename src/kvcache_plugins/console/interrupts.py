@@ -1,0 +1,66 @@
+"""Ctrl-C: one line and exit code 130, at whatever moment it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+INTERRUPTED = 130
+
+
+def end_at_interrupt() -> None:
+    """
+    From now on Ctrl-C ends this process: by `KeyboardInterrupt`, so that what is open is closed; or at once while a
+    module is imported, which would print the exception, or pass over it and go on for a minute.
+
+    Processes that were started to ignore it, as in the background of a shell, still do.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_or_raise)
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C ends this process without any more of Python: it is ending in any case."""
+    if signal.getsignal(signal.SIGINT) is _end_or_raise:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end_or_raise(number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        _end(number, frame)
+    raise KeyboardInterrupt
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"Interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def interrupts_are_ours() -> Iterator[None]:
+    """
+    Processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this one ends them.
+
+    Otherwise each would print a traceback of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,51 @@
+"""Names that are imported when they are first asked for, so that what needs Torch costs nothing until it is used.
+
+What is named is `module:attribute`, as entry points are written. `tests/test_import_rule.py` reads such texts as the
+imports that they are.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def load(target: str) -> Any:
+    """
+    What `module:attribute` names.
+
+    Raises:
+        ImportError: if there is no such module.
+        AttributeError: if there is no such attribute in it.
+    """
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """
+    The functions `__getattr__` and `__dir__` of a module whose attributes are imported on first use (PEP 562).
+
+    Args:
+        module (`str`): the module's `__name__`.
+        targets (`Mapping[str, str]`): what each attribute is, as `module:attribute`.
+
+    Example:
+
+    ```python
+    >>> __getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})
+    ```
+    """
+
+    def get_attribute(name: str) -> Any:
+        if name not in targets:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = load(targets[name])
+        # Found at once from now on
+        setattr(sys.modules[module], name, value)
+        return value
+
+    def list_attributes() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *targets})
+
+    return get_attribute, list_attributes
