@@ -33,8 +33,8 @@ def check_number(
     is_optional: bool = False,
 ) -> None:
     """
-    `value` has to be a number, and no `bool`, within the bounds, and finite unless `is_finite` is `False`; or `None` if
-    that `is_optional`.
+    `value` has to be a number, and no `bool`, within the bounds, and finite unless not `is_finite`; or `None` if that
+    `is_optional`.
     """
     if is_optional and value is None:
         return

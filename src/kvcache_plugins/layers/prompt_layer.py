@@ -120,6 +120,7 @@ class PromptLayer(LazyLayer):
         return keys, values
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """What is stored may be read by address: what is attended with has to be of its shape."""
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
@@ -129,8 +130,8 @@ class PromptLayer(LazyLayer):
             held, got = self._shapes[side][1::2], tuple(states.shape[1::2])
             if held != got:
                 raise ValueError(
-                    f"layer {self.layer_idx} holds {side} of {held[0]} heads of {held[1]}, but got {got[0]} of "
-                    f"{got[1]}: what `past_key_values` holds is of another model; make {ANOTHER_PROMPT}"
+                    f"`past_key_values` holds {side} of {held[0]} heads of {held[1]} in layer {self.layer_idx}, but "
+                    f"got {got[0]} of {got[1]}: it was filled by another model; make {ANOTHER_PROMPT}"
                 )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
