@@ -82,6 +82,14 @@ def test_heads_that_a_config_names(tiny_model):
     assert key_value_heads(config) == {1, 2}
 
 
+@pytest.mark.parametrize("cache_class", CACHES)
+def test_one_layer_may_be_used_directly(cache_class, tiny_llama):
+    cache = cache_class(tiny_llama.config)
+    for length in (80, 1, 1):
+        cache.update(torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32), 0)
+    assert lengths(cache) == [82, 0]
+
+
 # Tokens of the second prompt; the first leaves 130 in the cache
 @pytest.mark.parametrize("length", [40, 66, 129, 130])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])

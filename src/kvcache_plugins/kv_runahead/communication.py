@@ -57,6 +57,7 @@ class Neighbours:
         work = self._guarded(
             layer_idx, self.before, lambda: dist.irecv(buffer, src=source, group=self.group, tag=layer_idx)
         )
+        assert work is not None, "this rank is of the group"
         self._arriving.append((layer_idx, buffer, work))
 
     @property
@@ -83,6 +84,7 @@ class Neighbours:
         work = self._guarded(
             layer_idx, self.behind, lambda: dist.isend(tensor, dst=target, group=self.group, tag=layer_idx)
         )
+        assert work is not None, "this rank is of the group"
         self._leaving.append((layer_idx, tensor, work))
         self.bytes_sent += tensor.nbytes
 

@@ -40,32 +40,36 @@ class ModelMatchMixin(Cache):
         except ValueError:
             self._take_back()
             raise
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is None or isinstance(layer, PromptLayer):
-            held = 0 if layer is None else layer.get_seq_length()
-            states: tuple[torch.Tensor, torch.Tensor] = super().update(
-                key_states, value_states, layer_idx, *args, **kwargs
-            )
+        held = self._num_held(layer_idx)
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        if held is not None:
             self._given[layer_idx] = held, key_states.shape[2]
-            return states
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return states
 
     def reset(self) -> None:
         super().reset()
         self._given = None
 
+    def _num_held(self, layer_idx: int) -> int | None:
+        """Tokens of a layer, 0 of one that is still to be made; `None` of one that is Transformers' own."""
+        if layer_idx >= len(self.layers):
+            return 0
+        layer = self.layers[layer_idx]
+        return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
+
     def _check_last_forward(self) -> None:
         """Whether the last forward reached all layers: one that they are too many for leaves the last ones empty."""
-        given = self._given or {}
-        empty = [
-            index
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, PromptLayer) and given and index > max(given) and layer.get_seq_length() == 0
-        ]
-        if empty and self.layers[max(given)].get_seq_length():
+        # One layer alone is no forward of a model: somebody uses it directly
+        if self._given is None or len(self._given) < 2:
+            return
+        last = max(self._given)
+        is_empty = any(self._num_held(index) == 0 for index in range(last + 1, len(self.layers)))
+        if is_empty and self._num_held(last):
             raise ValueError(
                 f"the cache was made for a model of {len(self.layers)} layers, but the last forward had states for "
-                f"{max(given) + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
+                f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
             )
 
     def _check_states(self, key_states: torch.Tensor, layer_idx: int) -> None:
@@ -75,10 +79,9 @@ class ModelMatchMixin(Cache):
                 f"more: make one with `{type(self).__name__}(model)` for each model"
             )
         if self._given:
-            other, (held, count) = next(reversed(self._given.items()))
-            here = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-            length = 0 if here is None else here.get_seq_length()
-            if (here is None or isinstance(here, PromptLayer)) and length != held:
+            other, (held, _) = next(reversed(self._given.items()))
+            length = self._num_held(layer_idx)
+            if length is not None and length != held:
                 raise ValueError(
                     f"layer {layer_idx} holds {length} tokens, but layer {other} {held}: what the cache holds is of "
                     f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}"
@@ -96,7 +99,9 @@ class ModelMatchMixin(Cache):
     def _take_back(self) -> None:
         """Lets go of what the layers before got in this forward, so that the cache can still be used."""
         for index, (_, count) in (self._given or {}).items():
-            self.layers[index].crop_tokens(count)
+            layer = self.layers[index]
+            if isinstance(layer, PromptLayer):
+                layer.crop_tokens(count)
         self._given = None
 
 
