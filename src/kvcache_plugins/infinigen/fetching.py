@@ -14,8 +14,8 @@ from kvcache_plugins.layers.left_padding import LeftPadding
 
 from .config import InfiniGenConfig
 from .offloaded_tokens import OffloadedTokens
-from .prefetch import StagedRows
 from .selection import Selection, select_tokens
+from .staging import StagedRows
 from .token_store import TokenStore
 
 
