@@ -163,6 +163,7 @@ class CacheSizer:
     @torch.no_grad()
     def _fill(self, cache: Cache, batch_size: int, prompt_length: int, new_tokens: int) -> None:
         alike: dict[object, int] = {}
+        filled: list[int] = []
         for layer_idx, calls in enumerate(self._calls):
             if not calls:
                 continue
@@ -171,12 +172,14 @@ class CacheSizer:
             if first != layer_idx:
                 cache.layers[layer_idx] = cache.layers[first]
                 continue
+            filled.append(layer_idx)
             for call in calls:
                 call.repeat(cache, layer_idx, batch_size, prompt_length)
-            decoded = [call for call in calls if call.token_dim is not None]
-            for _ in range(new_tokens):
-                for call in decoded:
-                    call.repeat(cache, layer_idx, batch_size, 1)
+        # Forward by forward: caches watch whether each reaches all layers
+        decoded = [(index, call) for index in filled for call in self._calls[index] if call.token_dim is not None]
+        for _ in range(new_tokens):
+            for layer_idx, call in decoded:
+                call.repeat(cache, layer_idx, batch_size, 1)
 
     def _on_device(self, report: MemoryReport, cache: Cache) -> MemoryReport:
         """A report of tensors without data as it would be on the device."""

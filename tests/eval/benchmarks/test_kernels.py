@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.cli.bench import kernels as command
+from kvcache_plugins.eval.benchmarks import contest
 from kvcache_plugins.eval.benchmarks import kernels as benchmark_kernels
 
 
@@ -35,13 +36,13 @@ def test_writes_rows_with_their_provenance(tmp_path):
 
 
 def test_nothing_is_timed_on_a_mismatch(tmp_path, monkeypatch):
-    attend = benchmark_kernels.attend
+    attend = contest.attend
 
     def wrong(query, parts, num_heads, kernel="torch"):
         output = attend(query, parts, num_heads)
         return output if kernel == "torch" else output + 0.01 * torch.randn_like(output)
 
-    monkeypatch.setattr(benchmark_kernels, "attend", wrong)
+    monkeypatch.setattr(contest, "attend", wrong)
     with pytest.raises(RuntimeError, match=r"gear-2bit by the `compiled` kernel is wrong by .*: not timed"):
         command.main(**SMALL, out=tmp_path / "kernels.json")
     assert not (tmp_path / "kernels.json").exists()

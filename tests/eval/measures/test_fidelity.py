@@ -15,7 +15,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.cli import evaluate
 from kvcache_plugins.eval.harness.caches import cache_factories
 from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
-from kvcache_plugins.eval.measures import fidelity
+from kvcache_plugins.eval.measures import fidelity_report
 from kvcache_plugins.eval.measures.fidelity import measure_fidelity
 from kvcache_plugins.eval.measures.window_scores import continuation_logits, fill_cache
 from kvcache_plugins.registry import describe_caches
@@ -180,7 +180,7 @@ def test_cache_specs_are_checked_before_anything_runs(tiny_llama: PreTrainedMode
 def test_command_writes_rows_with_their_provenance(
     smollm2: Reference, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity_report, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
@@ -222,7 +222,7 @@ def test_command_writes_rows_with_their_provenance(
 def test_command_errors_are_one_line(
     arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity_report, "load_for_evaluation", lambda *_: smollm2)
     result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments, "--prefix", "32", "--scored", "8"])
     assert result.exit_code == 2
     assert message in result.stderr
