@@ -83,11 +83,12 @@ def test_heads_that_a_config_names(tiny_model):
 
 
 @pytest.mark.parametrize("cache_class", CACHES)
-def test_one_layer_may_be_used_directly(cache_class, tiny_llama):
+def test_layers_may_be_filled_one_after_the_other(cache_class, tiny_llama):
     cache = cache_class(tiny_llama.config)
-    for length in (80, 1, 1):
-        cache.update(torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32), 0)
-    assert lengths(cache) == [82, 0]
+    for layer_idx, expected in ((0, [22, 0]), (1, [22, 22])):
+        for length in (20, 1, 1):
+            cache.update(torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32), layer_idx)
+        assert lengths(cache) == expected
 
 
 # Tokens of the second prompt; the first leaves 130 in the cache

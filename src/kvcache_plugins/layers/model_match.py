@@ -26,6 +26,7 @@ class ModelMatchMixin(Cache):
     expected_heads: frozenset[int] = frozenset()
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
+    _is_direct = False
 
     @torch.compiler.disable
     def update(
@@ -33,7 +34,10 @@ class ModelMatchMixin(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
         if self._given is None or layer_idx <= max(self._given, default=-1):
-            self._check_last_forward()
+            # One layer again and again is no forward of a model: somebody fills layer after layer
+            self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
+            if not self._is_direct:
+                self._check_last_forward()
             self._given = {}
         try:
             self._check_states(key_states, layer_idx)
@@ -50,7 +54,7 @@ class ModelMatchMixin(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._given = None
+        self._given, self._is_direct = None, False
 
     def _num_held(self, layer_idx: int) -> int | None:
         """Tokens of a layer, 0 of one that is still to be made; `None` of one that is Transformers' own."""
@@ -61,8 +65,7 @@ class ModelMatchMixin(Cache):
 
     def _check_last_forward(self) -> None:
         """Whether the last forward reached all layers: one that they are too many for leaves the last ones empty."""
-        # One layer alone is no forward of a model: somebody uses it directly
-        if self._given is None or len(self._given) < 2:
+        if not self._given:
             return
         last = max(self._given)
         is_empty = any(self._num_held(index) == 0 for index in range(last + 1, len(self.layers)))
@@ -78,7 +81,7 @@ class ModelMatchMixin(Cache):
                 f"the cache was made for a model of {len(self.layers)} layers, but the one that it is used with has "
                 f"more: make one with `{type(self).__name__}(model)` for each model"
             )
-        if self._given:
+        if self._given and not self._is_direct:
             other, (held, _) = next(reversed(self._given.items()))
             length = self._num_held(layer_idx)
             if length is not None and length != held:
