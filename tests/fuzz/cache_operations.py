@@ -1,0 +1,293 @@
+"""Random sequences of everything that may be done to a cache, each held against several ways to be right.
+
+A `CacheOperations` machine (Hypothesis draws its steps, and shortens those that fail) keeps beside the cache the mask
+of its batch and, of every row, what it has been through. After each step lengths, mask sizes and bytes have to agree;
+each forward has to give what a `DynamicCache` gives that went through the same (of settings that lose nothing) or what
+attention over the densified states gives; in the end each row has to go on as it does alone, without padding.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcache_plugins import create_cache, measure_memory
+from kvcache_plugins.contract import tiny_models
+from kvcache_plugins.contract.comparison import distance, require_close, require_length
+from kvcache_plugins.contract.reachable import reachable_bytes
+from kvcache_plugins.contract.subject import Subject
+
+
+MOST_TOKENS = 400
+MOST_ROWS = 6
+NUM_PROBES = 3
+# Around groups of 16 and 64
+_PROMPT_LENGTHS = (1, 2, 12, 15, 16, 17, 63, 64, 65, 130, 200)
+# The last one fills and overflows buffers, and is a prompt of its own to some
+_UPDATE_LENGTHS = (2, 5, 17, 64, 70, 130)
+_REFUSED = ("crop(3)", "other rows", "reorder", "select")
+_SEEDS = st.integers(0, 1000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """
+    A cache and what may be asked of it.
+
+    Args:
+        name (`str`): The registered name.
+        options (`dict`): Its options.
+        exactness (`float`, *optional*): Distance from `DynamicCache` that is right; `None` where the cache loses more.
+        reads_dense (`bool`): Whether attention over densified states gives the same.
+        as_alone (`float`): How far a row may be from the same alone, as a share of the cache's own error. Kernels
+            round otherwise for another shape, and a rounding error can turn a code over, or a choice of tokens.
+        dtypes (`tuple`): Dtypes of the model.
+    """
+
+    name: str
+    options: dict[str, object]
+    exactness: float | None = None
+    reads_dense: bool = True
+    as_alone: float = 0.2
+    # Half precision is slow on a CPU
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened to a row: tokens `[1, length]` that were fed to it, then the newest `num_removed` went again."""
+
+    tokens: torch.Tensor
+    num_removed: int = 0
+
+
+class CacheOperations(RuleBasedStateMachine):
+    """The operations; a subclass has the `kind`."""
+
+    kind: Kind
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.subject = subject_of(self.kind, data.draw(st.sampled_from(self.kind.dtypes)))
+        self.cache = self.subject.make_cache()
+        self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
+        self._prompt(data)
+
+    @rule(data=st.data(), how=st.sampled_from(["reset", "crop"]))
+    def start_over(self, data: st.DataObject, how: str) -> None:
+        self.cache.reset() if how == "reset" else self.cache.crop(-self.length)
+        require_length(self.cache, 0, how)
+        if hasattr(self.cache, "save"):
+            self._copy("save")
+        self._prompt(data)
+
+    def _prompt(self, data: st.DataObject) -> None:
+        length, seed = data.draw(st.sampled_from(_PROMPT_LENGTHS)), data.draw(_SEEDS)
+        paddings = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3))
+        starts = torch.tensor(paddings)
+        # A `DynamicCache` without tokens would keep its batch size
+        self.reference = None if self.kind.exactness is None else self.subject.make_reference()
+        self.mask = (torch.arange(length) >= starts[:, None]).long()
+        tokens = self.subject.rows(length, len(paddings), seed)
+        self._feed(tokens)
+        self.rows = [[Step(row[None, start:])] for row, start in zip(tokens, paddings, strict=True)]
+
+    @precondition(lambda self: self.length < MOST_TOKENS)
+    @rule(seed=_SEEDS, count=st.integers(1, 12))
+    def decode(self, seed: int, count: int) -> None:
+        *tokens, last = self.subject.rows(count, len(self.rows), seed).split(1, dim=1)
+        for each in tokens:
+            self._update(each)
+        self._update_twice(last)
+
+    @precondition(lambda self: self.length < MOST_TOKENS)
+    @rule(seed=_SEEDS, length=st.sampled_from(_UPDATE_LENGTHS))
+    def several_tokens(self, seed: int, length: int) -> None:
+        self._update_twice(self.subject.rows(length, len(self.rows), seed))
+
+    def _update_twice(self, tokens: torch.Tensor) -> None:
+        if not self.kind.reads_dense:
+            self._update(tokens)
+            return
+        twin = copy.deepcopy(self.cache)
+        logits = self._update(tokens)
+        with attention("eager", self.subject.model):
+            dense = self.subject.feed(twin, tokens, self.mask)
+        require_close(logits, dense, 2 * self.subject.rounding, "attention over densified states")
+
+    def _update(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
+        logits = self._feed(tokens)
+        for row, new in zip(self.rows, tokens.split(1), strict=True):
+            row.append(Step(new))
+        return logits
+
+    def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of a forward through the cache, which may have to be those of the reference."""
+        logits = self.subject.feed(self.cache, tokens, self.mask)
+        if self.reference is not None:
+            expected = self.subject.feed(self.reference, tokens, self.mask)
+            real = self.mask[:, -tokens.shape[1] :, None]
+            limit = max(self.kind.exactness or 0, self.subject.rounding)
+            require_close(logits * real, expected * real, limit, "a `DynamicCache`")
+        return logits
+
+    @rule(share=st.integers(0, 100), of_last=st.booleans())
+    def crop(self, share: int, of_last: bool) -> None:
+        most = int(self.mask.sum(dim=1).min()) - 1
+        if of_last:
+            last = self.rows[0][-1]
+            most = min(most, max(last.tokens.shape[1] - last.num_removed, 0))
+        count = most * share // 100
+        for each in self._caches():
+            each.crop(-count)
+        self.mask = self.mask[:, : self.length - count]
+        for row in self.rows:
+            row[-1] = Step(row[-1].tokens, row[-1].num_removed + count)
+
+    def _caches(self) -> list[Cache]:
+        return [self.cache] if self.reference is None else [self.cache, self.reference]
+
+    @rule(data=st.data(), how=st.sampled_from(["reorder", "select", "repeat"]))
+    def move_rows(self, data: st.DataObject, how: str) -> None:
+        num_rows = len(self.rows)
+        if how == "repeat":
+            repeats = 2 if 2 * num_rows <= MOST_ROWS else 1
+            sources = [index // repeats for index in range(repeats * num_rows)]
+        else:
+            fewest = num_rows if how == "reorder" else 1
+            sources = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=fewest, max_size=num_rows))
+        for each in self._caches():
+            if how == "repeat":
+                each.batch_repeat_interleave(repeats)
+            else:
+                _move(each, how, sources)
+        self.mask = self.mask[sources]
+        self.rows = [list(self.rows[source]) for source in sources]
+
+    @rule(how=st.sampled_from(["deepcopy", "fork", "save"]))
+    def copy(self, how: str) -> None:
+        self._copy(how if how == "deepcopy" or hasattr(self.cache, how) else "deepcopy")
+
+    def _copy(self, how: str) -> None:
+        """Goes on with a copy; nothing that is done to it may be seen in what it was made of."""
+        makers: dict[str, Callable[[], Cache]] = {
+            "deepcopy": lambda: copy.deepcopy(self.cache),
+            "fork": lambda: self.cache.fork(2)[1],
+            "save": self._saved_and_loaded,
+        }
+        made = makers[how]()
+        self.set_aside = [*self.set_aside[-2:], (self.cache, stored(self.cache))]
+        self.cache = made
+
+    def _saved_and_loaded(self) -> Cache:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cache.safetensors"
+            self.cache.save(path, self.subject.model)
+            return type(self.cache).load(path, self.subject.model)
+
+    @rule(what=st.sampled_from(_REFUSED))
+    def refused(self, what: str) -> None:
+        num_rows, before = len(self.rows), stored(self.cache)
+        missing = [0] * (num_rows - 1) + [num_rows]
+        calls: dict[str, Callable[[], object]] = {
+            "crop(3)": lambda: self.cache.crop(3),
+            "other rows": lambda: self.subject.feed(self.cache, self.subject.rows(1, num_rows + 1, seed=1)),
+        }
+        try:
+            calls.get(what, lambda: _move(self.cache, what, missing))()
+        except (ValueError, IndexError, RuntimeError) as error:
+            is_clear = isinstance(error, ValueError) or what not in calls
+            assert is_clear, f"{what} raises {error!r}"
+        else:
+            raise AssertionError(f"{what} was not refused")
+        require_same(stored(self.cache), before, f"after {what} was refused")
+
+    @property
+    def length(self) -> int:
+        return self.mask.shape[1]
+
+    @invariant()
+    def agrees(self) -> None:
+        for layer_idx in range(len(self.cache.layers)):
+            assert self.cache.get_seq_length(layer_idx) == self.length
+            assert self.cache.get_mask_sizes(3, layer_idx) == (self.length + 3, 0)
+        report, held = measure_memory(self.cache), reachable_bytes(self.cache)
+        assert report.total_bytes == held, f"`memory()` says {report}, but {held} bytes are reachable"
+
+    def teardown(self) -> None:
+        for each, before in getattr(self, "set_aside", []):
+            require_same(stored(each), before, "a cache that a copy was made of")
+        for index in range(len(getattr(self, "rows", []))):
+            self._require_as_alone(index)
+
+    def _require_as_alone(self, index: int) -> None:
+        steps = self.subject.rows(NUM_PROBES, len(self.rows), seed=7)
+        row, row_steps = self.rows[index], steps[index : index + 1]
+        logits = self.subject.feed_each(copy.deepcopy(self.cache), steps, self.mask)[index : index + 1]
+        alone, dense = (each.feed_each(_replayed(each, row), row_steps) for each in (self.subject, self.subject.dense))
+        # In half precision more is turned over
+        share = self.kind.as_alone if self.subject.model.dtype == torch.float32 else max(0.5, self.kind.as_alone)
+        limit = max(self.subject.rounding, share * distance(alone, dense), self.kind.exactness or 0)
+        require_close(logits, alone, limit, f"row {index}, and the same alone")
+
+
+@cache
+def model_in(dtype: torch.dtype) -> PreTrainedModel:
+    """The contract's tiny Llama in a dtype."""
+    return tiny_models()["llama"].to(dtype)
+
+
+def subject_of(kind: Kind, dtype: torch.dtype) -> Subject:
+    """A model and how to make caches for it."""
+    model = model_in(dtype)
+    return Subject(
+        model=model,
+        tokenizer=None,
+        make_cache=partial(create_cache, kind.name, model, **kind.options),
+        make_reference=partial(DynamicCache, config=model.config),
+    )
+
+
+def stored(each: Cache) -> list[torch.Tensor]:
+    """Copies of every tensor of a cache."""
+    return [tensor.clone() for layer in each.layers for _, tensor in layer.named_tensors()]
+
+
+def require_same(tensors: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    """Raises an `AssertionError` if a tensor has changed."""
+    same = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
+    assert same, f"what is stored has changed: {what}"
+
+
+@contextmanager
+def attention(implementation: str, model: PreTrainedModel) -> Iterator[None]:
+    """`model` with another attention implementation for a while."""
+    original = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(original)
+
+
+def _move(each: Cache, how: str, sources: list[int]) -> None:
+    method = each.reorder_cache if how == "reorder" else each.batch_select_indices
+    method(torch.tensor(sources))
+
+
+def _replayed(subject: Subject, row: list[Step]) -> Cache:
+    """A fresh cache that has been through what a row has."""
+    made = subject.make_cache()
+    for step in row:
+        subject.feed(made, step.tokens)
+        made.crop(-step.num_removed)
+    return made

@@ -1,0 +1,72 @@
+"""Random sequences of operations on every cache that runs on a CPU: ten each, in `make test-long` three hundred."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cache_operations import CacheOperations, Kind
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from transformers.utils import logging
+
+
+# Groups and buffers that a sequence of some hundred tokens fills many times
+SMALL = {"residual_length": 16}
+WHOLE = {"full_layers": ()}
+EVERYTHING = {**WHOLE, "share": 1.0, "max_fetch_ratio": 1.0}
+EXACT, EIGHT_BITS = 1e-4, 0.15
+# What scores are fitted to is the first tokens of the whole batch: another choice than alone, which errs as much
+CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 1.0}
+KINDS = {
+    "gear-2bit": Kind(name="gear-2bit", options={}),
+    "gear-2bit-small": Kind(name="gear-2bit", options=SMALL),
+    "gear-l-2bit": Kind(name="gear-l-2bit", options=SMALL),
+    "gear-k3v2": Kind(name="gear-k3v2", options=SMALL),
+    "kivi-2bit": Kind(name="kivi-2bit", options=SMALL),
+    "per-token-2bit": Kind(name="per-token-2bit", options=SMALL),
+    "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),
+    "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
+    "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
+    "infinigen": Kind(name="infinigen", options=WHOLE, **CHOOSES),
+    "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **CHOOSES),
+    "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),
+    "infinigen-exact": Kind(name="infinigen", options=EVERYTHING, exactness=EXACT),
+    "infinigen-gear": Kind(name="infinigen-gear", options=WHOLE, **CHOOSES),
+    "infinigen-gear-8bit": Kind(
+        name="infinigen-gear", options={**EVERYTHING, "key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS
+    ),
+    "h2o": Kind(name="h2o", options={"min_tokens": 8}, reads_dense=False),
+    "h2o-exact": Kind(name="h2o", options={"heavy_ratio": 0.5, "recent_ratio": 0.5}, exactness=EXACT),
+}
+NUM_STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """One thread, as operations are too small for several, and no advice on other attention implementations."""
+    num_threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(num_threads)
+    logging.set_verbosity(verbosity)
+
+
+@pytest.mark.filterwarnings("ignore:the whole cache is fetched")
+@pytest.mark.parametrize("num_sequences", [10, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_operations(kind: str, num_sequences: int) -> None:
+    machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=num_sequences,
+            stateful_step_count=NUM_STEPS,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
