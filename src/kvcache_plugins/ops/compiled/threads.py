@@ -27,4 +27,4 @@ def use_threads(num_tasks: int) -> bool:
         return False
     numba.set_num_threads(count)
     is_alone = threading.current_thread() is threading.main_thread()
-    return is_alone or numba.threading_layer() != "workqueue"
+    return is_alone or numba.threading_layer() != "workqueue"  # type: ignore[attr-defined]
