@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.outliers import (
-    OutlierPlaces,
-    add_outliers,
-    num_outliers_per_side,
-    select_key_outliers,
-    select_value_outliers,
-    sort_into_tiles,
-)
+from kvcache_plugins.ops.outlier_selection import num_outliers_per_side, select_key_outliers, select_value_outliers
+from kvcache_plugins.ops.outliers import OutlierPlaces, add_outliers, sort_into_tiles
 
 
 def test_counts_come_from_the_filtered_axis():

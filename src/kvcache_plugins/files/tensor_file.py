@@ -88,8 +88,8 @@ def write_tensor_file(
             file.write(part)
             digest.update(part)
         for each in order:
-            data = tensors[each].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            file.write(data)  # type: ignore[arg-type]
+            data = tensors[each].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.write(data)
             digest.update(data)
         file.seek(8 + text.index(_NO_CHECKSUM.encode()))
         file.write(digest.hexdigest().encode())
@@ -183,7 +183,7 @@ def _places(header: Document, num_bytes: int) -> dict[str, tuple[int, torch.dtyp
 def _read_tensor(file: BinaryIO, dtype: torch.dtype, shape: list[int], digest: Any) -> torch.Tensor:
     """The next tensor of a file."""
     tensor = torch.empty(shape, dtype=dtype)
-    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
         if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch
 from kvcache_plugins.files.document import MAX_INTEGER, Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.outliers import num_outliers_per_side
+from kvcache_plugins.ops.outlier_selection import num_outliers_per_side
 
 from .config import GEARConfig
 from .layer_state import GEARLayerState

@@ -8,39 +8,16 @@ all of it fits the range of float16: a question to the device, which is asked on
 Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, K outliers a channel or token, R rank.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from .low_rank import power_iteration
-from .outliers import OutlierPlaces, select_key_outliers, select_value_outliers, sort_into_tiles
+from .outlier_selection import Outliers, select_key_outliers, select_value_outliers
+from .outliers import OutlierPlaces, sort_into_tiles
 from .quantization import Grouping, dequantize, pack, quantize
 
 
 STORAGE_DTYPE = torch.float16
 OUT_OF_RANGE = "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"
-
-
-@dataclass(frozen=True, slots=True)
-class Outliers:
-    """
-    Chosen outliers of one side.
-
-    Attributes:
-        indices (`torch.Tensor`, int64): tokens `[B, H, M, K, D]` of keys, channels of all heads `[B, M, L, K]` of
-            values.
-        in_use (`torch.Tensor`, bool, *optional*): which of them count, `[B or 1, 1, M or 1, K, 1]` of keys,
-            `[B, M, L, 1]` of values; all by default.
-        keep (`torch.Tensor` of shape `[B, H, M, L, D]`, bool): what is left: neither an outlier nor padding.
-    """
-
-    indices: torch.Tensor
-    in_use: torch.Tensor | None
-    keep: torch.Tensor
-
-    @property
-    def by_channel(self) -> bool:
-        return self.indices.dim() == 5
 
 
 class CompressionSteps:

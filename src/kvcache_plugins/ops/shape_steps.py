@@ -8,8 +8,9 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, K outliers a c
 
 import torch
 
-from .compression_steps import STORAGE_DTYPE, CompressionSteps, Outliers
-from .outliers import index_dtype, num_offsets, num_outliers_per_side
+from .compression_steps import STORAGE_DTYPE, CompressionSteps
+from .outlier_selection import Outliers, num_outliers_per_side
+from .outliers import index_dtype, num_offsets
 from .quantization import Grouping, packed_size
 
 

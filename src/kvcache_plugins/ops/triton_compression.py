@@ -18,9 +18,10 @@ from kvcache_plugins.triton_kernels.compression.outlier_storage import MAX_OUTLI
 from kvcache_plugins.triton_kernels.compression.outliers import MAX_ROW_LENGTH, select_outliers
 from kvcache_plugins.triton_kernels.compression.quantization import quantize_and_pack
 
-from .compression_steps import OUT_OF_RANGE, STORAGE_DTYPE, CompressionSteps, Outliers, without_padding
+from .compression_steps import OUT_OF_RANGE, STORAGE_DTYPE, CompressionSteps, without_padding
 from .low_rank import starting_matrix
-from .outliers import OUTLIER_TILE, channel_bits, index_dtype, num_key_outliers, num_outliers_per_side
+from .outlier_selection import Outliers, num_key_outliers, num_outliers_per_side
+from .outliers import OUTLIER_TILE, channel_bits, index_dtype
 from .quantization import Grouping
 
 
