@@ -2,9 +2,9 @@
 
 Tensors are `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D).
 
-Storage is the same for keys and values: the outliers of a chunk lie sorted by tiles of 64 tokens and by head, so that attention
-reads those of a tile in one piece wherever it begins, and a cut at the end of the sequence cuts off the end of the
-list.
+Storage is the same for keys and values: the outliers of a chunk lie sorted by tiles of 64 tokens and by head, so that
+attention reads those of a tile in one piece wherever it begins, and a cut at the end of the sequence cuts off the end
+of the list.
 """
 
 from dataclasses import dataclass
