@@ -79,7 +79,7 @@ def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:
 
 def test_wheel_has_the_console_script_and_the_licence(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
-    assert "kvcache-plugins = kvcache_plugins.cli:app" in wheel.read(name).decode()
+    assert "kvcache-plugins = kvcache_plugins.cli:main" in wheel.read(name).decode()
     assert any(name.endswith("/LICENSE") for name in wheel.namelist())
 
 

@@ -40,7 +40,7 @@ def interrupt_at(module: str, *arguments: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("module", MOMENTS.values(), ids=MOMENTS)
 def test_while_modules_are_imported(module: str) -> None:
-    code, said = interrupt_at(module, "generate", "--prompt", "x", "--model", "/no/such/folder")
+    code, said = interrupt_at(module, "doctor")
     assert (code, said) == (INTERRUPTED, ["Interrupted\n"])
 
 

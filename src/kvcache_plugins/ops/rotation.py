@@ -6,6 +6,7 @@ rotated values is rotated attention. The matrix is Sylvester's, normalized: symm
 head dimension is no power of two, every stretch of the largest power of two that divides it is rotated by itself.
 """
 
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -32,5 +33,6 @@ def rotate(states: torch.Tensor) -> torch.Tensor:
     size = rotation_size(states.shape[-1])
     matrix = hadamard_matrix(size, states.device)
     # Autocast would round what is rotated to its dtype, the partial sums of attention among it
-    with torch.autocast(states.device.type, enabled=False):
+    # There is none on `meta`, where sizes are predicted
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
         return (states.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
