@@ -242,7 +242,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         offloaded = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
         if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
-            check_positions(inputs.position_ids, offloaded)
+            check_positions(inputs.position_ids, offloaded, inputs.attention_mask)
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
