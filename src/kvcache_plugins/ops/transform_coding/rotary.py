@@ -1,0 +1,91 @@
+"""The rotary position embedding of keys, undone and done again.
+
+Before it, a channel of a key has a mean and a variance that stay what they are over the whole text, so that one width
+and one scale serve all tokens; after it, two channels of different energy have been mixed by ever other angles. The
+angles are those of an *assumed* position, a token's index without its padding. They are undone when a key is coded and
+done again, the very same, when it is read: if the model computed with others, nothing is wrong, only less is gained.
+
+Legend: B batch, H heads, T tokens, D head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryLayout:
+    """
+    Which channels are rotated with which, and how fast.
+
+    Attributes:
+        frequencies (`tuple[float, ...]`): radians a token of every pair.
+        name (`str`): `"half-split"`, `"interleaved"` or `"none"`.
+        first (`int`): the first channel that is rotated.
+        head_dim (`int`): D.
+    """
+
+    frequencies: tuple[float, ...]
+    name: str
+    first: int
+    head_dim: int
+
+    @cached_property
+    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(self.frequencies)
+        if self.name == "interleaved":
+            channels = torch.arange(self.first, self.first + 2 * count)
+            return channels[::2], channels[1::2]
+        return torch.arange(self.first, self.first + count), torch.arange(self.first + count, self.first + 2 * count)
+
+    @cached_property
+    def partners(self) -> torch.Tensor:
+        """The other channel of every channel's pair, itself where it has none, `[D]`."""
+        low, high = self._pairs
+        partners = torch.arange(self.head_dim)
+        partners[low], partners[high] = high, low
+        return partners
+
+    @cached_property
+    def channel_frequencies(self) -> torch.Tensor:
+        """Radians a token of every channel, negative for the first of a pair, `[D]`, float64."""
+        low, high = self._pairs
+        frequencies = torch.zeros(self.head_dim, dtype=torch.float64)
+        rates = torch.tensor(self.frequencies, dtype=torch.float64)
+        frequencies[low], frequencies[high] = -rates, rates
+        return frequencies
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines and signed sines of the angles of every channel.
+
+        Args:
+            positions (`torch.Tensor` of any shape, int64): assumed positions.
+
+        Returns:
+            Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
+        """
+        frequencies = self.channel_frequencies.to(positions.device)
+        angles = positions.double()[..., None] * frequencies
+        return angles.cos().float(), angles.sin().float()
+
+    def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """`states` `[..., D]` turned by angles that `angles` returned; by their opposites with `-sines`."""
+        if not self.frequencies:
+            return states
+        return states * cosines + states[..., self.partners.to(states.device)] * sines
+
+
+def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:
+    """
+    The layouts that a model with these frequencies may have; the last one rotates nothing.
+
+    Where only some channels are rotated, these are the first ones or the last ones.
+    """
+    layouts = []
+    rotated = 2 * len(frequencies or ())
+    if frequencies and rotated <= head_dim:
+        for first in sorted({0, head_dim - rotated}):
+            layouts += [RotaryLayout(frequencies, name, first, head_dim) for name in ("half-split", "interleaved")]
+    return [*layouts, RotaryLayout((), "none", 0, head_dim)]
