@@ -10,6 +10,7 @@ a rollback of it finds its tokens as they were. Nothing is shared between tokens
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.gear.storage import ExactPrefix
@@ -25,6 +26,7 @@ from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_
 from kvcache_plugins.ops.transform_coding.statistics import (
     Angles,
     QueryMoments,
+    key_table_of_layout,
     make_key_table,
     make_value_table,
 )
@@ -82,6 +84,10 @@ class TransformLayer(PromptLayer):
         self.blocks: list[CodedBlock] = []
         self.buffer: ResidualBuffer | None = None
         self._moments: QueryMoments | None = None
+        # Items that have no table yet, as they had too few tokens when others got theirs, `[batch_size]`
+        self._waiting_items: torch.Tensor | None = None
+        self._waiting = False
+        self._prefix_stop = 0
         # Whether decoded tokens may join the last block
         self._is_open = False
 
@@ -117,7 +123,7 @@ class TransformLayer(PromptLayer):
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Adds the newest queries to what the table will be made of, until there is one."""
-        if self.coder is not None:
+        if self.coder is not None and not self._waiting:
             return
         query = query.detach()[:, :, -_NUM_QUERIES:]
         valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
@@ -133,10 +139,10 @@ class TransformLayer(PromptLayer):
                 mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
             mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
             yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
-        for number, block in enumerate(self.blocks):
+        for block in self.blocks:
             mask = slice_mask(attn_mask, block.start, block.stop)
-            if number == 0 and prefix is not None and not prefix.is_uniform:
-                # The first block also spans padding of shorter items, and tokens that the prefix holds
+            if prefix is not None and not prefix.is_uniform and block.start < self._prefix_stop:
+                # Blocks also span padding of shorter items, and tokens that the prefix holds
                 columns = torch.arange(block.start, block.stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             assert self.coder is not None
@@ -174,47 +180,97 @@ class TransformLayer(PromptLayer):
             self._append(keys, values)
 
     def _code_tail(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Codes all tokens that are exact and not of the prefix, if there are enough for a table."""
-        start = self._length - keys.shape[2]
+        """
+        Codes all tokens that are exact and not of the prefix, once an item has enough of them for a table. Of items
+        that have not, they go to the prefix.
+        """
+        start, length = self._length - keys.shape[2], self._length
+        padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
+        has_enough = length - padding >= self.config.num_sink_tokens + MIN_TOKENS
+        if self.coder is None and not bool(has_enough.any()):
+            return False
+        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
         if self.coder is None:
-            if start or self._length - self._longest_padding() < self.config.num_sink_tokens + MIN_TOKENS:
-                return False
-            self._begin(keys, values)
-        else:
-            check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
-            self._add_rows(*self.coder.encode(keys, values, start, self.padding), start)
+            start = self._begin(keys, values, padding, has_enough)
+        elif self._waiting:
+            self._serve_waiting(keys, values, padding, has_enough)
+        assert self.coder is not None
+        tail = keys.shape[2] - (length - start)
+        self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
         self.buffer = None
         return True
 
-    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes the table of all tokens so far, codes them and keeps the first ones exact."""
-        length, device = keys.shape[2], keys.device
-        padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-        prefix_end = padding + self.config.num_sink_tokens
-        valid = torch.arange(length, device=device) >= prefix_end.to(device)[:, None]
-        check_finite(keys, values, self._valid_tokens(0, length), self.layer_idx)
-        first = int(prefix_end.min())
-        coder = self._make_coder(keys[:, :, first:], values[:, :, first:], valid[:, first:], first)
-        rows = coder.encode(keys[:, :, first:], values[:, :, first:], first, self.padding)
-        slots = torch.arange(self.config.num_sink_tokens, device=device) + padding.to(device)[:, None]
-        slots = slots[:, None, :, None]
-        self.prefix = ExactPrefix(
-            *(states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)),
-            start=padding.to(device),
-            count=torch.full((self.batch_size,), self.config.num_sink_tokens, device=device),
-            is_uniform=self._longest_padding() == 0,
-        )
-        self.coder, self._moments = coder, None
-        self._add_rows(*rows, first)
+    def _begin(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
+    ) -> int:
+        """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
+        length, device, sinks = keys.shape[2], keys.device, self.config.num_sink_tokens
+        count = torch.where(has_enough, sinks, length - padding)
+        first = int((padding + count)[has_enough].min())
+        valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
+        angles = [Angles.at(layout, first, length - first, self.padding, device) for layout in self.layouts]
+        tail, size = (keys[:, :, first:], values[:, :, first:]), self.config.key_bytes(keys.shape[3])
+        key_table, number = make_key_table(tail[0], valid.to(device), self._moments, self.layouts, angles, size)
+        value_table = make_value_table(rotate(tail[1]), valid.to(device), self.config.value_bytes(values.shape[3]))
+        self.coder = RowCoder(key_table, value_table, self.layouts[number])
         self._is_open = False
-
-    def _make_coder(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, start: int) -> RowCoder:
-        angles = [Angles.at(layout, start, keys.shape[2], self.padding, keys.device) for layout in self.layouts]
-        key_table, layout = make_key_table(
-            keys, valid, self._moments, self.layouts, angles, self.config.key_bytes(keys.shape[3])
+        start = padding.to(device)
+        slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
+        exact = (
+            states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (keys, values)
         )
-        value_table = make_value_table(rotate(values), valid, self.config.value_bytes(values.shape[3]))
-        return RowCoder(key_table, value_table, self.layouts[layout])
+        is_uniform = not bool(padding.any()) and bool(has_enough.all())
+        self._set_prefix(ExactPrefix(*exact, start=start, count=count.to(device), is_uniform=is_uniform))
+        self._set_waiting(~has_enough)
+        return first
+
+    def _serve_waiting(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
+    ) -> None:
+        """Makes tables for items that now have enough tokens, and takes into the prefix those of all others."""
+        assert self.coder is not None and self.prefix is not None and self._waiting_items is not None
+        prefix, waiting = self.prefix, self._waiting_items.cpu()
+        for item in (waiting & has_enough).nonzero().flatten().tolist():
+            count = int(prefix.count[item])
+            exact = (prefix.keys[item, None, :, :count], prefix.values[item, None, :, :count])
+            own = [torch.cat([old, new[item, None]], dim=2) for old, new in zip(exact, (keys, values), strict=True)]
+            self._replace_table(item, *own, int(padding[item]))
+        waiting &= ~has_enough
+        if bool(waiting.any()):
+            count, new = prefix.count.cpu(), keys.shape[2]
+            num_slots = max(prefix.num_slots, int(count[waiting].max()) + new)
+            grown = [F.pad(states, (0, 0, 0, num_slots - prefix.num_slots)) for states in (prefix.keys, prefix.values)]
+            for item in waiting.nonzero().flatten().tolist():
+                slots = slice(int(count[item]), int(count[item]) + new)
+                grown[0][item, :, slots], grown[1][item, :, slots] = keys[item], values[item]
+            count = (count + waiting * new).to(prefix.count.device)
+            self._set_prefix(ExactPrefix(*grown, start=prefix.start, count=count, is_uniform=False))
+        self._set_waiting(waiting)
+
+    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Makes an item's tables of all its tokens `[1, H, T, D]`, which begin at index `start`."""
+        assert self.coder is not None
+        count, layout = keys.shape[2], self.coder.layout
+        valid = (torch.arange(count, device=keys.device) >= self.config.num_sink_tokens)[None]
+        moments = None if self._moments is None else self._moments.map(lambda sums: sums[item, None])
+        number, angles = self.layouts.index(layout), Angles.at(layout, 0, count, None, keys.device)
+        size = self.config.key_bytes(keys.shape[3]), self.config.value_bytes(values.shape[3])
+        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0])
+        value_table = make_value_table(rotate(values), valid, size[1])
+        self.coder.keys.set_item(item, key_table)
+        self.coder.values.set_item(item, value_table)
+
+    def _set_prefix(self, prefix: ExactPrefix) -> None:
+        self.prefix = prefix
+        # Rows before that may be of tokens that the prefix holds
+        self._prefix_stop = int(prefix.end.max())
+
+    def _set_waiting(self, waiting: torch.Tensor) -> None:
+        self._waiting = bool(waiting.any())
+        self._waiting_items = waiting.to(self.device) if self._waiting else None
+        if not self._waiting:
+            self._moments = None
 
     def _add_rows(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         count = keys.shape[2]
@@ -268,6 +324,8 @@ class TransformLayer(PromptLayer):
             self._moments = self._moments.map(function)
         if self.coder is not None:
             self.coder = self.coder.map(function)
+        if self._waiting_items is not None:
+            self._waiting_items = function(self._waiting_items)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for block in self.blocks:
@@ -283,6 +341,23 @@ class TransformLayer(PromptLayer):
         if self.prefix is not None:
             yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
             yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        if self._waiting_items is not None:
+            yield "index", self._waiting_items
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """
+        Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: rows,
+        tables, and the exact tokens in front.
+        """
+        self.settle_prompt()
+        # Further rows would be written into the room that the last block has left
+        self._is_open = False
+        for block in self.blocks:
+            yield from (block.keys, block.values)
+        if self.coder is not None and not self._waiting:
+            yield from self.coder.tensors()
+        if self.prefix is not None:
+            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
     def stats(self) -> dict[str, int]:
         exact = self._length

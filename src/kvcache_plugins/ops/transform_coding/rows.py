@@ -66,6 +66,12 @@ class RowTable:
         """The same table with `function` applied to every tensor."""
         return dataclasses.replace(self, **{name: function(tensor) for name, tensor in self.named_tensors()})
 
+    def set_item(self, item: int, table: "RowTable") -> None:
+        """Puts the table of one item in the place of another's."""
+        own = dict(table.named_tensors())
+        for name, tensor in self.named_tensors():
+            tensor[item] = own[name][0]
+
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """Rows `[B, H, T, R]`, uint8, of states `[B, H, T, D]` in any floating dtype."""
         return torch.cat([self._encode(part) for part in self._split(states)], dim=2)

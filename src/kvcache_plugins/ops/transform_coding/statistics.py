@@ -94,7 +94,7 @@ def make_key_table(
         total (`int`): sum of a head's widths.
     """
     tables = [
-        _key_table(keys.float(), valid, moments, number, layout, at, total)
+        key_table_of_layout(keys.float(), valid, moments, number, layout, at, total)
         for number, (layout, at) in enumerate(zip(layouts, angles, strict=True))
     ]
     errors = torch.stack([error for _, error in tables]).tolist()
@@ -102,7 +102,7 @@ def make_key_table(
     return tables[best][0], best
 
 
-def _key_table(
+def key_table_of_layout(
     keys: torch.Tensor,
     valid: torch.Tensor,
     moments: QueryMoments | None,
