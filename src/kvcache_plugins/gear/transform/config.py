@@ -7,6 +7,10 @@ from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH
 
 
+# With its scale a row is a word at least, which is what compiled code loads
+_LEAST_BYTES = 3
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformConfig:
     """
@@ -47,7 +51,7 @@ class TransformConfig:
 
 def _bytes(nbits: float, head_dim: int) -> int:
     count = num_blocks(head_dim)
-    return min(max(round(nbits * count), 1), MAX_WIDTH * count)
+    return min(max(round(nbits * count), _LEAST_BYTES), MAX_WIDTH * count)
 
 
 def transform_config(options: dict[str, Any]) -> TransformConfig:

@@ -9,12 +9,12 @@ Legend: B batch, H heads, T tokens, D head dim.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RotaryLayout:
     """
     Which channels are rotated with which, and how fast.
@@ -31,30 +31,13 @@ class RotaryLayout:
     first: int
     head_dim: int
 
-    @cached_property
-    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(self.frequencies)
-        if self.name == "interleaved":
-            channels = torch.arange(self.first, self.first + 2 * count)
-            return channels[::2], channels[1::2]
-        return torch.arange(self.first, self.first + count), torch.arange(self.first + count, self.first + 2 * count)
-
-    @cached_property
-    def partners(self) -> torch.Tensor:
+    def partners(self, device: torch.device) -> torch.Tensor:
         """The other channel of every channel's pair, itself where it has none, `[D]`."""
-        low, high = self._pairs
-        partners = torch.arange(self.head_dim)
-        partners[low], partners[high] = high, low
-        return partners
+        return _channels(self, device)[0]
 
-    @cached_property
-    def channel_frequencies(self) -> torch.Tensor:
+    def channel_frequencies(self, device: torch.device) -> torch.Tensor:
         """Radians a token of every channel, negative for the first of a pair, `[D]`, float64."""
-        low, high = self._pairs
-        frequencies = torch.zeros(self.head_dim, dtype=torch.float64)
-        rates = torch.tensor(self.frequencies, dtype=torch.float64)
-        frequencies[low], frequencies[high] = -rates, rates
-        return frequencies
+        return _channels(self, device)[1]
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -66,15 +49,30 @@ class RotaryLayout:
         Returns:
             Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
         """
-        frequencies = self.channel_frequencies.to(positions.device)
-        angles = positions.double()[..., None] * frequencies
+        angles = positions.double()[..., None] * self.channel_frequencies(positions.device)
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         """`states` `[..., D]` turned by angles that `angles` returned; by their opposites with `-sines`."""
         if not self.frequencies:
             return states
-        return states * cosines + states[..., self.partners.to(states.device)] * sines
+        return states * cosines + states[..., self.partners(states.device)] * sines
+
+
+# Shared by all layers and caches, as `RotaryLayout`s are few
+@cache
+def _channels(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partner and frequency of every channel."""
+    with torch.inference_mode(False):
+        count, first = len(layout.frequencies), layout.first
+        pairs = torch.arange(first, first + 2 * count).view((count, 2) if layout.name == "interleaved" else (2, count))
+        low, high = pairs.unbind(-1 if layout.name == "interleaved" else 0)
+        partners = torch.arange(layout.head_dim)
+        partners[low], partners[high] = high, low
+        rates = torch.tensor(layout.frequencies, dtype=torch.float64)
+        frequencies = torch.zeros(layout.head_dim, dtype=torch.float64)
+        frequencies[low], frequencies[high] = -rates, rates
+        return partners.to(device), frequencies.to(device)
 
 
 def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:

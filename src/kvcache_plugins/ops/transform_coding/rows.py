@@ -108,7 +108,7 @@ class RowTable:
         if self.order is not None:
             order = self.order.long()[:, :, None].expand_as(points)
             points = torch.empty_like(points).scatter_(3, order, points)
-        states = points * _scale_of(rows[..., :1]) * self.deviation.float()[:, :, None]
+        states = points * scale_of(rows[..., :1]) * self.deviation.float()[:, :, None]
         return states if self.mean is None else states + self.mean.float()[:, :, None]
 
     def _normalize(self, states: torch.Tensor) -> torch.Tensor:
@@ -143,10 +143,11 @@ def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A scale `[B, H, T, 1, 1]` as it comes back, and the byte that it is stored as."""
     steps = (scale.clamp(min=1e-6).log2() * _SCALE_STEPS).round() + _SCALE_OFFSET
     stored = steps.nan_to_num(0).clamp(0, 255).to(torch.uint8)
-    return _scale_of(stored), stored
+    return scale_of(stored), stored
 
 
-def _scale_of(stored: torch.Tensor) -> torch.Tensor:
+def scale_of(stored: torch.Tensor) -> torch.Tensor:
+    """The scales that bytes stand for."""
     return torch.exp2((stored.float() - _SCALE_OFFSET) / _SCALE_STEPS)
 
 

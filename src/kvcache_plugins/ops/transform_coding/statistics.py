@@ -46,7 +46,7 @@ class QueryMoments:
         if valid is not None:
             query = query * valid[:, None, :, None]
         query = query.unflatten(1, (num_heads, -1))
-        products = [(query * query[..., layout.partners.to(query.device)]).sum(dim=(2, 3)) for layout in layouts]
+        products = [(query * query[..., layout.partners(query.device)]).sum(dim=(2, 3)) for layout in layouts]
         return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
 
     def plus(self, other: "QueryMoments") -> "QueryMoments":
@@ -145,7 +145,7 @@ def _turned_back(
         torch.einsum("btd,bt->bd", part.expand(share.shape[0], -1, -1), share)[:, None]
         for part in (cosines * cosines, sines * sines, cosines * sines)
     )
-    partners = moments.squares[..., layout.partners.to(share.device)]
+    partners = moments.squares[..., layout.partners(share.device)]
     turned = moments.squares * squared_cosines + partners * squared_sines
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
