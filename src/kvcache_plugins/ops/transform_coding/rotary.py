@@ -56,7 +56,11 @@ class RotaryLayout:
         """`states` `[..., D]` turned by angles that `angles` returned; by their opposites with `-sines`."""
         if not self.frequencies:
             return states
-        return states * cosines + states[..., self.partners(states.device)] * sines
+        if self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim:
+            partners = states.roll(self.head_dim // 2, dims=-1)
+        else:
+            partners = states[..., self.partners(states.device)]
+        return torch.addcmul(states * cosines, partners, sines)
 
 
 # Shared by all layers and caches, as `RotaryLayout`s are few

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.ops.dispatch import choose_coding_kernel
+
 from .allocation import BLOCK
-from .codebooks import DISTORTIONS, coefficients, thresholds
+from .codebooks import DISTORTIONS, MAX_WIDTH, coefficients, thresholds
 from .packing import pack_rows, unpack_rows
 
 
@@ -74,6 +76,12 @@ class RowTable:
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """Rows `[B, H, T, R]`, uint8, of states `[B, H, T, D]` in any floating dtype."""
+        if choose_coding_kernel(states) == "compiled":
+            # Imported late, as it needs a package that may not be there
+            from kvcache_plugins.ops.compiled import encode_transform_rows
+
+            factors = torch.ones(MAX_WIDTH + 1) if self.is_weighted else unshrunk(torch.arange(MAX_WIDTH + 1))
+            return encode_transform_rows(states.float(), self, factors)
         return torch.cat([self._encode(part) for part in self._split(states)], dim=2)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:

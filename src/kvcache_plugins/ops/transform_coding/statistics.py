@@ -18,6 +18,10 @@ from .rotary import RotaryLayout
 from .rows import RowTable
 
 
+# Tokens that tell layouts apart
+_NUM_NEWEST = 256
+
+
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
     """
@@ -93,13 +97,13 @@ def make_key_table(
         angles (`Sequence[Angles]`): theirs, at the positions of the tokens.
         total (`int`): sum of a head's widths.
     """
-    tables = [
-        key_table_of_layout(keys.float(), valid, moments, number, layout, at, total)
-        for number, (layout, at) in enumerate(zip(layouts, angles, strict=True))
-    ]
-    errors = torch.stack([error for _, error in tables]).tolist()
-    best = min(range(len(errors)), key=errors.__getitem__)
-    return tables[best][0], best
+    errors = []
+    for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
+        newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
+        states, counting = keys[:, :, -_NUM_NEWEST:].float(), valid[:, -_NUM_NEWEST:]
+        errors.append(key_table_of_layout(states, counting, moments, number, layout, newest, total)[1])
+    best = int(torch.stack(errors).argmin())
+    return key_table_of_layout(keys.float(), valid, moments, best, layouts[best], angles[best], total)[0], best
 
 
 def key_table_of_layout(
