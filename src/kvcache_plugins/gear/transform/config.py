@@ -24,7 +24,7 @@ class TransformConfig:
 
     key_nbits: float
     value_nbits: float
-    residual_length: int = 16
+    residual_length: int = 8
     num_sink_tokens: int = 4
 
     def __post_init__(self) -> None:

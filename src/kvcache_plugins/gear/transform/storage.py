@@ -8,6 +8,10 @@ import torch
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 
 
+# Share of the rows held that capacity grows by
+_GROWTH = 64
+
+
 @dataclass(eq=False)
 class CodedBlock:
     """
@@ -27,10 +31,10 @@ class CodedBlock:
         return self.start + self.length
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds rows of tokens that follow; capacity grows by an eighth, as spare room is held too."""
+        """Adds rows of tokens that follow; capacity grows little, as spare room is held too and moving costs little."""
         total = self.length + keys.shape[2]
         if total > self.keys.shape[2]:
-            capacity = max(total, self.length + self.length // 8)
+            capacity = max(total, self.length + self.length // _GROWTH)
             self.keys, self.values = (_resized(rows, self.length, capacity) for rows in (self.keys, self.values))
         self.keys[:, :, self.length : total] = keys
         self.values[:, :, self.length : total] = values
