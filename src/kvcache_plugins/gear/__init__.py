@@ -60,7 +60,7 @@ register_cache(
     **_BEYOND,
 )
 # At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included
-for _percent, _key_nbits, _value_nbits in ((16, 2.375, 2.125), (22, 3.5, 3.0), (25, 3.875, 3.5), (30, 4.75, 4.25)):
+for _percent, _key_nbits, _value_nbits in ((16, 2.375, 2.0), (22, 3.25, 3.0), (25, 4.0, 3.25), (30, 4.625, 4.125)):
     register_cache(
         f"gear-t{_percent}",
         create_gear,
