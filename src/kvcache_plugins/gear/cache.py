@@ -229,7 +229,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"`count` has to be an integer of at least 1 but got {count!r}")
-        shared = [tensor for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer) for tensor in layer.share()]
+        shared = [
+            tensor
+            for layer in self.layers
+            if isinstance(layer, GEARLayer | TransformLayer)
+            for tensor in layer.share()
+        ]
         # What `deepcopy` finds under its identity it takes for copied
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 

@@ -91,9 +91,7 @@ class GEARConfig:
             }
             for side in ("key", "value")
         }
-        return cls.from_options(
-            backbone=backbone, key_overrides=sides["key"], value_overrides=sides["value"], **given
-        )
+        return cls.from_options(backbone=backbone, key_overrides=sides["key"], value_overrides=sides["value"], **given)
 
     @classmethod
     def from_options(

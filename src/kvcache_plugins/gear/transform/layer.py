@@ -1,8 +1,9 @@
 """One layer of transform-coded keys and values: when a token is coded, and attention over all of them.
 
-A prompt is coded right after attention has seen it, and with it the table is made that codes all that follows. Decoded
-tokens wait in a short buffer, and are coded at the *beginning* of an update: what the newest update brought is exact, so
-a rollback of it finds its tokens as they were. Nothing is shared between tokens, so they may be dropped one by one.
+A prompt is coded right after attention has seen it, and with it the table is made that codes all that follows.
+Decoded tokens wait in a short buffer, and are coded at the *beginning* of an update: what the newest update brought is
+exact, so a rollback of it finds its tokens as they were. Nothing is shared between tokens, so they may be dropped one
+by one.
 
     [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
 """
@@ -87,6 +88,7 @@ class TransformLayer(PromptLayer):
         # Items that have no table yet, as they had too few tokens when others got theirs, `[batch_size]`
         self._waiting_items: torch.Tensor | None = None
         self._waiting = False
+        # Rows before that may be of tokens that the prefix holds
         self._prefix_stop = 0
         # Whether decoded tokens may join the last block
         self._is_open = False
@@ -146,9 +148,7 @@ class TransformLayer(PromptLayer):
                 columns = torch.arange(block.start, block.stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             assert self.coder is not None
-            yield CodedPart(
-                block.keys, block.values, self.coder, block.start, self.padding, block.length, mask
-            )
+            yield CodedPart(block.keys, block.values, self.coder, block.start, self.padding, block.length, mask)
         position = self._exact_start
         for keys, values, length in self._exact_tail():
             yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
@@ -200,9 +200,7 @@ class TransformLayer(PromptLayer):
         self.buffer = None
         return True
 
-    def _begin(
-        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
-    ) -> int:
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
         length, device, sinks = keys.shape[2], keys.device, self.config.num_sink_tokens
         count = torch.where(has_enough, sinks, length - padding)
@@ -221,7 +219,8 @@ class TransformLayer(PromptLayer):
             for states in (keys, values)
         )
         is_uniform = not bool(padding.any()) and bool(has_enough.all())
-        self._set_prefix(ExactPrefix(*exact, start=start, count=count.to(device), is_uniform=is_uniform))
+        self.prefix = ExactPrefix(*exact, start=start, count=count.to(device), is_uniform=is_uniform)
+        self._prefix_stop = int((padding + count).max())
         self._set_waiting(~has_enough)
         return first
 
@@ -245,7 +244,8 @@ class TransformLayer(PromptLayer):
                 slots = slice(int(count[item]), int(count[item]) + new)
                 grown[0][item, :, slots], grown[1][item, :, slots] = keys[item], values[item]
             count = (count + waiting * new).to(prefix.count.device)
-            self._set_prefix(ExactPrefix(*grown, start=prefix.start, count=count, is_uniform=False))
+            self.prefix = ExactPrefix(*grown, start=prefix.start, count=count, is_uniform=False)
+            self._prefix_stop = self._length
         self._set_waiting(waiting)
 
     def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
@@ -260,11 +260,6 @@ class TransformLayer(PromptLayer):
         value_table = make_value_table(rotate(values), valid, size[1])
         self.coder.keys.set_item(item, key_table)
         self.coder.values.set_item(item, value_table)
-
-    def _set_prefix(self, prefix: ExactPrefix) -> None:
-        self.prefix = prefix
-        # Rows before that may be of tokens that the prefix holds
-        self._prefix_stop = int(prefix.end.max())
 
     def _set_waiting(self, waiting: torch.Tensor) -> None:
         self._waiting = bool(waiting.any())

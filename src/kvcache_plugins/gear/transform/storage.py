@@ -31,7 +31,7 @@ class CodedBlock:
         return self.start + self.length
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds rows of tokens that follow; capacity grows little, as spare room is held too and moving costs little."""
+        """Adds rows of tokens that follow; capacity grows little, as spare room is held too and moving is cheap."""
         total = self.length + keys.shape[2]
         if total > self.keys.shape[2]:
             capacity = max(total, self.length + self.length // _GROWTH)

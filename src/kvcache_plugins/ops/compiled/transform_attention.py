@@ -36,7 +36,7 @@ TILE = 32
 # Tiles after which the queries are turned back from where they were, and not from the last tile
 _ANCHOR_TILES = 64
 # Of a key, so that a channel that does not vary has a deviation to be divided by
-_LEAST_DEVIATION = np.float32(1e-4)
+_LEAST_DEVIATION = np.float32(1e-6)
 _MINUS = np.float32(-1)
 
 

@@ -77,9 +77,7 @@ def attend_rows(
         mask = arguments.mask(part.mask, part.length)
         if isinstance(part, CodedPart):
             span = (part.length, tiles_per_task, num_tasks)
-            attend_to = (
-                attend_rows_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_rows_block
-            )
+            attend_to = attend_rows_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_rows_block
             codebook = tuple(map(_address, _codebook()))
             sides = _key_side(part, arguments), _value_side(part, arguments)
             attend_to(shape, scale, queries, *sides, codebook, _angles(part, arguments), mask, span, first, results)

@@ -111,7 +111,10 @@ def _make_dot_rows(num_rows: int) -> Callable[..., None]:
                 a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
                 a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
                 q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
-                a0, b0 = multiply_add(a_sine, p, multiply_add(a, q, a0)), multiply_add(b_sine, p, multiply_add(b, q, b0))
+                a0, b0 = (
+                    multiply_add(a_sine, p, multiply_add(a, q, a0)),
+                    multiply_add(b_sine, p, multiply_add(b, q, b0)),
+                )
                 if num_rows > 1:
                     q, p = load_floats(own, 1, place), load_floats(partners, 1, place)
                     a1 = multiply_add(a_sine, p, multiply_add(a, q, a1))
@@ -202,9 +205,7 @@ def dot_rows(
 
 
 @njit(**OPTIONS)
-def accumulate_rows(
-    num_rows: int, weights: Any, rows: Any, blocks: Blocks, span: tuple[int, int], sums: Any
-) -> None:
+def accumulate_rows(num_rows: int, weights: Any, rows: Any, blocks: Blocks, span: tuple[int, int], sums: Any) -> None:
     """
     Adds the points of a tile's values, times `weights` `[1, 4 T + 4]`, to `sums` `[4, 8 N]`; the others as in
     `dot_rows`.

@@ -1,1 +1,1 @@
-"""Transform coding of keys and values: a token is a row of bytes, its channels as many bits as their energy deserves."""
+"""Transform coding of keys and values: a token is a row of bytes, whose bits go where the energy of channels is."""

@@ -4,9 +4,9 @@
           -> over the token's own scale: 8 bits, log2 in steps of 1/16
           -> codes, of as many bits as the block of eight channels has: `[scale | block | block | ...]`
 
-Everything but the scale is the head's, in a `RowTable`. The scale that is stored is found after the codes: for keys the
-one of least error where every channel counts by its energy, which goes with `4^width`; for values `z.z / z.q`, which
-leaves them as large as they were: what attention sums up must not shrink with every token.
+Everything but the scale is the head's, in a `RowTable`. The scale that is stored is found after the codes: for keys
+the one of least error where every channel counts by its energy, which goes with `4^width`; for values `z.z / z.q`,
+which leaves them as large as they were: what attention sums up must not shrink with every token.
 
 Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, R bytes of a row.
 """
@@ -76,6 +76,8 @@ class RowTable:
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """Rows `[B, H, T, R]`, uint8, of states `[B, H, T, D]` in any floating dtype."""
+        if states.is_meta:
+            return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
         if choose_coding_kernel(states) == "compiled":
             # Imported late, as it needs a package that may not be there
             from kvcache_plugins.ops.compiled import encode_transform_rows

@@ -20,6 +20,8 @@ from .rows import RowTable
 
 # Tokens that tell layouts apart
 _NUM_NEWEST = 256
+# By how much the logarithm of the error has to be less than the first layout's for another one
+_LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,8 @@ def make_key_table(
     total: int,
 ) -> tuple[RowTable, int]:
     """
-    The table of a prompt's keys, and which of the layouts they have: the one of the least error to be expected.
+    The table of a prompt's keys, and which of the layouts they have: the one of the least error to be expected, if
+    that is clearly less than the first one's.
 
     Args:
         keys (`torch.Tensor` of shape `[B, H, T, D]`): keys, after the rotary embedding.
@@ -97,12 +100,18 @@ def make_key_table(
         angles (`Sequence[Angles]`): theirs, at the positions of the tokens.
         total (`int`): sum of a head's widths.
     """
-    errors = []
+    if keys.is_meta:
+        # Nothing is known of what has no data but how large its table is
+        return key_table_of_layout(keys, valid, None, 0, layouts[0], angles[0], total)[0], 0
+    logarithms = []
     for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
         newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
         states, counting = keys[:, :, -_NUM_NEWEST:].float(), valid[:, -_NUM_NEWEST:]
-        errors.append(key_table_of_layout(states, counting, moments, number, layout, newest, total)[1])
-    best = int(torch.stack(errors).argmin())
+        logarithms.append(key_table_of_layout(states, counting, moments, number, layout, newest, total)[1])
+    # Where it makes no difference the first is taken, so that items do not choose for each other
+    errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
+    errors[1:] += _LEAST_GAIN
+    best = int(errors.argmin())
     return key_table_of_layout(keys.float(), valid, moments, best, layouts[best], angles[best], total)[0], best
 
 
