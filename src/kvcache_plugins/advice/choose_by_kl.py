@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
 from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
 
 
@@ -228,6 +229,8 @@ def _create_candidates(prompt: _Prompt, candidates: Sequence[str] | None) -> dic
                 f"`candidates` have to be GEAR caches, such as {', '.join(f'`{each}`' for each in DEFAULT_CANDIDATES)}"
                 f", but `{spec}` is a `{type(cache).__name__}`"
             )
+        if isinstance(cache.gear_config, TransformConfig):
+            raise ValueError(f"`candidates` with the `transform` backbone cannot be measured yet, but got `{spec}`")
         caches[spec] = cache
     return caches
 
