@@ -43,12 +43,14 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
             The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and only
             full-attention layers are compressed; without it, every layer is compressed.
-        nbits (`int`, *optional*, defaults to 4):
-            Bits a code: 2, 3, 4 or 8.
+        nbits (`float`, *optional*, defaults to 4):
+            Bits a code: 2, 3, 4 or 8; with the `transform` backbone bits a channel on average, any number up to 8.
         backbone (`str`, *optional*):
             How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same
             in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits
-            and more and to `"kivi"` below.
+            and more and to `"kivi"` below. `"transform"` is for both sides and codes every token by itself, keys
+            before the rotary embedding and bits where channels have energy: its other options are `nbits`,
+            `key_nbits`, `value_nbits`, `residual_length` (8 by default) and `num_sink_tokens` (4).
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
