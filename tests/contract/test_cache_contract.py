@@ -28,6 +28,7 @@ HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
 LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
+TRANSFORM = ("gear-t16", "gear-t22", "gear-t25", "gear-t30")
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
@@ -100,6 +101,7 @@ FAILURES = {
 # Items that a cache declines by raising a `ValueError` or a `NotImplementedError` that says so
 DECLINED = {
     **{(cache, "save-load"): "no `save` and `load`" for cache in TRANSFORMERS},
+    **{(cache, "save-load"): "have no `save`" for cache in TRANSFORM},
     ("h2o", "eager"): "which ones only attention weights tell, and other attention implementations than `sdpa` do not",
     **{(cache, "save-load"): "no `save` and `load`" for cache in ("h2o", *INFINIGEN)},
     **{(cache, "hybrid"): "only supported for models with only full attention layers" for cache in QUANTIZED},
@@ -143,9 +145,9 @@ def require_available(entry: CacheEntry) -> None:
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
 @pytest.mark.parametrize(
     "cache",
-    # Caches that differ from `gear-k3v2` in nothing but bits and groups are left to `make test-long`
+    # Caches that differ from `gear-k3v2` or `gear-t16` in nothing but bits and groups are left to `make test-long`
     [
-        pytest.param(name, marks=pytest.mark.long if name in LIKE_K3V2 else ())
+        pytest.param(name, marks=pytest.mark.long if name in (*LIKE_K3V2, *TRANSFORM[1:]) else ())
         for name in ENTRIES
         if name not in ALIASES
     ],

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
+from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .filled_caches import bytes_held, dense_states, fill, mean_kl
@@ -134,6 +135,8 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
                 f"`candidates` have to be GEAR caches, such as {', '.join(f'`{each}`' for each in DEFAULT_CANDIDATES)}"
                 f", but `{spec}` is a `{type(cache).__name__}`"
             )
+        if isinstance(cache.gear_config, TransformConfig):
+            raise ValueError(f"`candidates` with the `transform` backbone cannot be measured yet, but got `{spec}`")
         caches[spec] = cache
     return caches
 

@@ -72,4 +72,15 @@ register_cache(
     q_group_size=32,
     **_BEYOND,
 )
+# At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included
+for _percent, _key_nbits, _value_nbits in ((16, 2.375, 2.0), (22, 3.25, 3.0), (25, 4.0, 3.25), (30, 4.625, 4.125)):
+    register_cache(
+        f"gear-t{_percent}",
+        _FACTORY,
+        check=_CHECK,
+        summary=f"Transform-coded, tokens one by one: {_percent} % of 16 bits",
+        backbone="transform",
+        key_nbits=_key_nbits,
+        value_nbits=_value_nbits,
+    )
 register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

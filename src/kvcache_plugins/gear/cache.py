@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.refusal import refusals
 from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
 from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
@@ -21,6 +22,8 @@ from .choice import PresetChoice
 from .config import GEARConfig
 from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
+from .transform.config import TransformConfig, transform_config
+from .transform.layer import TransformLayer
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -40,12 +43,14 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
             The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and only
             full-attention layers are compressed; without it, every layer is compressed.
-        nbits (`int`, *optional*, defaults to 4):
-            Bits a code: 2, 3, 4 or 8.
+        nbits (`float`, *optional*, defaults to 4):
+            Bits a code: 2, 3, 4 or 8; with the `transform` backbone bits a channel on average, any number up to 8.
         backbone (`str`, *optional*):
             How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same
             in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits
-            and more and to `"kivi"` below.
+            and more and to `"kivi"` below. `"transform"` is for both sides and codes every token by itself, keys
+            before the rotary embedding and bits where channels have energy: its other options are `nbits`,
+            `key_nbits`, `value_nbits`, `residual_length` (8 by default) and `num_sink_tokens` (4).
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
@@ -99,24 +104,24 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self,
         config: PreTrainedConfig | torch.nn.Module | None = None,
         *,
-        nbits: int = 4,
+        nbits: float = 4,
         backbone: str | None = None,
         q_group_size: int | None = None,
-        residual_length: int = 64,
-        sparsity: float = 0.02,
-        rank: int = 4,
+        residual_length: int | None = None,
+        sparsity: float | None = None,
+        rank: int | None = None,
         decode_rank: int | None = None,
-        num_iterations: int = 3,
-        low_rank_recent_ratio: float = 1.0,
-        num_sink_tokens: int = 0,
-        rotate_values: bool = False,
+        num_iterations: int | None = None,
+        low_rank_recent_ratio: float | None = None,
+        num_sink_tokens: int | None = None,
+        rotate_values: bool | None = None,
         attention_mask: torch.Tensor | None = None,
-        key_nbits: int | None = None,
+        key_nbits: float | None = None,
         key_backbone: str | None = None,
         key_sparsity: float | None = None,
         key_rank: int | None = None,
         key_decode_rank: int | None = None,
-        value_nbits: int | None = None,
+        value_nbits: float | None = None,
         value_backbone: str | None = None,
         value_sparsity: float | None = None,
         value_rank: int | None = None,
@@ -124,32 +129,30 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     ):
         config = get_config(config, "config")
         check_mask("attention_mask", attention_mask)
-        self.gear_config = GEARConfig.from_options(
-            nbits=nbits,
-            backbone=backbone,
-            sparsity=sparsity,
-            rank=rank,
-            decode_rank=decode_rank,
-            key_overrides={
-                "nbits": key_nbits,
-                "backbone": key_backbone,
-                "sparsity": key_sparsity,
-                "rank": key_rank,
-                "decode_rank": key_decode_rank,
-            },
-            value_overrides={
-                "nbits": value_nbits,
-                "backbone": value_backbone,
-                "sparsity": value_sparsity,
-                "rank": value_rank,
-                "decode_rank": value_decode_rank,
-            },
-            q_group_size=q_group_size,
-            residual_length=residual_length,
-            num_iterations=num_iterations,
-            low_rank_recent_ratio=low_rank_recent_ratio,
-            num_sink_tokens=num_sink_tokens,
-            rotate_values=rotate_values,
+        options: dict[str, Any] = {
+            "nbits": nbits,
+            "residual_length": residual_length,
+            "sparsity": sparsity,
+            "rank": rank,
+            "decode_rank": decode_rank,
+            "q_group_size": q_group_size,
+            "num_iterations": num_iterations,
+            "low_rank_recent_ratio": low_rank_recent_ratio,
+            "num_sink_tokens": num_sink_tokens,
+            "rotate_values": rotate_values,
+            "key_nbits": key_nbits,
+            "key_backbone": key_backbone,
+            "key_sparsity": key_sparsity,
+            "key_rank": key_rank,
+            "key_decode_rank": key_decode_rank,
+            "value_nbits": value_nbits,
+            "value_backbone": value_backbone,
+            "value_sparsity": value_sparsity,
+            "value_rank": value_rank,
+            "value_decode_rank": value_decode_rank,
+        }
+        self.gear_config: Any = (
+            transform_config(options) if backbone == "transform" else GEARConfig.from_flat(backbone, options)
         )
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
@@ -162,11 +165,19 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             self.expected_heads = key_value_heads(config)
             super().__init__(layers=self._layers_for(config))
 
-    def _next_layer(self) -> GEARLayer:
-        return GEARLayer(self.gear_config, len(self.layers), self._given_mask)
+    def _next_layer(self) -> GEARLayer | TransformLayer:
+        return self._make_layer(len(self.layers), None)
+
+    def _make_layer(self, index: int, config: PreTrainedConfig | None) -> GEARLayer | TransformLayer:
+        if isinstance(self.gear_config, TransformConfig):
+            frequencies = None if config is None else rotary_frequencies(config, index)
+            return TransformLayer(self.gear_config, index, self._given_mask, frequencies)
+        return GEARLayer(self.gear_config, index, self._given_mask)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
-        layers = replace_full_attention(config, lambda index: GEARLayer(self.gear_config, index, self._given_mask))
+        layers = replace_full_attention(config, lambda index: self._make_layer(index, config))
+        if isinstance(self.gear_config, TransformConfig):
+            return layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.gear_config.validate_head_dim(head_dim, head_dim)
         return layers
@@ -185,7 +196,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
             `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, GEARLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
         total: Counter[str] = Counter()
         for layer in layers:
             total.update(layer.stats())
@@ -220,7 +231,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"`count` has to be an integer of at least 1 but got {count!r}")
-        shared = [tensor for layer in self.layers if isinstance(layer, GEARLayer) for tensor in layer.share()]
+        shared = [
+            tensor
+            for layer in self.layers
+            if isinstance(layer, GEARLayer | TransformLayer)
+            for tensor in layer.share()
+        ]
         # What `deepcopy` finds under its identity it takes for copied
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 
@@ -236,6 +252,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Raises:
             OSError: naming `path`, if it cannot be written.
         """
+        if isinstance(self.gear_config, TransformConfig):
+            raise NotImplementedError("not supported yet: caches with the `transform` backbone have no `save`")
         write_snapshot(
             path,
             self.layers,

@@ -10,6 +10,17 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 BACKBONES = ("kcvt", "kivi", "per-token")
 _DEFAULT_GROUP_SIZE = 64
 _DEFAULT_DECODE_RANK = 2
+_DEFAULTS: dict[str, Any] = {
+    "q_group_size": None,
+    "residual_length": 64,
+    "sparsity": 0.02,
+    "rank": 4,
+    "decode_rank": None,
+    "num_iterations": 3,
+    "low_rank_recent_ratio": 1.0,
+    "num_sink_tokens": 0,
+    "rotate_values": False,
+}
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -69,6 +80,18 @@ class GEARConfig:
                         f"`{side.side}_{name}`/`{name}` has to be at most {limit}, the fewest tokens compressed "
                         f"at once, but got {value}"
                     )
+
+    @classmethod
+    def from_flat(cls, backbone: str | None, options: dict[str, Any]) -> "GEARConfig":
+        """Builds the config from the options of `GEARCache` by name, `None` where one was not given."""
+        given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
+        sides = {
+            side: {
+                name.removeprefix(f"{side}_"): given.pop(name) for name in list(given) if name.startswith(f"{side}_")
+            }
+            for side in ("key", "value")
+        }
+        return cls.from_options(backbone=backbone, key_overrides=sides["key"], value_overrides=sides["value"], **given)
 
     @classmethod
     def from_options(

@@ -65,6 +65,13 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
     return _kernel_on(device_type, requested)[0]
 
 
+def choose_coding_kernel(states: torch.Tensor) -> str:
+    """What codes tokens one by one: `"compiled"` or, on other devices and where asked for, `"torch"`."""
+    if states.device.type != "cpu" or requested_kernel() not in ("auto", "compiled"):
+        return "torch"
+    return _kernel_on("cpu", requested_kernel())[0]
+
+
 def explain_kernel(device_type: str) -> tuple[str, str | None]:
     """
     What attention of a few new tokens runs on, for caches on a device of a type, and why it is not what was wanted.

@@ -13,6 +13,8 @@ from .machine_code import kept_beside
 with kept_beside(Path(__file__).parents[1]):
     from . import code_scores, largest, rows
     from .door import attend
+    from .transform_coder import encode_rows as encode_transform_rows
+    from .transform_door import attend_rows as attend_transform_rows
 
 
-__all__ = ["attend", "code_scores", "largest", "rows"]
+__all__ = ["attend", "attend_transform_rows", "code_scores", "encode_transform_rows", "largest", "rows"]

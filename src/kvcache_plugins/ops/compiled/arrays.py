@@ -60,6 +60,12 @@ def floats_at(address: int, shape: Any) -> Any:
 
 
 @njit(**OPTIONS)
+def doubles_at(address: int, shape: Any) -> Any:
+    """The same of float64."""
+    return carray(_pointer(address), shape, np.float64)
+
+
+@njit(**OPTIONS)
 def bytes_at(address: int, shape: Any) -> Any:
     """The same of uint8."""
     return carray(_pointer(address), shape, np.uint8)

@@ -50,7 +50,7 @@ def _table(states: CompressedStates, codes: torch.Tensor) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-class _Arguments:
+class Arguments:
     """What is handed over by address, kept alive for the call."""
 
     def __init__(self) -> None:
@@ -64,6 +64,12 @@ class _Arguments:
             tensor = tensor.contiguous()
         self._alive.append(tensor)
         return tensor.data_ptr()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it, contiguous."""
+        tensor = tensor.contiguous()
+        self._alive.append(tensor)
+        return tensor
 
     def table(self, states: CompressedStates) -> int:
         """Of the table of compressed states."""
@@ -117,7 +123,7 @@ def attend(
     scratch = _empty(num_results * batch_size * num_heads * num_rows * (value_dim + 2))
     result = _empty(batch_size, num_query_heads, num_queries, value_dim)
     shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
-    arguments = _Arguments()
+    arguments = Arguments()
     queries, results, first = arguments.address(query), scratch.data_ptr(), 0
     for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
         tables = arguments.table(part.keys), arguments.table(part.values)

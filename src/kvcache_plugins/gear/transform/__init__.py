@@ -1,0 +1,1 @@
+"""GEAR's place for transform coding: a token coded by itself, channels by their energy."""

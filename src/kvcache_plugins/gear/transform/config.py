@@ -1,0 +1,77 @@
+"""Options of transform coding, validated once and immutable afterwards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache_plugins.ops.transform_coding.allocation import num_blocks
+from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH
+
+
+# With its scale a row is a word at least, which is what compiled code loads
+_LEAST_BYTES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformConfig:
+    """
+    All options of a `GEARCache` with `backbone="transform"`.
+
+    Attributes:
+        key_nbits, value_nbits (`float`): bits a channel on average; rounded to a bit for eight channels.
+        residual_length (`int`): decoded tokens that wait in exact form.
+        num_sink_tokens (`int`): first tokens that stay exact.
+    """
+
+    key_nbits: float
+    value_nbits: float
+    residual_length: int = 8
+    num_sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("key_nbits", "value_nbits"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WIDTH:
+                raise ValueError(
+                    f"`{name}`/`nbits` has to be a number above 0 and of at most {MAX_WIDTH} with the `transform` "
+                    f"backbone, but got {value!r}"
+                )
+        for name, least in (("residual_length", 1), ("num_sink_tokens", 0)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {number!r}")
+
+    def key_bytes(self, head_dim: int) -> int:
+        """Bytes that the codes of a key take: the sum of its blocks' widths."""
+        return _bytes(self.key_nbits, head_dim)
+
+    def value_bytes(self, head_dim: int) -> int:
+        """The same of a value."""
+        return _bytes(self.value_nbits, head_dim)
+
+
+def _bytes(nbits: float, head_dim: int) -> int:
+    count = num_blocks(head_dim)
+    return min(max(round(nbits * count), _LEAST_BYTES), MAX_WIDTH * count)
+
+
+def transform_config(options: dict[str, Any]) -> TransformConfig:
+    """
+    The config of flat options of `GEARCache`; `None` is what was not given.
+
+    Raises:
+        ValueError: if an option is given that this backbone does not have.
+    """
+    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens")}
+    nbits = options.pop("nbits")
+    key_nbits, value_nbits = options.pop("key_nbits"), options.pop("value_nbits")
+    foreign = sorted(name for name, value in options.items() if value is not None)
+    if foreign:
+        raise ValueError(
+            f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
+            "`value_nbits`, `residual_length` and `num_sink_tokens`"
+        )
+    return TransformConfig(
+        key_nbits=nbits if key_nbits is None else key_nbits,
+        value_nbits=nbits if value_nbits is None else value_nbits,
+        **{name: value for name, value in taken.items() if value is not None},
+    )

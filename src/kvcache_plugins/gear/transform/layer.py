@@ -1,0 +1,367 @@
+"""One layer of transform-coded keys and values: when a token is coded, and attention over all of them.
+
+A prompt is coded right after attention has seen it, and with it the table is made that codes all that follows.
+Decoded tokens wait in a short buffer, and are coded at the *beginning* of an update: what the newest update brought is
+exact, so a rollback of it finds its tokens as they were. Nothing is shared between tokens, so they may be dropped one
+by one.
+
+    [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.gear.compression import check_finite
+from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.ops.dispatch import choose_kernel
+from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
+from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.ops.transform_coding.attention import attend
+from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.ops.transform_coding.statistics import (
+    Angles,
+    QueryMoments,
+    key_table_of_layout,
+    make_key_table,
+    make_value_table,
+)
+
+from .config import TransformConfig
+from .storage import CodedBlock
+
+
+# Tokens that a table is made of, at least; before that all are exact
+MIN_TOKENS = 64
+# Newest queries of a prompt that say what errors of keys do
+_NUM_QUERIES = 256
+# An update of this many times `residual_length` tokens is coded as soon as attention has seen it
+_PROMPT_FACTOR = 4
+
+
+class TransformLayer(PromptLayer):
+    """
+    Keys and values of one layer, every token of them coded by itself.
+
+    Args:
+        config (`TransformConfig`):
+            How many bits.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            The prompt's padding mask, for attention implementations that do not show it to the cache.
+        frequencies (`tuple[float, ...]`, *optional*):
+            Of the keys' rotary embedding, radians a token of every pair of channels.
+    """
+
+    counter_names = (
+        "tokens_compressed",
+        "chunks_compressed",
+        "attend_calls",
+        "fused_calls",
+        "kernel_fallbacks",
+        "prompts_without_mask",
+    )
+
+    def __init__(
+        self,
+        config: TransformConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        frequencies: tuple[float, ...] | None = None,
+    ):
+        self.config, self.frequencies = config, frequencies
+        super().__init__(layer_idx, attention_mask)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.prefix: ExactPrefix | None = None
+        self.coder: RowCoder | None = None
+        self.blocks: list[CodedBlock] = []
+        self.buffer: ResidualBuffer | None = None
+        self._moments: QueryMoments | None = None
+        # Items that have no table yet, as they had too few tokens when others got theirs, `[batch_size]`
+        self._waiting_items: torch.Tensor | None = None
+        self._waiting = False
+        # Rows before that may be of tokens that the prefix holds
+        self._prefix_stop = 0
+        # Whether decoded tokens may join the last block
+        self._is_open = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.layouts: list[RotaryLayout] = candidate_layouts(self.frequencies, key_states.shape[3])
+
+    def _is_prompt(self, count: int) -> bool:
+        return count >= _PROMPT_FACTOR * self.config.residual_length
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        self._learn_padding(attn_mask)
+        self._note_queries(query)
+        self.settle_prompt()
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        if is_causal:
+            shape = (query.shape[2], self._length)
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+        kernel, is_fallback = choose_kernel(query)
+        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
+        self._counters["attend_calls"] += 1
+        self._counters["fused_calls"] += kernel != "torch"
+        self._counters["kernel_fallbacks"] += is_fallback
+        self._learn_padding(attn_mask)
+        self._note_queries(query)
+        self.settle_prompt()
+        return output
+
+    def _note_queries(self, query: torch.Tensor) -> None:
+        """Adds the newest queries to what the table will be made of, until there is one."""
+        if self.coder is not None and not self._waiting:
+            return
+        query = query.detach()[:, :, -_NUM_QUERIES:]
+        valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
+        moments = QueryMoments.of(query, self._shapes["keys"][1], self.layouts, valid)
+        self._moments = moments if self._moments is None else self._moments.plus(moments)
+
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CodedPart]:
+        """Everything held, each token once, with its columns of the mask."""
+        prefix = self.prefix
+        if prefix is not None and prefix.num_slots:
+            mask = None
+            if attn_mask is not None:
+                mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
+            mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
+            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
+        for block in self.blocks:
+            mask = slice_mask(attn_mask, block.start, block.stop)
+            if prefix is not None and not prefix.is_uniform and block.start < self._prefix_stop:
+                # Blocks also span padding of shorter items, and tokens that the prefix holds
+                columns = torch.arange(block.start, block.stop, device=self.device)
+                mask = combine_masks(mask, columns >= prefix.end[:, None])
+            assert self.coder is not None
+            yield CodedPart(block.keys, block.values, self.coder, block.start, self.padding, block.length, mask)
+        position = self._exact_start
+        for keys, values, length in self._exact_tail():
+            yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
+            position += length
+
+    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys, values and their tokens in use, of what stands behind the coded ones."""
+        if self.buffer is not None and self.buffer.length:
+            yield *self.buffer.tensors(), self.buffer.length
+        if self._pending is not None:
+            yield *self._pending, self._pending[0].shape[2]
+
+    @property
+    def _exact_start(self) -> int:
+        """Position of the first token behind the coded ones."""
+        return self._length - sum(length for *_, length in self._exact_tail())
+
+    def _before_update(self) -> None:
+        buffer = self.buffer
+        if buffer is not None and buffer.length >= self.config.residual_length:
+            self._code_tail(buffer.keys, buffer.values)
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        if self.buffer is not None and self.buffer.length:
+            keys = torch.cat([self.buffer.keys, keys], dim=2)
+            values = torch.cat([self.buffer.values, values], dim=2)
+        if not self._code_tail(keys, values):
+            self.buffer = None
+            self._append(keys, values)
+
+    def _code_tail(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """
+        Codes all tokens that are exact and not of the prefix, once an item has enough of them for a table. Of items
+        that have not, they go to the prefix.
+        """
+        start, length = self._length - keys.shape[2], self._length
+        padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
+        has_enough = length - padding >= self.config.num_sink_tokens + MIN_TOKENS
+        if self.coder is None and not bool(has_enough.any()):
+            return False
+        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
+        if self.coder is None:
+            start = self._begin(keys, values, padding, has_enough)
+        elif self._waiting:
+            self._serve_waiting(keys, values, padding, has_enough)
+        assert self.coder is not None
+        tail = keys.shape[2] - (length - start)
+        self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
+        self.buffer = None
+        return True
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
+        """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
+        length, device, sinks = keys.shape[2], keys.device, self.config.num_sink_tokens
+        count = torch.where(has_enough, sinks, length - padding)
+        first = int((padding + count)[has_enough].min())
+        valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
+        angles = [Angles.at(layout, first, length - first, self.padding, device) for layout in self.layouts]
+        tail, size = (keys[:, :, first:], values[:, :, first:]), self.config.key_bytes(keys.shape[3])
+        key_table, number = make_key_table(tail[0], valid.to(device), self._moments, self.layouts, angles, size)
+        value_table = make_value_table(rotate(tail[1]), valid.to(device), self.config.value_bytes(values.shape[3]))
+        self.coder = RowCoder(key_table, value_table, self.layouts[number])
+        self._is_open = False
+        start = padding.to(device)
+        slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
+        exact = (
+            states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (keys, values)
+        )
+        is_uniform = not bool(padding.any()) and bool(has_enough.all())
+        self.prefix = ExactPrefix(*exact, start=start, count=count.to(device), is_uniform=is_uniform)
+        self._prefix_stop = int((padding + count).max())
+        self._set_waiting(~has_enough)
+        return first
+
+    def _serve_waiting(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
+    ) -> None:
+        """Makes tables for items that now have enough tokens, and takes into the prefix those of all others."""
+        assert self.coder is not None and self.prefix is not None and self._waiting_items is not None
+        prefix, waiting = self.prefix, self._waiting_items.cpu()
+        for item in (waiting & has_enough).nonzero().flatten().tolist():
+            count = int(prefix.count[item])
+            exact = (prefix.keys[item, None, :, :count], prefix.values[item, None, :, :count])
+            own = [torch.cat([old, new[item, None]], dim=2) for old, new in zip(exact, (keys, values), strict=True)]
+            self._replace_table(item, *own, int(padding[item]))
+        waiting &= ~has_enough
+        if bool(waiting.any()):
+            count, new = prefix.count.cpu(), keys.shape[2]
+            num_slots = max(prefix.num_slots, int(count[waiting].max()) + new)
+            grown = [F.pad(states, (0, 0, 0, num_slots - prefix.num_slots)) for states in (prefix.keys, prefix.values)]
+            for item in waiting.nonzero().flatten().tolist():
+                slots = slice(int(count[item]), int(count[item]) + new)
+                grown[0][item, :, slots], grown[1][item, :, slots] = keys[item], values[item]
+            count = (count + waiting * new).to(prefix.count.device)
+            self.prefix = ExactPrefix(*grown, start=prefix.start, count=count, is_uniform=False)
+            self._prefix_stop = self._length
+        self._set_waiting(waiting)
+
+    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Makes an item's tables of all its tokens `[1, H, T, D]`, which begin at index `start`."""
+        assert self.coder is not None
+        count, layout = keys.shape[2], self.coder.layout
+        valid = (torch.arange(count, device=keys.device) >= self.config.num_sink_tokens)[None]
+        moments = None if self._moments is None else self._moments.map(lambda sums: sums[item, None])
+        number, angles = self.layouts.index(layout), Angles.at(layout, 0, count, None, keys.device)
+        size = self.config.key_bytes(keys.shape[3]), self.config.value_bytes(values.shape[3])
+        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0])
+        value_table = make_value_table(rotate(values), valid, size[1])
+        self.coder.keys.set_item(item, key_table)
+        self.coder.values.set_item(item, value_table)
+
+    def _set_waiting(self, waiting: torch.Tensor) -> None:
+        self._waiting = bool(waiting.any())
+        self._waiting_items = waiting.to(self.device) if self._waiting else None
+        if not self._waiting:
+            self._moments = None
+
+    def _add_rows(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        count = keys.shape[2]
+        if self._is_open:
+            self.blocks[-1].append(keys, values)
+        else:
+            self.blocks.append(CodedBlock(keys, values, start, count))
+            self._is_open = True
+        self._counters["tokens_compressed"] += count
+        self._counters["chunks_compressed"] += 1
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
+        self.buffer.append(keys, values)
+
+    def materialize(self, side: str) -> torch.Tensor:
+        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        for block in self.blocks:
+            assert self.coder is not None
+            block.write_dense(side, self.coder, self.padding, dense)
+        # After the blocks: the first one may also span the places of these
+        if self.prefix is not None:
+            self.prefix.write_dense(side, dense)
+        position = self._exact_start
+        for keys, values, length in self._exact_tail():
+            dense[:, :, position : position + length] = (keys if side == "keys" else values)[:, :, :length]
+            position += length
+        return dense
+
+    def _drop_newest(self, count: int) -> None:
+        exact_start, length = self._exact_start, self._length - count
+        if self.buffer is not None:
+            self.buffer.drop_last(min(count, self.buffer.length))
+        if length >= exact_start:
+            return
+        last = self.blocks[-1]
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if not self.blocks or self.blocks[-1] is not last:
+            self._is_open = False
+        if self.blocks and self.blocks[-1].stop > length:
+            self.blocks[-1].truncate(length - self.blocks[-1].start)
+        if self.prefix is not None:
+            self.prefix.truncate(length)
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for stored in (self.prefix, self.buffer, *self.blocks):
+            if stored is not None:
+                stored.map(function)
+        if self._moments is not None:
+            self._moments = self._moments.map(function)
+        if self.coder is not None:
+            self.coder = self.coder.map(function)
+        if self._waiting_items is not None:
+            self._waiting_items = function(self._waiting_items)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for block in self.blocks:
+            for rows in (block.keys, block.values):
+                yield "codes", rows[:, :, : block.length]
+                yield "spare", rows[:, :, block.length :]
+        if self.coder is not None:
+            yield from (("scales", tensor) for tensor in self.coder.tensors())
+        if self._moments is not None:
+            yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
+        if self.buffer is not None:
+            yield from (("residual", tensor) for tensor in self.buffer.tensors())
+        if self.prefix is not None:
+            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
+            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        if self._waiting_items is not None:
+            yield "index", self._waiting_items
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """
+        Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: rows,
+        tables, and the exact tokens in front.
+        """
+        self.settle_prompt()
+        # Further rows would be written into the room that the last block has left
+        self._is_open = False
+        for block in self.blocks:
+            yield from (block.keys, block.values)
+        if self.coder is not None and not self._waiting:
+            yield from self.coder.tensors()
+        if self.prefix is not None:
+            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+
+    def stats(self) -> dict[str, int]:
+        exact = self._length
+        if self.prefix is not None and self.blocks:
+            coded = sum(block.length for block in self.blocks)
+            exact -= coded - max(self.config.num_sink_tokens - self.blocks[0].start, 0)
+        return {
+            "tokens_cached": self._length,
+            "tokens_exact": exact,
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }

@@ -1,0 +1,51 @@
+"""How fast a model's rotary position embedding turns its pairs of channels, from the config alone."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+# Whose frequencies do not depend on how long a text is
+_STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
+
+
+def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
+    """
+    Radians a token of every pair of channels that a layer rotates.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the (decoder of the) model.
+        layer_idx (`int`): the layer; some models have other frequencies for some layers.
+
+    Returns:
+        `tuple[float, ...]`, or `None` where the config has none or they depend on the length of the text.
+    """
+    parameters, layer_type = getattr(config, "rope_parameters", None), None
+    layer_types = getattr(config, "layer_types", None)
+    if isinstance(parameters, dict) and layer_types and layer_types[layer_idx] in parameters:
+        layer_type = layer_types[layer_idx]
+        parameters = parameters[layer_type]
+    if not isinstance(parameters, dict):
+        return None
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        return _default_frequencies(config, parameters)
+    if rope_type not in _STATIC_TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
+        return None
+    frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=layer_type)[0]
+    return tuple(frequencies.tolist())
+
+
+def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, Any]) -> tuple[float, ...] | None:
+    base = parameters.get("rope_theta")
+    # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
+    head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if base is None:
+        return None
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    # In float32, as models have them
+    return tuple((1.0 / base**exponents).float().tolist())

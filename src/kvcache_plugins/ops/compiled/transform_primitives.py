@@ -1,0 +1,220 @@
+"""Building blocks of attention over transform-coded rows: a tile of tokens meets up to four queries.
+
+A key's code becomes a point by a polynomial in registers, the point a channel by the token's scale and the channel's
+mean, and the channel two by cosine and sine of the token's offset within the tile: they meet the queries as turned
+back to the tile's start, each lane its own channel and its partner's. So the order of channels does not matter, and
+nothing is gathered.
+
+Legend: N blocks of eight channels, T tokens of a tile.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .fields import load_halves_of_block, load_ints, shift_right
+from .primitives import OPTIONS, ROWS
+from .vectors import (
+    LANES,
+    add,
+    broadcast,
+    load_floats,
+    masked_to_floats,
+    multiply,
+    multiply_add,
+    store_floats,
+    sums_of_eight,
+)
+
+
+# What is called in one place, with more arrays than a call should hand over
+INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
+_ZERO = np.float32(0)
+# The widest block whose points two coefficients give
+_TWO_COEFFICIENTS = 4
+
+
+class Blocks(NamedTuple):
+    """
+    Where the blocks of a head's rows are and what their codes mean.
+
+    `widths`, `low`, `high` `[N]`: bits, and where the two loads begin; `masks` `[N]`; `shifts` `[1, 8 N]`; `points`
+    `[N, 5]`: what makes a code lie between -1 and 1, a factor and a term, and the coefficients.
+    """
+
+    widths: Any
+    low: Any
+    high: Any
+    masks: Any
+    shifts: Any
+    points: Any
+
+
+@njit(**OPTIONS)
+def make_blocks(widths: Any, row_size: int, coefficients: Any) -> Blocks:
+    """Those of `widths` `[N]`; `coefficients` `[9, 3]` of points."""
+    count = widths.shape[0]
+    low, high = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    masks, shifts = np.zeros(count, dtype=np.int32), np.zeros((1, count * LANES), dtype=np.int32)
+    points, wide = np.zeros((count, 5), dtype=np.float32), np.zeros(count, dtype=np.int64)
+    offset = 1
+    half = LANES // 2
+    for v in range(count):
+        width = wide[v] = int(widths[v])
+        # A load must not reach beyond the row; what it then begins with is shifted out
+        low[v] = min(offset, row_size - half)
+        high[v] = min(offset + width // 2, row_size - half)
+        masks[v] = (1 << width) - 1
+        for lane in range(half):
+            shifts[0, v * LANES + lane] = 8 * (offset - low[v]) + lane * width
+            shifts[0, v * LANES + half + lane] = 8 * (offset - high[v]) + (half + lane) * width
+        points[v, 0] = 2.0 / (1 << width)
+        points[v, 1] = 1.0 / (1 << width) - 1.0
+        points[v, 2:] = coefficients[width]
+        offset += width
+    return Blocks(wide, low, high, masks, shifts, points)
+
+
+@njit(**INLINED)
+def _points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
+    """The points of a block of a token, of 1 bit at least."""
+    words = load_halves_of_block(rows, token, blocks.low[v], blocks.high[v])
+    codes = masked_to_floats(shift_right(words, load_ints(blocks.shifts, 0, v * LANES)), blocks.masks[v])
+    points = blocks.points
+    centred = multiply_add(codes, broadcast(points[v, 0]), broadcast(points[v, 1]))
+    square = multiply(centred, centred)
+    inner = broadcast(points[v, 3])
+    if blocks.widths[v] > _TWO_COEFFICIENTS:
+        inner = multiply_add(square, broadcast(points[v, 4]), inner)
+    return multiply(centred, multiply_add(square, inner, broadcast(points[v, 2])))
+
+
+def _make_dot_rows(num_rows: int) -> Callable[..., None]:
+    @njit(**OPTIONS)
+    def dot_rows(
+        own: Any, partners: Any, rows: Any, blocks: Any, means: Any, scales: Any, cosines: Any, sines: Any, span: Any,
+        scores: Any,
+    ) -> None:  # fmt: skip
+        first, count = span
+        for t in range(0, count, 2):
+            u = min(t + 1, count - 1)
+            scale_a, scale_b = broadcast(scales[first + t]), broadcast(scales[first + u])
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
+            for v in range(blocks.low.shape[0]):
+                place = v * LANES
+                a = b = load_floats(means, 0, place)
+                if blocks.widths[v] > 0:
+                    a = multiply_add(_points_of(rows, first + t, blocks, v), scale_a, a)
+                    b = multiply_add(_points_of(rows, first + u, blocks, v), scale_b, b)
+                a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
+                a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
+                q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
+                a0, b0 = (
+                    multiply_add(a_sine, p, multiply_add(a, q, a0)),
+                    multiply_add(b_sine, p, multiply_add(b, q, b0)),
+                )
+                if num_rows > 1:
+                    q, p = load_floats(own, 1, place), load_floats(partners, 1, place)
+                    a1 = multiply_add(a_sine, p, multiply_add(a, q, a1))
+                    b1 = multiply_add(b_sine, p, multiply_add(b, q, b1))
+                if num_rows > 2:
+                    q, p = load_floats(own, 2, place), load_floats(partners, 2, place)
+                    a2 = multiply_add(a_sine, p, multiply_add(a, q, a2))
+                    b2 = multiply_add(b_sine, p, multiply_add(b, q, b2))
+                if num_rows > 3:
+                    q, p = load_floats(own, 3, place), load_floats(partners, 3, place)
+                    a3 = multiply_add(a_sine, p, multiply_add(a, q, a3))
+                    b3 = multiply_add(b_sine, p, multiply_add(b, q, b3))
+            store_floats(scores, 0, t * ROWS, sums_of_eight(a0, a1, a2, a3, b0, b1, b2, b3))
+
+    return dot_rows  # type: ignore[no-any-return]
+
+
+def _make_accumulate_rows(num_rows: int) -> Callable[..., None]:
+    @njit(**OPTIONS)
+    def accumulate_rows(weights: Any, rows: Any, blocks: Any, span: Any, sums: Any) -> None:
+        first, count = span
+        for v in range(blocks.low.shape[0]):
+            if blocks.widths[v] == 0:
+                continue
+            place = v * LANES
+            a0 = a1 = a2 = a3 = broadcast(_ZERO)
+            for t in range(count):
+                a = _points_of(rows, first + t, blocks, v)
+                a0 = multiply_add(a, broadcast(weights[0, t * ROWS]), a0)
+                if num_rows > 1:
+                    a1 = multiply_add(a, broadcast(weights[0, t * ROWS + 1]), a1)
+                if num_rows > 2:
+                    a2 = multiply_add(a, broadcast(weights[0, t * ROWS + 2]), a2)
+                if num_rows > 3:
+                    a3 = multiply_add(a, broadcast(weights[0, t * ROWS + 3]), a3)
+            store_floats(sums, 0, place, add(load_floats(sums, 0, place), a0))
+            if num_rows > 1:
+                store_floats(sums, 1, place, add(load_floats(sums, 1, place), a1))
+            if num_rows > 2:
+                store_floats(sums, 2, place, add(load_floats(sums, 2, place), a2))
+            if num_rows > 3:
+                store_floats(sums, 3, place, add(load_floats(sums, 3, place), a3))
+
+    return accumulate_rows  # type: ignore[no-any-return]
+
+
+_dot_1, _dot_2, _dot_3, _dot_4 = (_make_dot_rows(rows) for rows in range(1, ROWS + 1))
+_accumulate_1, _accumulate_2, _accumulate_3, _accumulate_4 = (_make_accumulate_rows(r) for r in range(1, ROWS + 1))
+
+
+@njit(**OPTIONS)
+def dot_rows(
+    num_rows: int,
+    own: Any,
+    partners: Any,
+    rows: Any,
+    blocks: Blocks,
+    means: Any,
+    scales: Any,
+    cosines: Any,
+    sines: Any,
+    span: tuple[int, int],
+    scores: Any,
+) -> None:
+    """
+    Scores of a tile.
+
+    Args:
+        num_rows: queries in use, 1 to 4.
+        own, partners: `[4, 8 N]`: the queries as turned back to the tile's start, every channel's own and its
+            partner's, times the channel's deviation.
+        rows: `[tokens, bytes]`.
+        blocks: of the keys.
+        means: `[1, 8 N]`, of channels, over their deviations.
+        scales: `[tokens]`.
+        cosines, sines: `[T, 8 N]`, of the angles from the tile's start; sines negative.
+        span: the tile's first token, and how many.
+        scores: `[1, 4 T + 4]`, filled, four numbers a token, and one token more if they are odd.
+    """
+    if num_rows == 1:
+        _dot_1(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
+    elif num_rows == 2:
+        _dot_2(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
+    elif num_rows == 3:
+        _dot_3(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
+    else:
+        _dot_4(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
+
+
+@njit(**OPTIONS)
+def accumulate_rows(num_rows: int, weights: Any, rows: Any, blocks: Blocks, span: tuple[int, int], sums: Any) -> None:
+    """
+    Adds the points of a tile's values, times `weights` `[1, 4 T + 4]`, to `sums` `[4, 8 N]`; the others as in
+    `dot_rows`.
+    """
+    if num_rows == 1:
+        _accumulate_1(weights, rows, blocks, span, sums)
+    elif num_rows == 2:
+        _accumulate_2(weights, rows, blocks, span, sums)
+    elif num_rows == 3:
+        _accumulate_3(weights, rows, blocks, span, sums)
+    else:
+        _accumulate_4(weights, rows, blocks, span, sums)

@@ -1,0 +1,36 @@
+"""Attention over a cache whose tokens are rows of bytes and, some of them, exact."""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvcache_plugins.ops.online_softmax import OnlineAttention
+from kvcache_plugins.ops.parts import DensePart
+
+from .parts import CodedPart
+
+
+def attend(
+    query: torch.Tensor,
+    parts: Iterable[DensePart | CodedPart],
+    num_key_value_heads: int,
+    scale: float | None,
+    kernel: str,
+) -> torch.Tensor:
+    """
+    Attention of queries over all parts; the arguments are those of `ops.attention.attend`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
+    """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if kernel == "compiled":
+        # Imported late, as it needs a package that may not be there
+        from kvcache_plugins.ops.compiled import attend_transform_rows
+
+        return attend_transform_rows(query, list(parts), num_key_value_heads, scale)
+    attention = OnlineAttention(query, num_key_value_heads, scale)
+    for part in parts:
+        for tile in part.tiles() if isinstance(part, CodedPart) else (part,):
+            attention.add_tile(*tile.in_use(), tile.mask)
+    return attention.result()

@@ -1,0 +1,99 @@
+"""The part of a cache that is rows of bytes, and attention over it in plain PyTorch, a tile at a time.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.rotation import rotate
+
+from .rotary import RotaryLayout
+from .rows import RowTable
+from .statistics import Angles
+
+
+# Dense float32 values of one tile stay within the processor's caches
+_TILE_TOKENS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class RowCoder:
+    """
+    How a layer's keys and values become rows, and come back.
+
+    Attributes:
+        keys, values (`RowTable`): the tables of both sides.
+        layout (`RotaryLayout`): of the keys' rotary embedding.
+    """
+
+    keys: RowTable
+    values: RowTable
+    layout: RotaryLayout
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on, given the tokens `[B]` at the
+        start of every item that have no position.
+        """
+        angles = self._angles(start, padding, keys)
+        keys = self.layout.rotate(keys.float(), angles.cosines, -angles.sines)
+        return self.keys.encode(keys), self.values.encode(rotate(values))
+
+    def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
+        """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""
+        angles = self._angles(start, padding, rows)
+        return self.layout.rotate(self.keys.decode(rows), angles.cosines, angles.sines)
+
+    def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Values `[B, H, T, D]`, float32, of rows."""
+        return rotate(self.values.decode(rows))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything stored."""
+        for table in (self.keys, self.values):
+            yield from (tensor for _, tensor in table.named_tensors())
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCoder":
+        """The same with `function` applied to every tensor."""
+        return RowCoder(self.keys.map(function), self.values.map(function), self.layout)
+
+    def _angles(self, start: int, padding: torch.Tensor | None, tokens: torch.Tensor) -> Angles:
+        return Angles.at(self.layout, start, tokens.shape[2], padding, tokens.device)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPart:
+    """
+    Tokens that are rows.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be room for more.
+        coder (`RowCoder`): what they mean.
+        start (`int`): index of the first token.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
+        length (`int`): tokens in use, T.
+        mask (`torch.Tensor`, *optional*): as in `DensePart`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    coder: RowCoder
+    start: int
+    padding: torch.Tensor | None
+    length: int
+    mask: torch.Tensor | None
+
+    def tiles(self) -> Iterator[DensePart]:
+        """The same tile by tile, dense in float32."""
+        for first in range(0, self.length, _TILE_TOKENS):
+            last = min(first + _TILE_TOKENS, self.length)
+            keys = self.coder.decode_keys(self.keys[:, :, first:last], self.start + first, self.padding)
+            values = self.coder.decode_values(self.values[:, :, first:last])
+            yield DensePart(keys, values, last - first, slice_mask(self.mask, first, last))

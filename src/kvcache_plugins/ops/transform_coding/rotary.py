@@ -1,0 +1,93 @@
+"""The rotary position embedding of keys, undone and done again.
+
+Before it, a channel of a key has a mean and a variance that stay what they are over the whole text, so that one width
+and one scale serve all tokens; after it, two channels of different energy have been mixed by ever other angles. The
+angles are those of an *assumed* position, a token's index without its padding. They are undone when a key is coded and
+done again, the very same, when it is read: if the model computed with others, nothing is wrong, only less is gained.
+
+Legend: B batch, H heads, T tokens, D head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryLayout:
+    """
+    Which channels are rotated with which, and how fast.
+
+    Attributes:
+        frequencies (`tuple[float, ...]`): radians a token of every pair.
+        name (`str`): `"half-split"`, `"interleaved"` or `"none"`.
+        first (`int`): the first channel that is rotated.
+        head_dim (`int`): D.
+    """
+
+    frequencies: tuple[float, ...]
+    name: str
+    first: int
+    head_dim: int
+
+    def partners(self, device: torch.device) -> torch.Tensor:
+        """The other channel of every channel's pair, itself where it has none, `[D]`."""
+        return _channels(self, device)[0]
+
+    def channel_frequencies(self, device: torch.device) -> torch.Tensor:
+        """Radians a token of every channel, negative for the first of a pair, `[D]`, float64."""
+        return _channels(self, device)[1]
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines and signed sines of the angles of every channel.
+
+        Args:
+            positions (`torch.Tensor` of any shape, int64): assumed positions.
+
+        Returns:
+            Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
+        """
+        angles = positions.double()[..., None] * self.channel_frequencies(positions.device)
+        return angles.cos().float(), angles.sin().float()
+
+    def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """`states` `[..., D]` turned by angles that `angles` returned; by their opposites with `-sines`."""
+        if not self.frequencies:
+            return states
+        if self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim:
+            partners = states.roll(self.head_dim // 2, dims=-1)
+        else:
+            partners = states[..., self.partners(states.device)]
+        return torch.addcmul(states * cosines, partners, sines)
+
+
+# Shared by all layers and caches, as `RotaryLayout`s are few
+@cache
+def _channels(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partner and frequency of every channel."""
+    with torch.inference_mode(False):
+        count, first = len(layout.frequencies), layout.first
+        pairs = torch.arange(first, first + 2 * count).view((count, 2) if layout.name == "interleaved" else (2, count))
+        low, high = pairs.unbind(-1 if layout.name == "interleaved" else 0)
+        partners = torch.arange(layout.head_dim)
+        partners[low], partners[high] = high, low
+        rates = torch.tensor(layout.frequencies, dtype=torch.float64)
+        frequencies = torch.zeros(layout.head_dim, dtype=torch.float64)
+        frequencies[low], frequencies[high] = -rates, rates
+        return partners.to(device), frequencies.to(device)
+
+
+def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:
+    """
+    The layouts that a model with these frequencies may have; the last one rotates nothing.
+
+    Where only some channels are rotated, these are the first ones or the last ones.
+    """
+    layouts = []
+    rotated = 2 * len(frequencies or ())
+    if frequencies and rotated <= head_dim:
+        for first in sorted({0, head_dim - rotated}):
+            layouts += [RotaryLayout(frequencies, name, first, head_dim) for name in ("half-split", "interleaved")]
+    return [*layouts, RotaryLayout((), "none", 0, head_dim)]

@@ -1,0 +1,170 @@
+"""Tokens of keys or values coded one by one, and decoded: the reference in plain PyTorch.
+
+    token -> its channels in the order of the table, less a mean, over a standard deviation
+          -> over the token's own scale: 8 bits, log2 in steps of 1/16
+          -> codes, of as many bits as the block of eight channels has: `[scale | block | block | ...]`
+
+Everything but the scale is the head's, in a `RowTable`. The scale that is stored is found after the codes: for keys
+the one of least error where every channel counts by its energy, which goes with `4^width`; for values `z.z / z.q`,
+which leaves them as large as they were: what attention sums up must not shrink with every token.
+
+Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, R bytes of a row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.ops.dispatch import choose_coding_kernel
+
+from .allocation import BLOCK
+from .codebooks import DISTORTIONS, MAX_WIDTH, coefficients, thresholds
+from .packing import pack_rows, unpack_rows
+
+
+_SCALE_STEPS = 16.0
+_SCALE_OFFSET = 128
+# Numbers that are coded or decoded at a time
+_NUMBERS_AT_A_TIME = 2**18
+# Below that share of what it would be without error, `z.q` says nothing
+_LEAST_GAIN = 0.3
+TENSOR_NAMES = ("order", "mean", "deviation", "widths")
+
+
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """
+    How the tokens of one side are coded.
+
+    Attributes:
+        order (`torch.Tensor` of shape `[B, H, D]`, uint8 or int16, *optional*): the channels by falling energy.
+        mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): of every channel.
+        deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16): what channels are divided by.
+        widths (`torch.Tensor` of shape `[B, H, N]`, uint8): bits of the blocks of eight channels, in that order.
+        row_size (`int`): R, one byte more than the sum of a head's widths.
+        head_dim (`int`): D.
+        is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
+    """
+
+    order: torch.Tensor | None
+    mean: torch.Tensor | None
+    deviation: torch.Tensor
+    widths: torch.Tensor
+    row_size: int
+    head_dim: int
+    is_weighted: bool
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of everything stored."""
+        for name in TENSOR_NAMES:
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowTable":
+        """The same table with `function` applied to every tensor."""
+        return dataclasses.replace(self, **{name: function(tensor) for name, tensor in self.named_tensors()})
+
+    def set_item(self, item: int, table: "RowTable") -> None:
+        """Puts the table of one item in the place of another's."""
+        own = dict(table.named_tensors())
+        for name, tensor in self.named_tensors():
+            tensor[item] = own[name][0]
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        """Rows `[B, H, T, R]`, uint8, of states `[B, H, T, D]` in any floating dtype."""
+        if states.is_meta:
+            return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
+        if choose_coding_kernel(states) == "compiled":
+            # Imported late, as it needs a package that may not be there
+            from kvcache_plugins.ops.compiled import encode_transform_rows
+
+            factors = torch.ones(MAX_WIDTH + 1) if self.is_weighted else unshrunk(torch.arange(MAX_WIDTH + 1))
+            return encode_transform_rows(states.float(), self, factors)
+        return torch.cat([self._encode(part) for part in self._split(states)], dim=2)
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """States `[B, H, T, D]`, float32, of rows `[B, H, T, R]`."""
+        return torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
+
+    def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch_size, num_heads = tokens.shape[:2]
+        return tokens.split(max(_NUMBERS_AT_A_TIME // (batch_size * num_heads * self.head_dim), 1), dim=2)
+
+    def _encode(self, states: torch.Tensor) -> torch.Tensor:
+        normal = self._normalize(states.float())
+        has_bits = (self.widths > 0).float()[:, :, None, :, None]
+        count = (has_bits.sum(dim=(-1, -2), keepdim=True) * BLOCK).clamp(min=1)
+        scale, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
+        codes = self._nearest_codes(normal / scale)
+        points = self._points(codes)
+        if self.is_weighted:
+            # What reverse waterfilling has given bits to has energies in inverse proportion to its distortions
+            weights = has_bits * 4.0 ** self.widths.float()[:, :, None, :, None]
+            over, under = weights * normal * points, weights * points * points
+            factor = over.sum(dim=(-1, -2), keepdim=True) / under.sum(dim=(-1, -2), keepdim=True).clamp(min=1e-9)
+        else:
+            energy = (normal * normal).sum(dim=(-1, -2), keepdim=True)
+            product = (normal * points).sum(dim=(-1, -2), keepdim=True)
+            factor = torch.where(product > _LEAST_GAIN * energy / scale, energy / product, scale)
+        _, stored = _stored_scale(factor)
+        return pack_rows(codes, stored.flatten(3), self.widths, self.row_size)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        points = self._points(unpack_rows(rows, self.widths)).flatten(3)[..., : self.head_dim]
+        if self.order is not None:
+            order = self.order.long()[:, :, None].expand_as(points)
+            points = torch.empty_like(points).scatter_(3, order, points)
+        states = points * scale_of(rows[..., :1]) * self.deviation.float()[:, :, None]
+        return states if self.mean is None else states + self.mean.float()[:, :, None]
+
+    def _normalize(self, states: torch.Tensor) -> torch.Tensor:
+        """Channels in the order of the table, without mean and deviation, `[B, H, T, N, 8]`."""
+        if self.mean is not None:
+            states = states - self.mean.float()[:, :, None]
+        deviation = self.deviation.float()
+        # A channel that does not vary is its mean
+        normal = states * torch.where(deviation > 0, 1 / deviation, 0)[:, :, None]
+        if self.order is not None:
+            normal = normal.gather(3, self.order.long()[:, :, None].expand_as(normal))
+        return F.pad(normal, (0, -self.head_dim % BLOCK)).unflatten(3, (-1, BLOCK))
+
+    def _nearest_codes(self, normal: torch.Tensor) -> torch.Tensor:
+        """The codes `[B, H, T, N, 8]`, int64, of the nearest points."""
+        bounds = thresholds(normal.device)[self.widths.long()]
+        by_block = normal.transpose(2, 3).flatten(3).contiguous()
+        codes = torch.searchsorted(bounds, by_block)
+        return codes.unflatten(3, (-1, BLOCK)).transpose(2, 3)
+
+    def _points(self, codes: torch.Tensor) -> torch.Tensor:
+        """The points of codes `[B, H, T, N, 8]`."""
+        widths = self.widths.long()
+        first, second, third = coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
+        centred = (2 * codes + 1).float() * 0.5 ** widths.float()[:, :, None, :, None] - 1
+        square = centred * centred
+        points = centred * (first + square * (second + square * third))
+        return points if self.is_weighted else points * unshrunk(widths)[:, :, None, :, None]
+
+
+def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale `[B, H, T, 1, 1]` as it comes back, and the byte that it is stored as."""
+    steps = (scale.clamp(min=1e-6).log2() * _SCALE_STEPS).round() + _SCALE_OFFSET
+    stored = steps.nan_to_num(0).clamp(0, 255).to(torch.uint8)
+    return scale_of(stored), stored
+
+
+def scale_of(stored: torch.Tensor) -> torch.Tensor:
+    """The scales that bytes stand for."""
+    return torch.exp2((stored.float() - _SCALE_OFFSET) / _SCALE_STEPS)
+
+
+def unshrunk(widths: torch.Tensor) -> torch.Tensor:
+    """
+    What the points of every width are multiplied by, so that they are as large as what they stand for: a quantizer's
+    points are means, which lie further in.
+    """
+    factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
+    return torch.tensor(factors, device=widths.device)[widths]

@@ -1,0 +1,182 @@
+"""Tables made of a prompt: statistics of its keys and values, and of the queries that asked for them.
+
+The energy of a channel of keys is its variance, which is what is left to code, times the mean square of the queries at
+that channel, which is what an error there does to a score. Both are taken before the rotary embedding, as if every
+query had been turned back by the angles of all keys in turn.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, C layouts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
+from .rotary import RotaryLayout
+from .rows import RowTable
+
+
+# Tokens that tell layouts apart
+_NUM_NEWEST = 256
+# By how much the logarithm of the error has to be less than the first layout's for another one
+_LEAST_GAIN = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMoments:
+    """
+    Sums over queries, by key/value head.
+
+    Attributes:
+        squares (`torch.Tensor` of shape `[B, H, D]`): of squared channels.
+        products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
+    """
+
+    squares: torch.Tensor
+    products: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, num_heads: int, layouts: Sequence[RotaryLayout], valid: torch.Tensor | None
+    ) -> "QueryMoments":
+        """
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries, after the rotary embedding.
+            num_heads (`int`): H.
+            layouts (`Sequence[RotaryLayout]`): C of them.
+            valid (`torch.Tensor` of shape `[B, Q]`, bool, *optional*): queries that are not padding.
+        """
+        query = query.float()
+        if valid is not None:
+            query = query * valid[:, None, :, None]
+        query = query.unflatten(1, (num_heads, -1))
+        products = [(query * query[..., layout.partners(query.device)]).sum(dim=(2, 3)) for layout in layouts]
+        return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
+
+    def plus(self, other: "QueryMoments") -> "QueryMoments":
+        return QueryMoments(self.squares + other.squares, self.products + other.products)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QueryMoments":
+        return QueryMoments(function(self.squares), function(self.products))
+
+
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """Those of a layout at the positions of T tokens: cosines and signed sines `[1 or B, 1, T, D]`."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+    @classmethod
+    def at(
+        cls, layout: RotaryLayout, start: int, count: int, padding: torch.Tensor | None, device: torch.device
+    ) -> "Angles":
+        """Of `count` tokens from index `start` on; positions are counted from behind the padding `[B]`."""
+        positions = torch.arange(start, start + count, device=device)[None]
+        if padding is not None:
+            positions = positions - padding.to(device)[:, None]
+        return cls(*(angles[:, None] for angles in layout.angles(positions)))
+
+
+def make_key_table(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    layouts: Sequence[RotaryLayout],
+    angles: Sequence[Angles],
+    total: int,
+) -> tuple[RowTable, int]:
+    """
+    The table of a prompt's keys, and which of the layouts they have: the one of the least error to be expected, if
+    that is clearly less than the first one's.
+
+    Args:
+        keys (`torch.Tensor` of shape `[B, H, T, D]`): keys, after the rotary embedding.
+        valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
+        moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
+        layouts (`Sequence[RotaryLayout]`): candidates.
+        angles (`Sequence[Angles]`): theirs, at the positions of the tokens.
+        total (`int`): sum of a head's widths.
+    """
+    if keys.is_meta:
+        # Nothing is known of what has no data but how large its table is
+        return key_table_of_layout(keys, valid, None, 0, layouts[0], angles[0], total)[0], 0
+    logarithms = []
+    for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
+        newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
+        states, counting = keys[:, :, -_NUM_NEWEST:].float(), valid[:, -_NUM_NEWEST:]
+        logarithms.append(key_table_of_layout(states, counting, moments, number, layout, newest, total)[1])
+    # Where it makes no difference the first is taken, so that items do not choose for each other
+    errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
+    errors[1:] += _LEAST_GAIN
+    best = int(errors.argmin())
+    return key_table_of_layout(keys.float(), valid, moments, best, layouts[best], angles[best], total)[0], best
+
+
+def key_table_of_layout(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    number: int,
+    layout: RotaryLayout,
+    angles: Angles,
+    total: int,
+) -> tuple[RowTable, torch.Tensor]:
+    """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
+    share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    keys = layout.rotate(keys, angles.cosines, -angles.sines)
+    mean = torch.einsum("bhtd,bt->bhd", keys, share).half()
+    centred = keys - mean.float()[:, :, None]
+    variance = torch.einsum("bhtd,bt->bhd", centred * centred, share)
+    energy = variance
+    if moments is not None:
+        energy = variance * _turned_back(moments, number, layout, angles, share)
+    energy, order = energy.sort(dim=-1, descending=True)
+    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    widths = allocate_widths(by_block, total)
+    table = RowTable(
+        order=order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16),
+        mean=mean,
+        deviation=variance.sqrt().half(),
+        widths=widths.to(torch.uint8),
+        row_size=1 + total,
+        head_dim=keys.shape[3],
+        is_weighted=True,
+    )
+    error = expected_distortion(by_block, widths)
+    return table, error.clamp(min=torch.finfo(error.dtype).tiny).log().sum()
+
+
+def _turned_back(
+    moments: QueryMoments, number: int, layout: RotaryLayout, angles: Angles, share: torch.Tensor
+) -> torch.Tensor:
+    """The mean squares `[B, H, D]` of the queries, turned back by the angles of the keys in turn; up to a factor."""
+    cosines, sines = angles.cosines[:, 0], angles.sines[:, 0]
+    squared_cosines, squared_sines, mixed = (
+        torch.einsum("btd,bt->bd", part.expand(share.shape[0], -1, -1), share)[:, None]
+        for part in (cosines * cosines, sines * sines, cosines * sines)
+    )
+    partners = moments.squares[..., layout.partners(share.device)]
+    turned = moments.squares * squared_cosines + partners * squared_sines
+    return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
+
+
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowTable:
+    """
+    The table of a prompt's rotated values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
+    """
+    batch_size, num_heads, _, head_dim = values.shape
+    share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt().half()
+    widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
+    return RowTable(
+        order=None,
+        mean=None,
+        deviation=deviation[:, :, None],
+        widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
+        row_size=1 + total,
+        head_dim=head_dim,
+        is_weighted=False,
+    )

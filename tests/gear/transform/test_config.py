@@ -1,0 +1,58 @@
+"""Options of the `transform` backbone."""
+
+import pytest
+from transformers import LlamaConfig
+
+from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.transform.layer import TransformLayer
+
+
+def test_bits_are_rounded_to_whole_blocks():
+    config = TransformConfig(key_nbits=2.4, value_nbits=2)
+    assert (config.key_bytes(64), config.value_bytes(64)) == (19, 16)
+    assert config.key_bytes(20) == 7
+    # A row is a word at least, and eight bits a channel at most
+    assert TransformConfig(key_nbits=0.1, value_nbits=8).key_bytes(64) == 3
+    assert TransformConfig(key_nbits=0.1, value_nbits=8).value_bytes(20) == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nbits": 0}, "nbits"),
+        ({"nbits": 9}, "nbits"),
+        ({"key_nbits": "2"}, "key_nbits"),
+        ({"value_nbits": True}, "value_nbits"),
+        ({"residual_length": 0}, "residual_length"),
+        ({"num_sink_tokens": -1}, "num_sink_tokens"),
+        ({"rank": 2}, "rank"),
+        ({"sparsity": 0.1}, "sparsity"),
+        ({"q_group_size": 64}, "q_group_size"),
+        ({"value_backbone": "kivi"}, "value_backbone"),
+        ({"rotate_values": True}, "rotate_values"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(ValueError, match=f"`[^`]*{named}"):
+        GEARCache(backbone="transform", **options)
+
+
+def test_one_side_alone_has_no_such_backbone():
+    with pytest.raises(ValueError, match="key_backbone"):
+        GEARCache(key_backbone="transform")
+
+
+def test_presets_and_frequencies_of_a_config():
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
+    cache = create_cache("gear-t16", config)
+    assert all(isinstance(layer, TransformLayer) for layer in cache.layers)
+    assert all(len(layer.frequencies) == 32 for layer in cache.layers)
+    assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0)
+    assert GEARCache(backbone="transform")._next_layer().frequencies is None
+
+
+def test_save_is_declined(tmp_path):
+    with pytest.raises(NotImplementedError, match="transform"):
+        GEARCache(backbone="transform").save(tmp_path / "cache.safetensors", None)

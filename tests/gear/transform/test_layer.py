@@ -1,0 +1,212 @@
+"""When a layer codes what, what of a batch stays exact, and that what it attends to is what it holds."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins import measure_memory
+from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.transform.layer import MIN_TOKENS, TransformLayer
+
+
+NUM_HEADS, HEAD_DIM, SINKS, BUFFER = 2, 32, 4, 8
+FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
+CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS)
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def kernel(monkeypatch, request):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
+    torch.manual_seed(0)
+
+
+def make_layer(config: TransformConfig = CONFIG) -> TransformLayer:
+    return TransformLayer(config, 0, None, FREQUENCIES)
+
+
+def states(batch_size, length, dtype=torch.float32, head_dim=HEAD_DIM):
+    return tuple(torch.randn(batch_size, NUM_HEADS, length, head_dim).to(dtype) for _ in range(2))
+
+
+def feed(layer, keys, values, padding=None, query=None):
+    """One attention over new tokens as Transformers calls it; returns its output."""
+    lazy_keys, lazy_values = layer.update(keys, values)
+    count, length = keys.shape[2], lazy_keys.shape[2]
+    mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)[None, None]
+    if padding is not None:
+        mask = mask & (torch.arange(length) >= torch.tensor(padding)[:, None])[:, None, None]
+    if query is None:
+        query = torch.randn(keys.shape[0], NUM_HEADS * 2, count, keys.shape[3]).to(keys.dtype)
+    return F.scaled_dot_product_attention(query, lazy_keys, lazy_values, attn_mask=mask, enable_gqa=True)
+
+
+def num_coded(layer):
+    return sum(block.length for block in layer.blocks)
+
+
+@pytest.mark.parametrize("length", [1, 67, 68, 69, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_attended_to_is_what_is_held(length, dtype):
+    layer = make_layer()
+    feed(layer, *states(2, length, dtype))
+    # Longer updates are coded once attention has seen them, and are held otherwise than they were attended to
+    for count in (1, 3, 9, 30, 1):
+        query = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM).to(dtype)
+        output = feed(layer, *states(2, count, dtype), query=query)
+        held = [layer.materialize(side) for side in ("keys", "values")]
+        assert held[0].dtype == dtype and held[0].shape == (2, NUM_HEADS, layer.get_seq_length(), HEAD_DIM)
+        total = layer.get_seq_length()
+        mask = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+        expected = F.scaled_dot_product_attention(
+            query.float(), *(each.float() for each in held), attn_mask=mask, enable_gqa=True
+        )
+        limit = 1e-4 if dtype == torch.float32 else 0.03
+        assert float((output.float() - expected).abs().max()) < limit
+
+
+def test_life_of_a_token():
+    layer, keys_and_values = make_layer(), states(1, SINKS + MIN_TOKENS - 1)
+    feed(layer, *keys_and_values)
+    assert layer.coder is None and num_coded(layer) == 0
+    feed(layer, *states(1, 1))
+    assert num_coded(layer) == 0
+    # Enough tokens now: coded when the next one comes
+    feed(layer, *states(1, 1))
+    assert num_coded(layer) == MIN_TOKENS and layer.prefix.num_slots == SINKS and layer.buffer.length == 1
+    assert torch.equal(layer.materialize("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
+    assert layer.coder.layout.name in ("half-split", "interleaved", "none")
+    for _ in range(BUFFER - 1):
+        feed(layer, *states(1, 1))
+    assert layer.buffer.length == BUFFER
+    feed(layer, *states(1, 1))
+    assert num_coded(layer) == MIN_TOKENS + BUFFER and layer.buffer.length == 1 and len(layer.blocks) == 1
+    # A long update is coded as soon as attention has seen it
+    feed(layer, *states(1, 100))
+    assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
+    assert layer.stats()["tokens_exact"] == SINKS
+
+
+def test_the_newest_update_is_exact():
+    layer = make_layer()
+    feed(layer, *states(1, 200))
+    new = states(1, 30)
+    feed(layer, *new)
+    for side, exact in zip(("keys", "values"), new, strict=True):
+        assert torch.equal(layer.materialize(side)[:, :, -30:], exact)
+
+
+def test_errors_are_those_of_the_bits():
+    keys, values = states(1, 500)
+    layer = make_layer()
+    feed(layer, keys, values)
+    for side, exact, limit in (("keys", keys, 0.012), ("values", values, 0.045)):
+        error = (layer.materialize(side) - exact)[:, :, SINKS:].square().mean() / exact.square().mean()
+        assert 0 < float(error) < limit
+
+
+@pytest.mark.parametrize("padding", [[0, 90], [0, 150], [0, 199]])
+def test_rows_of_a_batch_are_what_they_are_alone(padding):
+    """Also those that are too short for a table when the others get theirs, and have one later."""
+    length, steps = 200, 3 * BUFFER + MIN_TOKENS
+    keys, values = states(2, length)
+    queries = torch.randn(2, NUM_HEADS * 2, length, HEAD_DIM)
+    batch = make_layer()
+    feed(batch, keys, values, padding, queries)
+    later = [(*states(2, 1), torch.randn(2, NUM_HEADS * 2, 1, HEAD_DIM)) for _ in range(steps)]
+    together = torch.cat([feed(batch, new[0], new[1], padding, new[2]) for new in later], dim=2)
+    for item, pad in enumerate(padding):
+        alone = make_layer()
+        own = slice(item, item + 1)
+        feed(alone, keys[own, :, pad:], values[own, :, pad:], None, queries[own, :, pad:])
+        output = torch.cat([feed(alone, k[own], v[own], None, q[own]) for k, v, q in later], dim=2)
+        if length - pad >= SINKS + MIN_TOKENS:
+            torch.testing.assert_close(together[own], output, atol=2e-4, rtol=0)
+            torch.testing.assert_close(
+                batch.materialize("values")[own, :, pad:], alone.materialize("values"), atol=1e-3, rtol=0
+            )
+        else:
+            # Chunks begin and end elsewhere, so that other tokens are exact
+            assert float((together[own] - output).square().mean() / output.square().mean()) < 0.05
+    assert not batch._waiting and batch._moments is None
+
+
+def test_a_short_item_waits_in_the_prefix():
+    layer, (keys, values) = make_layer(), states(2, 100)
+    feed(layer, keys, values, [0, 90])
+    assert layer._waiting and layer.prefix.count.tolist() == [SINKS, 10]
+    new = [states(2, 1) for _ in range(BUFFER + 1)]
+    for each in new:
+        feed(layer, *each, [0, 90])
+    assert layer.prefix.count.tolist() == [SINKS, 10 + BUFFER]
+    held = layer.materialize("values")[1, :, 90:]
+    assert torch.equal(held, torch.cat([values[1, :, 90:], *(each[1][1] for each in new)], dim=1))
+    # A copy and a selection take the waiting ones along
+    layer.batch_select_indices(torch.tensor([1, 0, 1]))
+    assert layer.prefix.count.tolist() == [10 + BUFFER, SINKS, 10 + BUFFER]
+    for _ in range(MIN_TOKENS):
+        feed(layer, *states(3, 1), [90, 0, 90])
+    assert not layer._waiting
+    materialized = layer.materialize("values")
+    assert torch.equal(materialized[0, :, 90 : 100 + BUFFER], held[:, : 10 + BUFFER])
+
+
+def test_crop_leaves_what_was_never_there():
+    layer, (keys, values) = make_layer(), states(1, 200)
+    feed(layer, keys, values)
+    for _ in range(BUFFER + 3):
+        feed(layer, *states(1, 1))
+    before = layer.materialize("keys")
+    for count in (2, 5, 60, 120):
+        layer.crop(-count)
+        torch.testing.assert_close(layer.materialize("keys"), before[:, :, : layer.get_seq_length()])
+    feed(layer, *states(1, 20))
+    feed(layer, *states(1, 1))
+    kept = layer.get_seq_length() - 21
+    torch.testing.assert_close(layer.materialize("keys")[:, :, :kept], before[:, :, :kept])
+    layer.crop(-layer.get_seq_length())
+    feed(layer, *states(2, 100))
+    assert num_coded(layer) == 100 - SINKS
+
+
+def test_memory_is_rows_tables_and_exact_tokens():
+    cache = GEARCache(backbone="transform", nbits=2.5, value_nbits=2)
+    keys, values = states(1, 1024, torch.bfloat16, 64)
+    cache.update(keys, values, 0)
+    cache.layers[0].settle_prompt()
+    parts = measure_memory(cache).parts
+    key_bits, value_bits = 20, 16
+    assert parts["codes"] == NUM_HEADS * 1020 * (2 + key_bits + value_bits)
+    # Order, mean, deviation and widths of keys; deviation and widths of values
+    assert parts["scales"] == NUM_HEADS * (64 + 2 * 64 + 2 * 64 + 8 + 2 + 8)
+    assert parts["residual"] == NUM_HEADS * 4 * 64 * 2 * 2 and parts["spare"] == 0
+
+
+def test_forks_share_what_is_coded():
+    cache = GEARCache(backbone="transform", nbits=3)
+    layer = cache._next_layer()
+    cache.layers.append(layer)
+    feed(layer, *states(1, 300))
+    alone = measure_memory(cache).total_bytes
+    forks = cache.fork(3)
+    assert measure_memory([cache, *forks]).total_bytes == alone
+    expected = copy.deepcopy(layer)
+    for fork in forks:
+        for _ in range(3 * BUFFER):
+            feed(fork.layers[0], *states(1, 1))
+    assert torch.equal(layer.materialize("keys"), expected.materialize("keys"))
+    held = [fork.layers[0].materialize("values") for fork in forks]
+    assert not torch.equal(held[0], held[1])
+    assert torch.equal(held[0][:, :, :300], held[1][:, :, :300])
+
+
+def test_what_is_not_finite_is_refused():
+    layer, (keys, values) = make_layer(), states(1, 100)
+    keys[0, 1, 50, 3] = torch.nan
+    with pytest.raises(ValueError, match="layer 0: the keys"):
+        feed(layer, keys, values)
+    assert layer.get_seq_length() == 0

@@ -1,0 +1,61 @@
+"""Frequencies from configs alone: those that models of Transformers make of them."""
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, PhiConfig
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6, "vocab_size": 32}
+SCALED = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+def test_frequencies_are_the_models(rope_type):
+    parameters = {"rope_type": rope_type, "rope_theta": 5000.0, **SCALED[rope_type]}
+    config = LlamaConfig(**SMALL, rope_parameters=parameters)
+    assert rotary_frequencies(config, 3) == pytest.approx(LlamaRotaryEmbedding(config).inv_freq.tolist(), rel=1e-6)
+
+
+def test_some_channels_alone():
+    config = PhiConfig(
+        **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
+    expected = PhiRotaryEmbedding(config).inv_freq.tolist()
+    assert len(expected) == 8
+    assert rotary_frequencies(config, 0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_layers_of_another_kind_have_others():
+    config = Gemma3TextConfig(**SMALL, head_dim=32, num_key_value_heads=1)
+    model = Gemma3RotaryEmbedding(config)
+    for index, layer_type in enumerate(config.layer_types):
+        expected = getattr(model, f"{layer_type}_inv_freq").tolist()
+        assert rotary_frequencies(config, index) == pytest.approx(expected, rel=1e-6)
+    assert rotary_frequencies(config, 0) != rotary_frequencies(config, 5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_layer=1, n_head=2, n_embd=32),
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ],
+    ids=["none", "by-length"],
+)
+def test_what_cannot_be_told_is_none(config):
+    assert rotary_frequencies(config, 0) is None

@@ -1,0 +1,42 @@
+"""Bits by energy: least error against all other ways to give them."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvcache_plugins.ops.transform_coding.allocation import (
+    allocate_widths,
+    even_widths,
+    expected_distortion,
+    num_blocks,
+)
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 12, 24])
+def test_no_other_widths_have_less_error(total):
+    energies = torch.tensor([[[5.0, 1.0, 0.03]]])
+    widths = allocate_widths(energies, total)
+    assert int(widths.sum()) == total
+    others = torch.tensor([each for each in itertools.product(range(9), repeat=3) if sum(each) == total])
+    least = expected_distortion(energies.expand(1, len(others), 3), others[None]).min()
+    assert float(expected_distortion(energies, widths)) <= float(least) * 1.0001
+
+
+def test_heads_and_items_are_apart():
+    energies = torch.rand(2, 3, 8).exp()
+    together = allocate_widths(energies, 20)
+    for item, head in itertools.product(range(2), range(3)):
+        alone = allocate_widths(energies[item, head][None, None], 20)
+        assert torch.equal(together[item, head], alone[0, 0])
+
+
+@pytest.mark.parametrize("energies", [torch.zeros(1, 1, 4), torch.full((1, 1, 4), 1e-30)], ids=["zero", "tiny"])
+def test_without_energy_all_bits_are_given_all_the_same(energies):
+    assert allocate_widths(energies, 8).tolist() == [[[2, 2, 2, 2]]]
+
+
+@pytest.mark.parametrize(("head_dim", "total"), [(64, 17), (64, 64), (20, 5), (1, 3)])
+def test_even_widths(head_dim, total):
+    widths = even_widths(head_dim, total)
+    assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1

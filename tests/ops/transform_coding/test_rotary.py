@@ -1,0 +1,53 @@
+"""The rotary embedding undone is what a model did: held against Transformers' own."""
+
+import pytest
+import torch
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_half_split
+
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
+
+
+FREQUENCIES = (1.0, 0.3, 0.01, 0.0001)
+
+
+def embedded(keys: torch.Tensor, name: str) -> torch.Tensor:
+    angles = torch.arange(keys.shape[2])[:, None] * torch.tensor(FREQUENCIES)
+    if name == "half-split":
+        angles = torch.cat([angles, angles], dim=-1)[None]
+        return apply_half_split(keys, keys, angles.cos(), angles.sin())[1]
+    angles = angles.repeat_interleave(2, dim=-1)[None]
+    return apply_interleaved(keys, keys, angles.cos(), angles.sin())[1]
+
+
+@pytest.mark.parametrize("name", ["half-split", "interleaved"])
+def test_what_a_model_rotated_is_turned_back(name):
+    keys = torch.randn(2, 3, 100, 8)
+    layout = RotaryLayout(FREQUENCIES, name, 0, 8)
+    cosines, sines = layout.angles(torch.arange(100))
+    rotated = embedded(keys, name)
+    torch.testing.assert_close(layout.rotate(keys, cosines, sines), rotated, atol=1e-4, rtol=0)
+    torch.testing.assert_close(layout.rotate(rotated, cosines, -sines), keys, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", candidate_layouts(FREQUENCIES, 11), ids=lambda each: f"{each.name}-{each.first}")
+def test_partial_rotation_leaves_the_others(layout):
+    keys = torch.randn(1, 1, 5, 11)
+    rotated = layout.rotate(keys, *layout.angles(torch.arange(5)))
+    untouched = [channel for channel in range(11) if not layout.first <= channel < layout.first + 8]
+    assert torch.equal(rotated[..., untouched], keys[..., untouched])
+    if layout.frequencies:
+        assert not torch.equal(rotated, keys)
+    torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1))
+
+
+def test_candidates():
+    assert [(each.name, each.first) for each in candidate_layouts(FREQUENCIES, 8)] == [
+        ("half-split", 0),
+        ("interleaved", 0),
+        ("none", 0),
+    ]
+    assert [each.first for each in candidate_layouts(FREQUENCIES, 12)] == [0, 0, 4, 4, 0]
+    assert [each.name for each in candidate_layouts(None, 8)] == ["none"]
+    # More channels than there are: the frequencies are of something else
+    assert [each.name for each in candidate_layouts(FREQUENCIES, 6)] == ["none"]

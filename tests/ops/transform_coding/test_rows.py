@@ -1,0 +1,102 @@
+"""Tokens coded and decoded: errors are those that the widths promise, of every token by itself."""
+
+import pytest
+import torch
+
+from kvcache_plugins.ops.transform_coding.codebooks import DISTORTIONS
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
+from kvcache_plugins.ops.transform_coding.rows import RowTable
+from kvcache_plugins.ops.transform_coding.statistics import Angles, key_table_of_layout, make_value_table
+
+
+def key_table(keys: torch.Tensor, total: int) -> RowTable:
+    layout = RotaryLayout((), "none", 0, keys.shape[3])
+    valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
+    angles = Angles.at(layout, 0, keys.shape[2], None, keys.device)
+    return key_table_of_layout(keys, valid, None, 0, layout, angles, total)[0]
+
+
+def value_table(values: torch.Tensor, total: int) -> RowTable:
+    return make_value_table(values, torch.ones(values.shape[0], values.shape[2], dtype=torch.bool), total)
+
+
+@pytest.fixture(autouse=True)
+def in_pytorch(monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
+def test_error_of_values_is_that_of_their_width(width):
+    values = torch.randn(1, 2, 3000, 64) * 3
+    table = value_table(values, 8 * width)
+    rows = table.encode(values)
+    error = (table.decode(rows) - values).square().mean() / values.square().mean()
+    # Not shrunk, they lose less in the mean and more in spread
+    distortion = DISTORTIONS[width]
+    assert float(error) == pytest.approx(distortion / (1 - distortion), rel=0.15)
+
+
+@pytest.mark.parametrize("total", [11, 16, 24])
+def test_values_do_not_shrink(total):
+    values = torch.randn(1, 1, 2000, 64) * torch.randn(1, 1, 2000, 1).exp()
+    table = value_table(values, total)
+    decoded = table.decode(table.encode(values))
+    gain = (decoded * values).sum(dim=-1) / values.square().sum(dim=-1)
+    assert float(gain.mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_keys_have_the_error_that_the_table_expects():
+    deviations = torch.logspace(-1.5, 0.5, 64)[torch.randperm(64)]
+    keys = torch.randn(1, 1, 4000, 64) * deviations + torch.randn(64)
+    table = key_table(keys, 16)
+    decoded = table.decode(table.encode(keys))
+    expected = torch.tensor(DISTORTIONS)[table.widths.long()].repeat_interleave(8, dim=-1)
+    expected = expected * deviations[table.order.long()[0, 0]].square()
+    assert float((decoded - keys).square().sum(dim=-1).mean()) == pytest.approx(float(expected.sum()), rel=0.05)
+    even = value_table(keys, 16)
+    even_error = (even.decode(even.encode(keys)) - keys).square().sum(dim=-1).mean()
+    assert float(even_error) > 3 * float(expected.sum())
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 64, 96, 256, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_as_large_as_promised(head_dim, dtype):
+    keys = torch.randn(2, 3, 70, head_dim).to(dtype)
+    total = -(-head_dim // 8) * 3
+    for table in (key_table(keys.float(), total), value_table(keys, total)):
+        rows = table.encode(keys)
+        assert rows.shape == (2, 3, 70, 1 + total) and rows.dtype == torch.uint8
+        assert bool((table.widths.sum(dim=-1) == total).all())
+        assert table.decode(rows).shape == keys.shape
+
+
+def test_a_token_is_coded_by_itself():
+    keys = torch.randn(2, 2, 65, 32)
+    for table in (key_table(keys, 10), value_table(keys, 9)):
+        rows = table.encode(keys)
+        assert torch.equal(table.encode(keys[:, :, 7:8]), rows[:, :, 7:8])
+        torch.testing.assert_close(table.decode(rows[:, :, 40:41]), table.decode(rows)[:, :, 40:41])
+
+
+def test_channels_that_do_not_vary_are_their_mean():
+    keys = torch.randn(1, 1, 100, 16)
+    keys[..., 3], keys[..., 9] = 2.5, 0.0
+    table = key_table(keys, 6)
+    decoded = table.decode(table.encode(keys))
+    assert bool((decoded[..., 3] == 2.5).all()) and bool((decoded[..., 9] == 0).all())
+
+
+@pytest.mark.parametrize("make", [key_table, value_table])
+def test_zeros_stay_finite(make):
+    zeros = torch.zeros(1, 1, 70, 16)
+    table = make(zeros, 6)
+    assert bool((table.decode(table.encode(zeros)) == 0).all())
+
+
+def test_large_and_small_tokens_keep_their_size():
+    values = torch.randn(1, 1, 400, 64)
+    table = value_table(values, 32)
+    for factor in (1 / 100, 1 / 10, 10.0, 100.0):
+        scaled = values * factor
+        error = (table.decode(table.encode(scaled)) - scaled).square().mean() / scaled.square().mean()
+        assert float(error) == pytest.approx(DISTORTIONS[4], rel=0.2)

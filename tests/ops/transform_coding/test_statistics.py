@@ -1,0 +1,81 @@
+"""Tables of a prompt: they find the layout that the keys have, and give bits by what queries ask for."""
+
+import pytest
+import torch
+
+from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table, make_value_table
+
+
+HEAD_DIM, LENGTH, TOTAL = 32, 400, 10
+FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
+LAYOUTS = candidate_layouts(FREQUENCIES, HEAD_DIM)
+
+
+def angles(start: int = 0, length: int = LENGTH, padding: torch.Tensor | None = None) -> list[Angles]:
+    return [Angles.at(layout, start, length, padding, torch.device("cpu")) for layout in LAYOUTS]
+
+
+def unlike_channels(batch_size: int = 1) -> torch.Tensor:
+    deviations = torch.logspace(-1, 1, HEAD_DIM)[torch.randperm(HEAD_DIM)]
+    return torch.randn(batch_size, 2, LENGTH, HEAD_DIM) * deviations + 3 * torch.randn(HEAD_DIM)
+
+
+@pytest.mark.parametrize("number", range(3), ids=[layout.name for layout in LAYOUTS])
+def test_the_layout_is_found(number):
+    at = angles()
+    keys = LAYOUTS[number].rotate(unlike_channels(), at[number].cosines, at[number].sines)
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    assert make_key_table(keys, valid, None, LAYOUTS, at, TOTAL)[1] == number
+
+
+def test_channels_that_queries_ask_for_get_more():
+    keys = torch.randn(1, 1, LENGTH, HEAD_DIM)
+    query = torch.randn(1, 4, 50, HEAD_DIM) * 0.01
+    query[..., 5], query[..., 21] = 10.0, -8.0
+    moments = QueryMoments.of(query, 1, LAYOUTS, None)
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    none = LAYOUTS[-1:]
+    at = [Angles.at(none[0], 0, LENGTH, None, keys.device)]
+    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, at, TOTAL)
+    assert set(table.order[0, 0, :2].tolist()) == {5, 21}
+    assert int(table.widths[0, 0, 0]) == 8
+    assert moments.products.shape == (1, 1, 3, HEAD_DIM)
+
+
+def test_queries_are_turned_back_by_all_positions():
+    """Mean squares of channels against those of queries that were really turned back, one position after another."""
+    query, layout, number = torch.randn(1, 2, 7, HEAD_DIM) * torch.rand(HEAD_DIM), LAYOUTS[0], 0
+    keys, at = unlike_channels(), angles()
+    keys = layout.rotate(keys, at[0].cosines, at[0].sines)
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, at, TOTAL)
+    plain = layout.rotate(keys, at[0].cosines, -at[0].sines)
+    turned = layout.rotate(query[:, :, :, None], at[number].cosines[:, :, None], -at[number].sines[:, :, None])
+    energies = turned.square().mean(dim=(2, 3)) * plain.var(dim=2, unbiased=False)
+    in_order = energies.gather(2, table.order.long())
+    assert bool((in_order[..., :-1] >= in_order[..., 1:] * 0.99).all())
+
+
+def test_padding_and_exact_tokens_do_not_count():
+    keys, values = unlike_channels(2), torch.randn(2, 2, LENGTH, HEAD_DIM)
+    valid = torch.arange(LENGTH) >= torch.tensor([[0], [150]])
+    garbage = torch.where(valid[:, None, :, None], keys, 1e3)
+    padding = torch.tensor([0, 150])
+    at = angles(padding=padding)
+    table, _ = make_key_table(garbage, valid, None, LAYOUTS, at, TOTAL)
+    alone, _ = make_key_table(keys[1:, :, 150:], valid[1:, 150:], None, LAYOUTS, angles(length=250), TOTAL)
+    for name, tensor in alone.named_tensors():
+        torch.testing.assert_close(dict(table.named_tensors())[name][1:], tensor, msg=name)
+    own = make_value_table(torch.where(valid[:, None, :, None], values, 1e3), valid, TOTAL)
+    torch.testing.assert_close(own.deviation[1:], make_value_table(values[1:, :, 150:], valid[1:, 150:], 10).deviation)
+
+
+def test_moments_add_up():
+    query = torch.randn(2, 4, 9, HEAD_DIM)
+    valid = torch.rand(2, 9) > 0.3
+    whole = QueryMoments.of(query, 2, LAYOUTS, valid)
+    parts = [QueryMoments.of(query[:, :, part], 2, LAYOUTS, valid[:, part]) for part in (slice(0, 4), slice(4, 9))]
+    added = parts[0].plus(parts[1])
+    torch.testing.assert_close(added.squares, whole.squares)
+    torch.testing.assert_close(added.products, whole.products)
