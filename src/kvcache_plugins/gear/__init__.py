@@ -73,14 +73,14 @@ register_cache(
     **_BEYOND,
 )
 # At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included
-for _percent, _key_nbits, _value_nbits in ((16, 2.375, 2.0), (22, 3.25, 3.0), (25, 4.0, 3.25), (30, 4.625, 4.125)):
+for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), (25, 4.0, 3.25), (30, 4.625, 4.125)):
     register_cache(
         f"gear-t{_percent}",
         _FACTORY,
         check=_CHECK,
         summary=f"Transform-coded, tokens one by one: {_percent} % of 16 bits",
         backbone="transform",
-        key_nbits=_key_nbits,
-        value_nbits=_value_nbits,
+        key_nbits=_bits_a_key,
+        value_nbits=_bits_a_value,
     )
 register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)
