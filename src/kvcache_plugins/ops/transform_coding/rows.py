@@ -14,6 +14,7 @@ Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, R by
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,8 @@ class RowTable:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowTable":
         """The same table with `function` applied to every tensor."""
-        return dataclasses.replace(self, **{name: function(tensor) for name, tensor in self.named_tensors()})
+        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
+        return dataclasses.replace(self, **changes)
 
     def set_item(self, item: int, table: "RowTable") -> None:
         """Puts the table of one item in the place of another's."""
