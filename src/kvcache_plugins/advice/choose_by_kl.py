@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
+from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
@@ -142,6 +143,7 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
 
 
 def _too_short(prompt: HeldOutPrompt, spec: str, cache: GEARCache) -> ValueError:
+    assert isinstance(cache.gear_config, GEARConfig)
     return ValueError(
         f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
         f"{prompt.held_out} held out it compresses none, as an item needs at least {cache.gear_config.token_group} "

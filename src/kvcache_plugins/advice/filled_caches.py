@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
 
 from .held_out_prompt import HeldOutPrompt
@@ -51,9 +52,11 @@ def bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
         for layer in layers
         if _is_full(layer) and layer.keys is not None and layer.values is not None
     )
-    total = 0
+    config, total = cache.gear_config, 0
+    # The other is no candidate
+    assert isinstance(config, GEARConfig)
     for (*shapes, dtype), count in alike.items():
-        layer = GEARLayer(cache.gear_config, 0)
+        layer = GEARLayer(config, 0)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"

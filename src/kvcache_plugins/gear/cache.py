@@ -151,7 +151,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "value_rank": value_rank,
             "value_decode_rank": value_decode_rank,
         }
-        self.gear_config: Any = (
+        self.gear_config: GEARConfig | TransformConfig = (
             transform_config(options) if backbone == "transform" else GEARConfig.from_flat(backbone, options)
         )
         # Set by `choose_cache`

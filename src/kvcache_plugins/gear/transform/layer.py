@@ -214,12 +214,12 @@ class TransformLayer(PromptLayer):
         self._is_open = False
         start = padding.to(device)
         slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
-        exact = (
+        exact_keys, exact_values = (
             states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
             for states in (keys, values)
         )
         is_uniform = not bool(padding.any()) and bool(has_enough.all())
-        self.prefix = ExactPrefix(*exact, start=start, count=count.to(device), is_uniform=is_uniform)
+        self.prefix = ExactPrefix(exact_keys, exact_values, start=start, count=count.to(device), is_uniform=is_uniform)
         self._prefix_stop = int((padding + count).max())
         self._set_waiting(~has_enough)
         return first
@@ -231,20 +231,24 @@ class TransformLayer(PromptLayer):
         assert self.coder is not None and self.prefix is not None and self._waiting_items is not None
         prefix, waiting = self.prefix, self._waiting_items.cpu()
         for item in (waiting & has_enough).nonzero().flatten().tolist():
-            count = int(prefix.count[item])
-            exact = (prefix.keys[item, None, :, :count], prefix.values[item, None, :, :count])
-            own = [torch.cat([old, new[item, None]], dim=2) for old, new in zip(exact, (keys, values), strict=True)]
-            self._replace_table(item, *own, int(padding[item]))
+            num_held = int(prefix.count[item])
+            own_keys, own_values = (
+                torch.cat([held[item, None, :, :num_held], new[item, None]], dim=2)
+                for held, new in ((prefix.keys, keys), (prefix.values, values))
+            )
+            self._replace_table(item, own_keys, own_values, int(padding[item]))
         waiting &= ~has_enough
         if bool(waiting.any()):
-            count, new = prefix.count.cpu(), keys.shape[2]
-            num_slots = max(prefix.num_slots, int(count[waiting].max()) + new)
-            grown = [F.pad(states, (0, 0, 0, num_slots - prefix.num_slots)) for states in (prefix.keys, prefix.values)]
+            count, num_new = prefix.count.cpu(), keys.shape[2]
+            num_slots = max(prefix.num_slots, int(count[waiting].max()) + num_new)
+            all_keys, all_values = (
+                F.pad(states, (0, 0, 0, num_slots - prefix.num_slots)) for states in (prefix.keys, prefix.values)
+            )
             for item in waiting.nonzero().flatten().tolist():
-                slots = slice(int(count[item]), int(count[item]) + new)
-                grown[0][item, :, slots], grown[1][item, :, slots] = keys[item], values[item]
-            count = (count + waiting * new).to(prefix.count.device)
-            self.prefix = ExactPrefix(*grown, start=prefix.start, count=count, is_uniform=False)
+                slots = slice(int(count[item]), int(count[item]) + num_new)
+                all_keys[item, :, slots], all_values[item, :, slots] = keys[item], values[item]
+            count = (count + waiting * num_new).to(prefix.count.device)
+            self.prefix = ExactPrefix(all_keys, all_values, start=prefix.start, count=count, is_uniform=False)
             self._prefix_stop = self._length
         self._set_waiting(waiting)
 
