@@ -16,8 +16,8 @@ SMALL = {"residual_length": 16}
 WHOLE = {"full_layers": ()}
 EVERYTHING = {**WHOLE, "share": 1.0, "max_fetch_ratio": 1.0}
 EXACT, EIGHT_BITS = 1e-4, 0.15
-# What scores are fitted to is the first tokens of the whole batch: another choice than alone, which errs as much
-CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 1.0}
+# What scores are told from is the first tokens of the whole batch: another choice than alone, which errs as much
+CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 1.5}
 KINDS = {
     "gear-2bit": Kind(name="gear-2bit", options={}),
     "gear-2bit-small": Kind(name="gear-2bit", options=SMALL),

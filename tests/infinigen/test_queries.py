@@ -373,11 +373,13 @@ def test_check_refuses_other_queries(dtype, capture):
         "of another layer": (seen.hidden_states, seen.position_embeddings, captured[0].query),
         "not rotated": (seen.hidden_states, None, seen.query),
         "not scaled": (seen.hidden_states, seen.position_embeddings, 1.2 * seen.query),
-        "not a number": (seen.hidden_states, seen.position_embeddings, math.nan * seen.query),
     }
     for arguments in wrong.values():
         with pytest.raises(ValueError, match="`Qwen3Attention` of layer 1 makes its queries in a way .* not known"):
             made[1].check(*arguments)
+    for number in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="queries of `Qwen3Attention` of layer 1 hold NaN or infinity"):
+            made[1].check(seen.hidden_states, seen.position_embeddings, number * seen.query)
     with pytest.raises(ValueError, match=r"`Qwen3Attention` of layer 1 have the shape \(2, 2, 17, 24\), not"):
         made[1].check(seen.hidden_states, seen.position_embeddings, seen.query[:, :2])
 

@@ -123,6 +123,17 @@ def test_padding_does_not_enter_the_statistics() -> None:
     torch.testing.assert_close(beside.spread, alone.spread)
 
 
+def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
+    """A limited pool is full by then, and its statistics are never told anew."""
+    keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
+    scoring = ScoringCodes(4)
+    scoring.fit(keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
+    scoring.append(keys)
+    expected = query @ keys.transpose(2, 3)
+    assert (scoring.scores(query) - expected).norm() / expected.norm() < 0.15
+
+
 @pytest.mark.parametrize("nbits", [2, 4, 8])
 @pytest.mark.parametrize("count", [1, 7, 8, 80])
 def test_packing_keeps_every_code(nbits: int, count: int) -> None:

@@ -151,6 +151,8 @@ class QueryProjection:
         error = float((own.float() - query).norm() / query.norm())
         # Not `>`, so that a NaN is refused as well
         if not error <= tolerance:
+            if not bool(query.isfinite().all()):
+                raise ValueError(f"queries of {self._name} hold NaN or infinity: `reset` the cache")
             raise ValueError(
                 f"{self._name} makes its queries in a way that is not known: they differ from their projection, norm "
                 f"and rotary embedding by {error:.1e} of their size, and rounding explains {tolerance:.1e}"

@@ -53,11 +53,15 @@ class ScoringCodes(ScoringStates):
             weight = keys.new_ones(keys.shape[0], 1, keys.shape[2], 1)
         else:
             weight = (valid & (valid.cumsum(dim=1) <= NUM_FITTED))[:, None, :, None].float()
+        is_known = weight.sum(dim=2, keepdim=True) > 0
         count = weight.sum(dim=2, keepdim=True).clamp(min=1)
         mean = (keys * weight).sum(dim=2, keepdim=True) / count
         spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
         # Of a channel that does not move nothing is known: its size stands in
-        self.mean, self.spread = mean, torch.maximum(spread, mean.abs() * 0.01 + _TINY)
+        spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
+        # Nor of an item that is all padding so far: its keys are taken as they come, as next to nothing they would
+        # overflow
+        self.mean, self.spread = mean, torch.where(is_known, spread, 1.0)
 
     def encode(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         assert self.mean is not None and self.spread is not None

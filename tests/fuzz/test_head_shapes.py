@@ -1,0 +1,60 @@
+"""Head dimensions of 8 to 256 and 1 to 8 query heads a key/value head: every cache, made as exact as it can be."""
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.contract.comparison import distance
+
+
+SHAPES = ((8, 1), (8, 8), (16, 3), (24, 2), (40, 3), (64, 8), (80, 1), (80, 8), (96, 3), (128, 2), (192, 1), (256, 8))
+EIGHT_BITS = {"nbits": 8, "residual_length": 32}
+EVERYTHING = {"full_layers": (), "share": 1.0, "max_fetch_ratio": 1.0}
+CACHES = {
+    **dict.fromkeys(("gear-2bit", "gear-l-2bit", "kivi-2bit", "per-token-2bit", "kcvt-4bit"), EIGHT_BITS),
+    "gear-k3v2": {**EIGHT_BITS, "value_nbits": 8},
+    "infinigen": EVERYTHING,
+    "infinigen-paper": {"full_layers": (), "alpha": float("inf"), "max_fetch_ratio": 1.0},
+    "infinigen-gear": {**EVERYTHING, "key_nbits": 8, "value_nbits": 8},
+    "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
+}
+LIMIT = 0.05
+
+
+def make_model(head_dim: int, groups: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=16 * groups,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2 * groups,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def furthest(model: PreTrainedModel, cache: str, chunks: list[torch.Tensor]) -> float:
+    """The largest distance of a forward's last logits from those over a dense cache."""
+    made, dense = create_cache(cache, model, **CACHES[cache]), DynamicCache(config=model.config)
+    pairs = ([model(ids, past_key_values=each).logits[:, -1:] for each in (made, dense)] for ids in chunks)
+    return max(distance(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "D{}-G{}".format(*shape))
+def test_head_dimensions_and_groups(shape: tuple[int, int]) -> None:
+    model = make_model(*shape)
+    ids = torch.randint(1, 97, (2, 150))
+    # A prompt, decoded tokens until a buffer of 32 has overflowed, several tokens, one more
+    chunks = list(ids.split([70, *[1] * 34, 45, 1], dim=1))
+    errors = {cache: furthest(model, cache, chunks) for cache in CACHES}
+    assert max(errors.values()) < LIMIT, errors
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_prompts_of_one_token(cache: str) -> None:
+    ids = torch.randint(1, 97, (2, 90))
+    assert furthest(make_model(64, 2), cache, list(ids.split(1, dim=1))) < LIMIT

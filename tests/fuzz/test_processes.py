@@ -1,0 +1,94 @@
+"""Processes that are forked or spawned after PyTorch's and Numba's threads were used.
+
+A forked process has none of its parent's threads. PyTorch's own operations wait for theirs for ever unless it is set
+to one thread, as its data loaders do; compiled attention leaves Numba's alone.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SECONDS = 300
+
+
+def sums_of_logits() -> list[float]:
+    """What two caches say after a prompt of four rows, one thread or several."""
+    import torch
+
+    from kvcache_plugins import create_cache
+    from kvcache_plugins.contract import tiny_models
+
+    model, sums = tiny_models()["llama"], []
+    ids = torch.randint(1, 200, (4, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, options in (("gear-2bit", {"residual_length": 16}), ("infinigen-gear", {"full_layers": ()})):
+            cache = create_cache(name, model, **options)
+            for chunk in ids.split([80, *[1] * 20], dim=1):
+                logits = model(chunk, past_key_values=cache).logits
+            sums.append(logits.double().sum().item())
+    return sums
+
+
+def use_numbas_threads_then_fork() -> None:
+    """Run by a process of its own, with two threads."""
+    import torch
+
+    from kvcache_plugins.ops.compiled.threads import use_threads
+
+    torch.set_num_threads(2)
+    expected = sums_of_logits()
+    assert use_threads(4)
+    process = multiprocessing.get_context("fork").Process(target=check_in_fork, args=(expected,))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0, process.exitcode
+
+
+def check_in_fork(expected: list[float]) -> None:
+    import torch
+
+    from kvcache_plugins.ops.compiled.threads import use_threads
+
+    assert torch.get_num_threads() == 2 and not use_threads(4)
+    torch.set_num_threads(1)
+    torch.testing.assert_close(sums_of_logits(), expected, rtol=1e-4, atol=1e-3)
+
+
+def compute_into(queue: "multiprocessing.Queue[list[float]]") -> None:
+    queue.put(sums_of_logits())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_goes_on() -> None:
+    pytest.importorskip("numba")
+    code = "import test_processes; test_processes.use_numbas_threads_then_fork()"
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_spawned_process_says_the_same() -> None:
+    expected = sums_of_logits()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=compute_into, args=(queue,))
+    process.start()
+    try:
+        assert queue.get(timeout=SECONDS) == pytest.approx(expected, rel=1e-4, abs=1e-3)
+    finally:
+        process.join(SECONDS)
+    assert process.exitcode == 0

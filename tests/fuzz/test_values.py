@@ -1,0 +1,133 @@
+"""States that are out of the ordinary, in layers of every GEAR preset: near to dense at 8 bits, or a clear refusal."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.gear.layer import GEARLayer
+
+
+PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k3v2", "kivi-2bit", "per-token-2bit", "kcvt-4bit")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NUM_HEADS, HEAD_DIM, PROMPT, RESIDUAL = 2, 64, 64, 16
+# Attention's output: relative to that over dense states, and the finest step of float16, in which scales are stored
+RELATIVE, ABSOLUTE = 0.05, 2e-6
+
+
+def with_peak(states: torch.Tensor, peak: float) -> torch.Tensor:
+    states[:, :, PROMPT // 2, 0] = peak
+    return states
+
+
+def with_peaks(states: torch.Tensor) -> torch.Tensor:
+    states[:, :, PROMPT // 2, 0], states[:, :, PROMPT // 3, 0] = 6e4, -6e4
+    return states
+
+
+def with_offsets(states: torch.Tensor) -> torch.Tensor:
+    states[..., 0] = 1e4
+    states[..., 1] += 1e4
+    return states
+
+
+NOT_FINITE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nan": lambda states: with_peak(states, torch.nan),
+    "infinity": lambda states: with_peak(states, torch.inf),
+}
+EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "7e4": lambda states: with_peak(states, 7e4),
+    "peaks of both signs": with_peaks,
+    "offsets": with_offsets,
+    "constant": lambda states: torch.full_like(states, 0.37),
+    "zero": torch.zeros_like,
+    "tiny": lambda states: states * 1e-9,
+    "denormal": lambda states: states * 1e-41,
+    "denormal in float16": lambda states: states * 1e-7,
+}
+
+
+def make_layer(preset: str) -> GEARLayer:
+    options = {"nbits": 8, "residual_length": RESIDUAL, **({"value_nbits": 8} if preset == "gear-k3v2" else {})}
+    layer = create_cache(preset, None, **options)._next_layer()
+    assert isinstance(layer, GEARLayer)
+    return layer
+
+
+def states_of(change: Callable[[torch.Tensor], torch.Tensor], length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Keys and values, both changed, the first `length` tokens of them."""
+    return [change(torch.randn(2, NUM_HEADS, PROMPT, HEAD_DIM)).to(dtype)[:, :, :length] for _ in range(2)]
+
+
+@torch.no_grad()
+def attend(layer: GEARLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    lazy = layer.update(keys, values)
+    return F.scaled_dot_product_attention(query, *lazy, is_causal=query.shape[2] > 1, enable_gqa=True)
+
+
+def queries(length: int, dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+    return (size * torch.randn(2, 2 * NUM_HEADS, length, HEAD_DIM)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("change", EXTREME)
+def test_extreme_states_are_near_dense_or_refused(change: str, preset: str, dtype: torch.dtype) -> None:
+    """A prompt and decoded tokens until a chunk of them is compressed."""
+    layer, size = make_layer(preset), 1e-4
+    chunks = [states_of(EXTREME[change], PROMPT, dtype)]
+    chunks += [[side[:, :, :1] for side in states_of(EXTREME[change], 1, dtype)] for _ in range(RESIDUAL + 1)]
+    try:
+        for number, (keys, values) in enumerate(chunks):
+            length = PROMPT if number == 0 else 1
+            output = attend(layer, query := queries(length, dtype, size), keys, values)
+    except ValueError as error:
+        assert change == "7e4" or change.startswith("peaks")
+        assert "float16 (65504)" in str(error) or "NaN or infinity" in str(error)
+        require_usable(layer, dtype)
+        return
+    assert layer.stats()["chunks_compressed"] == 2
+    keys, values = (torch.cat(sides, dim=2).float() for sides in zip(*chunks, strict=True))
+    expected = F.scaled_dot_product_attention(query.float(), keys, values, enable_gqa=True)
+    error = (output.float() - expected).abs().amax().item()
+    assert error <= RELATIVE * expected.abs().amax().item() + ABSOLUTE
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("change", NOT_FINITE)
+def test_prompts_that_are_not_finite_are_refused(change: str, preset: str, dtype: torch.dtype) -> None:
+    layer = make_layer(preset)
+    with pytest.raises(ValueError, match="layer 0: the keys to be compressed hold NaN or infinity"):
+        attend(layer, queries(PROMPT, dtype), *states_of(NOT_FINITE[change], PROMPT, dtype))
+    assert layer.get_seq_length() == 0
+    require_usable(layer, dtype)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
+    """It waits exact, as in a dense cache, and is named when its chunk is to be compressed."""
+    layer, dtype = make_layer(preset), torch.float32
+    attend(layer, queries(PROMPT, dtype), *states_of(torch.clone, PROMPT, dtype))
+    fine = states_of(torch.clone, 1, dtype)
+    for _ in range(RESIDUAL - 1):
+        attend(layer, queries(1, dtype), *fine)
+    assert attend(layer, queries(1, dtype), fine[0], torch.full_like(fine[1], torch.nan)).isnan().all()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the values to be compressed hold NaN or infinity.* `crop`"):
+            attend(layer, queries(1, dtype), *fine)
+        assert layer.get_seq_length() == PROMPT + RESIDUAL
+    layer.crop(-1)
+    for _ in range(2):
+        assert attend(layer, queries(1, dtype), *fine).isfinite().all()
+    assert layer.stats()["chunks_compressed"] == 2
+
+
+def require_usable(layer: GEARLayer, dtype: torch.dtype) -> None:
+    """What it was refused is forgotten by `reset`."""
+    layer.reset()
+    keys, values = states_of(torch.clone, PROMPT, dtype)
+    attend(layer, queries(PROMPT, dtype), keys, values)
+    assert layer.materialize("keys").sub(keys).abs().amax() < 0.1
