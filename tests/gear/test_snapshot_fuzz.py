@@ -178,6 +178,13 @@ def test_checksum_of_the_test_is_that_of_the_file(subject):
     assert subject.outcome(signed(*parts(subject.content))) == "same"
 
 
+@pytest.mark.parametrize("number", [0, 1001, 2**40, "3"])
+def test_endless_iterations_are_refused(subject, number):
+    header, document, data = parts(subject.content)
+    document["config"]["num_iterations"] = number
+    assert subject.outcome(signed(header, document, data)) == "refused"
+
+
 def test_damaged_and_forged_files(subject):
     check(subject, 120, 80)
 

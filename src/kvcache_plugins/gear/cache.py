@@ -65,7 +65,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         decode_rank (`int`, *optional*):
             The same for chunks of decoded tokens. Defaults to 2, or `rank` where that is smaller.
         num_iterations (`int`, *optional*, defaults to 3):
-            Power iterations that find the low-rank correction.
+            Power iterations that find the low-rank correction, at most 1000.
         low_rank_recent_ratio (`float`, *optional*, defaults to 1.0):
             Share of the prompt, its most recent tokens, that has a low-rank correction.
         num_sink_tokens (`int`, *optional*, defaults to 0):

@@ -9,6 +9,8 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 
 BACKBONES = ("kcvt", "kivi", "per-token")
 _DEFAULT_GROUP_SIZE = 64
+# After a few nothing changes; without an end a forged file could keep a process busy for years
+_MAX_NUM_ITERATIONS = 1000
 _DEFAULT_DECODE_RANK = 2
 _DEFAULTS: dict[str, Any] = {
     "q_group_size": None,
@@ -63,6 +65,10 @@ class GEARConfig:
     def __post_init__(self) -> None:
         for name, least in (("residual_length", 1), ("num_iterations", 1), ("num_sink_tokens", 0)):
             check_integer(name, getattr(self, name), least)
+        if self.num_iterations > _MAX_NUM_ITERATIONS:
+            raise ValueError(
+                f"`num_iterations` has to be at most {_MAX_NUM_ITERATIONS} but got {self.num_iterations!r}"
+            )
         check_bool("rotate_values", self.rotate_values)
         group_size = self.q_group_size
         check_integer("q_group_size", group_size, 1, is_optional=True)
