@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache_plugins.ops import low_rank, outliers
+from kvcache_plugins.ops import low_rank, outlier_selection
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping, pack, quantize, unpack
 from kvcache_plugins.triton_kernels.compression.low_rank import power_iteration
 from kvcache_plugins.triton_kernels.compression.outliers import select_outliers
@@ -213,7 +213,7 @@ def check_selection(rows, valid, counts, num_per_side) -> None:
     """The same values as the reference's, slot by slot where slots count, and no such place twice in a row."""
     indices = select_outliers(rows, num_per_side, valid, counts)
     reference_counts = torch.tensor(num_per_side) if counts is None else counts[..., None]
-    expected, in_use = outliers._extremes(rows.float(), valid, reference_counts.to(rows.device), num_per_side)
+    expected, in_use = outlier_selection._extremes(rows.float(), valid, reference_counts.to(rows.device), num_per_side)
     in_use = in_use.expand(indices.shape)
     assert indices.dtype == torch.int64
     assert indices.min() >= 0
@@ -261,7 +261,9 @@ def test_selection_among_valid_keys():
     # Of 6 valid ones the slots that do not count would take all, and leave none for the smallest
     num_valid = torch.tensor([[50, 41], [17, 6], [2, 0]])
     valid = torch.arange(50) < num_valid[..., None]
-    counts = torch.tensor([[outliers.num_outliers_per_side(n, 0.4) for n in row] for row in num_valid.tolist()])
+    counts = torch.tensor(
+        [[outlier_selection.num_outliers_per_side(n, 0.4) for n in row] for row in num_valid.tolist()]
+    )
     assert counts.unique().numel() > 3
     rows = keys.transpose(3, 4)
     rows_valid = valid[:, None, :, None, :].to(DEVICE)

@@ -91,6 +91,8 @@ class GEARConfig:
     def from_flat(cls, backbone: str | None, options: dict[str, Any]) -> "GEARConfig":
         """Builds the config from the options of `GEARCache` by name, `None` where one was not given."""
         given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
+        # It has a default in the signature: `None` is refused like any other wrong value
+        given["nbits"] = options["nbits"]
         sides = {
             side: {
                 name.removeprefix(f"{side}_"): given.pop(name) for name in list(given) if name.startswith(f"{side}_")

@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep, ways_to_prefill
+from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep
 from kvcache_plugins.eval.runahead.isolated_network import IsolatedNetwork
 from kvcache_plugins.eval.runahead.measure import describe_model, measure_link, time_slice
 from kvcache_plugins.eval.runahead.rank_processes import Ranks
+from kvcache_plugins.eval.runahead.ways import ways_to_prefill
 
 
 def run(*arguments: str) -> Result:
