@@ -91,7 +91,7 @@ class GEARLayer(PromptLayer):
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
-        self._learn_padding(attn_mask)
+        self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
         return output
 

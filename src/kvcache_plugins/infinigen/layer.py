@@ -199,7 +199,7 @@ class InfiniGenLayer(PromptLayer):
         num_heads = self._shapes["keys"][1]
         output = attend(query, self._parts(attn_mask, query.shape[1] // num_heads), num_heads, scale)
         self._counters["exact_calls"] += 1
-        self._learn_padding(attn_mask)
+        self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
         return output
 

@@ -35,8 +35,9 @@ def _num_positions(layer: PromptLayer, attention_mask: torch.Tensor | None) -> i
     """Held tokens that are neither padding nor hidden, of the item that has the fewest."""
     held = layer.get_seq_length()
     count = held - (0 if layer.padding is None else int(layer.padding.max()))
-    if attention_mask is None or attention_mask.shape[-1] < held:
+    if attention_mask is None or attention_mask.shape[-1] <= held or attention_mask.shape[-2] == 0:
         return count
-    newest = attention_mask[:, 0, -1, :held]
+    newest = attention_mask[:, 0, -1]
     is_seen = newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
-    return min(count, int(is_seen.sum(dim=1).min()))
+    # A mask that does not reach the newest token is one of another prompt, and tells nothing of the tokens held
+    return min(count, int(is_seen[:, :held].sum(dim=1).min())) if bool(is_seen[:, -1].all()) else count

@@ -103,7 +103,7 @@ class TransformLayer(PromptLayer):
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> None:
-        self._learn_padding(attn_mask)
+        self._learn_padding(None if is_causal else attn_mask)
         self._note_queries(query)
         self.settle_prompt()
 
@@ -118,7 +118,7 @@ class TransformLayer(PromptLayer):
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
-        self._learn_padding(attn_mask)
+        self._learn_padding(None if is_causal else attn_mask)
         self._note_queries(query)
         self.settle_prompt()
         return output
