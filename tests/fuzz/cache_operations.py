@@ -49,6 +49,7 @@ class Kind:
         reads_dense (`bool`): Whether attention over densified states gives the same.
         as_alone (`float`): How far a row may be from the same alone, as a share of the cache's own error. Kernels
             round otherwise for another shape, and a rounding error can turn a code over, or a choice of tokens.
+        least_real (`int`): Tokens of the shortest row of a padded prompt.
         dtypes (`tuple`): Dtypes of the model.
     """
 
@@ -57,6 +58,7 @@ class Kind:
     exactness: float | None = None
     reads_dense: bool = True
     as_alone: float = 0.2
+    least_real: int = 1
     # Half precision is slow on a CPU
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16)
 
@@ -79,19 +81,25 @@ class CacheOperations(RuleBasedStateMachine):
         self.subject = subject_of(self.kind, data.draw(st.sampled_from(self.kind.dtypes)))
         self.cache = self.subject.make_cache()
         self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
-        self._prompt(data)
+        self._prompt(*self._draw_prompt(data))
 
     @rule(data=st.data(), how=st.sampled_from(["reset", "crop"]))
     def start_over(self, data: st.DataObject, how: str) -> None:
+        # Before anything is done: a sequence may end with what is drawn
+        drawn = self._draw_prompt(data)
         self.cache.reset() if how == "reset" else self.cache.crop(-self.length)
         require_length(self.cache, 0, how)
         if hasattr(self.cache, "save"):
             self._copy("save")
-        self._prompt(data)
+        self._prompt(*drawn)
 
-    def _prompt(self, data: st.DataObject) -> None:
+    def _draw_prompt(self, data: st.DataObject) -> tuple[int, int, list[int]]:
         length, seed = data.draw(st.sampled_from(_PROMPT_LENGTHS)), data.draw(_SEEDS)
-        paddings = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3))
+        most = max(length - self.kind.least_real, 0)
+        paddings = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=3))
+        return length, seed, paddings
+
+    def _prompt(self, length: int, seed: int, paddings: list[int]) -> None:
         starts = torch.tensor(paddings)
         # A `DynamicCache` without tokens would keep its batch size
         self.reference = None if self.kind.exactness is None else self.subject.make_reference()

@@ -16,8 +16,9 @@ SMALL = {"residual_length": 16}
 WHOLE = {"full_layers": ()}
 EVERYTHING = {**WHOLE, "share": 1.0, "max_fetch_ratio": 1.0}
 EXACT, EIGHT_BITS = 1e-4, 0.15
-# What scores are told from is the first tokens of the whole batch: another choice than alone, which errs as much
-CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 1.5}
+# A prompt that its window holds has no pool yet alone, and a window of another length later on; and what scores are
+# told from is the first tokens of the whole batch
+CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 0.5, "least_real": 33}
 KINDS = {
     "gear-2bit": Kind(name="gear-2bit", options={}),
     "gear-2bit-small": Kind(name="gear-2bit", options=SMALL),
@@ -29,7 +30,7 @@ KINDS = {
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
     "infinigen": Kind(name="infinigen", options=WHOLE, **CHOOSES),
-    "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **CHOOSES),
+    "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **{**CHOOSES, "as_alone": 1.5}),
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),
     "infinigen-exact": Kind(name="infinigen", options=EVERYTHING, exactness=EXACT),
     "infinigen-gear": Kind(name="infinigen-gear", options=WHOLE, **CHOOSES),
