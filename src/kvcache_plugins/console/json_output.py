@@ -84,15 +84,20 @@ def prepare_file(path: Path) -> None:
     Sees to it that a file can be written, so that nothing is lost when it is: its folder is made, and it is opened.
 
     Raises:
-        ValueError: if `path` is a folder.
-        OSError: if its folder cannot be made, or it cannot be written.
+        ValueError: if `path` is a folder, its folder cannot be made, or it cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"`out` is to be a file, but {path} is a folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`out`: the folder {path.parent} cannot be made ({error.strerror})") from error
     is_new = not path.exists()
-    with path.open("ab"):
-        pass
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"`out`: {path} cannot be written ({error.strerror})") from error
     # A command that fails leaves no empty file behind
     if is_new:
         path.unlink()
