@@ -19,9 +19,7 @@ def run_lm_eval(arguments: Sequence[str]) -> None:
         raise ImportError("`eval` needs lm-eval: `pip install 'kvcache-plugins[eval]'`")
     from lm_eval.__main__ import cli_evaluate
 
-    # Help needs no model, and none of what takes seconds to import
-    if not {"--help", "-h"} & {*arguments}:
-        from . import lm_eval_model  # noqa: F401 - registers the model
+    from . import lm_eval_model  # noqa: F401 - registers the model
 
     sys.argv = ["lm_eval", *_with_task_files(arguments)]
     cli_evaluate()

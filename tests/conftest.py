@@ -4,8 +4,12 @@ No test touches the network: the offline switches are set before anything of Hug
 """
 
 import os
+import signal
 
 
+# What is started in the background ignores Ctrl-C, and so do the commands that it starts and interrupts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

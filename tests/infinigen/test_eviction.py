@@ -124,3 +124,23 @@ def test_rows_are_gathered_from_all_pages() -> None:
     pool.truncate(PAGE_TOKENS)
     assert (len(pool.pages), pool.num_slots) == (1, PAGE_TOKENS)
     assert torch.equal(torch.cat([part for part, *_ in pool.stretches()], dim=2), keys[:, :, :PAGE_TOKENS])
+
+
+@pytest.mark.parametrize("counts", [(1, 63, 1), (40, 100, 884), (65, PAGE_TOKENS - 65, 1), (PAGE_TOKENS + 5, 3)])
+def test_a_first_page_is_as_large_as_its_tokens_need(counts):
+    keys = torch.randn(2, 3, sum(counts), 8)
+    pool, done = TokenPool(keys, keys), 0
+    for count in counts:
+        new = keys[:, :, done : done + count]
+        pool.append(new, -new, done, None)
+        done += count
+        room = sum(page.shape[2] for page in pool.pages)
+        assert room == max(64, 1 << (done - 1).bit_length()) if done <= PAGE_TOKENS else room % PAGE_TOKENS == 0
+        held = torch.cat([part for part, *_ in pool.stretches()], dim=2)
+        assert torch.equal(held, keys[:, :, :done])
+        slots = torch.arange(done).expand(2, 3, done)
+        assert torch.equal(pool.gather(slots)[..., 8:], -keys[:, :, :done])
+        parts = dict.fromkeys(("pool", "spare"), 0)
+        for part, tensor in pool.named_tensors():
+            parts[part] += tensor.shape[2]
+        assert parts == {"pool": done, "spare": room - done}

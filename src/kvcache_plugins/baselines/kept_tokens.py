@@ -20,7 +20,7 @@ _NAMES = ("keys", "values", "positions", "weights")
 
 def _slack(num_slots: int) -> int:
     """Room beyond the slots that are needed: a fraction of them, so that growth is amortised."""
-    return num_slots // 8 + 16
+    return num_slots // 8 + 8
 
 
 class KeptTokens:

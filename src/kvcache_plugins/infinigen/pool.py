@@ -1,8 +1,10 @@
 """Keys and values of one layer in host memory: pages that are only ever appended to, and a limit if there is one.
 
-A row holds the key and the value of a token side by side, so that one transfer fetches both. Pages have one size: what
-is stored never moves when the pool grows. With `max_tokens` the pool stops growing there, each head on its own: a new
-token then takes the slot of a victim, and slots no longer stand in the order of positions.
+A row holds the key and the value of a token side by side, so that one transfer fetches both. Pages have one size:
+what is stored does not move when the pool grows. Only where no GPU uses it, a first page that is alone has but the
+room that its tokens need, and moves to twice as much: a short context would be mostly spare room. With `max_tokens`
+the pool stops growing there, each head on its own: a new token then takes the slot of a victim, and slots no longer
+stand in the order of positions.
 
 For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
 have done yet is known by events (`PendingWork`), and the host waits for those before it touches a page itself or gives
@@ -24,6 +26,8 @@ from .eviction import UsageRecord
 
 
 PAGE_TOKENS = 1024
+# Of a first page that is not whole
+_LEAST_TOKENS = 64
 # Of a full pool, the share that may be replaced at once
 _REPLACED_AT_ONCE = 8
 
@@ -71,7 +75,8 @@ class TokenPool:
             First tokens of every item that are never evicted.
 
     Attributes:
-        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked with `pin_memory`.
+        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked with `pin_memory`; without, a
+            page that is alone may be shorter.
         device (`torch.device`): where the states come from and are attended to.
         pin_memory (`bool`): whether that is a GPU.
         pending (`PendingWork`): what GPUs may still do with the pages.
@@ -104,6 +109,11 @@ class TokenPool:
         self.usage = None
         if max_tokens is not None:
             self.usage = UsageRecord(eviction, num_protected, self.batch_size, self.num_heads, max_tokens)
+
+    @property
+    def page_tokens(self) -> int:
+        """Slots of a page."""
+        return self.pages[0].shape[2] if self.pages else PAGE_TOKENS
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, position: int, padding: torch.Tensor | None
@@ -147,19 +157,28 @@ class TokenPool:
         return taken
 
     def _grow(self, num_slots: int) -> None:
-        missing = -(-max(num_slots - len(self.pages) * PAGE_TOKENS, 0) // PAGE_TOKENS)
-        shape = (self.batch_size, self.num_heads, PAGE_TOKENS, self.row_dim)
+        capacity = sum(page.shape[2] for page in self.pages)
+        if num_slots <= capacity:
+            return
+        num_pages, page_tokens = -(-num_slots // PAGE_TOKENS), PAGE_TOKENS
+        if num_pages == 1 and not self.pin_memory:
+            page_tokens = min(max(_LEAST_TOKENS, 1 << (num_slots - 1).bit_length()), PAGE_TOKENS)
+        kept = [page for page in self.pages if page.shape[2] == page_tokens]
         try:
-            new = [
-                torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
-                for _ in range(missing)
-            ]
+            new = [self._new_page(page_tokens) for _ in range(num_pages - len(kept))]
         except (RuntimeError, MemoryError) as error:
             raise MemoryError(
                 f"the host has no memory for {num_slots} tokens of a layer; {self.num_slots} are held and usable. "
                 f"With `pool_tokens` set to {max(self.num_slots, 1)} or less, new tokens replace old ones instead"
             ) from error
-        self.pages.extend(new)
+        if len(kept) < len(self.pages):
+            # The first page was short
+            new[0][:, :, : self.num_slots] = self.pages[0][:, :, : self.num_slots]
+        self.pages = kept + new
+
+    def _new_page(self, page_tokens: int) -> torch.Tensor:
+        shape = (self.batch_size, self.num_heads, page_tokens, self.row_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
 
     def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """States `[B, H, tokens, D]` into consecutive slots."""
@@ -178,7 +197,7 @@ class TokenPool:
             if stop - start == PAGE_TOKENS:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
-                _write_by_kernel(addresses, start, rows)
+                _write_by_kernel(addresses, self.page_tokens, start, rows)
             else:
                 for item, head in product(range(self.batch_size), range(self.num_heads)):
                     page[item, head, slots].copy_(rows[item, head], non_blocking=True)
@@ -290,6 +309,8 @@ class TokenPool:
     def serve(self, device: torch.device) -> None:
         """From now on states come from another device."""
         self.device, self.pin_memory = device, is_gpu(device)
+        if self.pin_memory and self.pages and self.pages[0].shape[2] < PAGE_TOKENS:
+            self._grow(PAGE_TOKENS)
         self.map(lambda tensor: tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -327,10 +348,10 @@ def _is_readable(page: torch.Tensor) -> bool:
     return page.device.type == "cuda" or page.is_pinned()
 
 
-def _write_by_kernel(addresses: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+def _write_by_kernel(addresses: torch.Tensor, page_tokens: int, first: int, rows: torch.Tensor) -> None:
     # Triton is not everywhere
     from kvcache_plugins.triton_kernels.gather import write_rows
 
     slots = torch.arange(first, first + rows.shape[2], device=rows.device).expand(rows.shape[:3])
     with torch.cuda.device_of(rows):
-        write_rows(addresses, slots, None, rows, PAGE_TOKENS)
+        write_rows(addresses, slots, None, rows, page_tokens)

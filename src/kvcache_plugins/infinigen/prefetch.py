@@ -17,7 +17,7 @@ values.
 import torch
 
 from .counters import TransferTimes
-from .pool import PAGE_TOKENS, TokenPool
+from .pool import TokenPool
 from .selection import Selection
 from .staging import StagedRows, Staging, timed, with_growth
 
@@ -66,7 +66,7 @@ class Prefetcher:
                 if addresses is None:
                     self._copy_by_host(pool, selection, rows)
                 else:
-                    _gather(addresses, selection, rows)
+                    _gather(addresses, pool.page_tokens, selection, rows)
                     pool.pending.note(self._stream)
             staging.filled.record(self._stream)
         return StagedRows(staging, rows, times)
@@ -96,11 +96,11 @@ class Prefetcher:
         rows[:, :, :most].copy_(gathered, non_blocking=True)
 
 
-def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor) -> None:
+def _gather(addresses: torch.Tensor, page_tokens: int, selection: Selection, rows: torch.Tensor) -> None:
     # Triton is not everywhere
     from kvcache_plugins.triton_kernels.gather import gather_rows
 
-    gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
+    gather_rows(addresses, selection.slots, selection.count, rows, page_tokens)
 
 
 # A device has one: what its layers and caches share can be no layer's or cache's own, and is copied with none of them
