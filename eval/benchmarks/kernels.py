@@ -54,7 +54,7 @@ def benchmark_kernels(
     shape = Shape(context=context, batch_size=batch_size, num_heads=num_heads, groups=groups, head_dim=head_dim)
     kind = parse_dtype(dtype)
     caches = check_caches(cache or CACHES)
-    announce_compilation()
+    announce_compilation(place.type)
     contest = Contest(shape, kind, place)
     for backend in BACKENDS if place.type == "cuda" else ():
         try:

@@ -1,4 +1,4 @@
-"""Says that kernels are compiled, which takes half a minute once: what seems to hang is at work."""
+"""Says that kernels are compiled, which takes half a minute once on a CPU: what seems to hang is at work."""
 
 from __future__ import annotations
 
@@ -13,16 +13,38 @@ from .tables import print_line
 
 
 @cache
-def announce_compilation() -> None:
+def announce_compilation(device: str) -> None:
     """
-    From now on Numba's compilations in this process are announced on standard error: by a bar on a terminal, else by
-    one line, once.
-    """
-    if find_spec("numba") is None:
-        return
-    from numba.core import event
+    From now on compilations in this process are announced on standard error.
 
-    event.register("numba:compile", _make_announcer(event.Listener))
+    Args:
+        device (`str`): for which kind of device, `"cpu"` (Numba's: by a bar on a terminal, else by one line, once) or
+            another (Triton's: by one line, once).
+    """
+    if device != "cpu":
+        if find_spec("triton") is not None:
+            _announce_triton()
+    elif find_spec("numba") is not None:
+        from numba.core import event
+
+        event.register("numba:compile", _make_announcer(event.Listener))
+
+
+def _announce_triton() -> None:
+    from triton import knobs
+
+    others = knobs.runtime.jit_cache_hook
+    is_said = False
+
+    def say_once(**compilation: Any) -> bool | None:
+        nonlocal is_said
+        if not is_said:
+            # Whether it lies on the disk already is not known yet
+            print_line("Preparing kernels for this GPU: the first time each is compiled, for seconds", stderr=True)
+            is_said = True
+        return None if others is None else others(**compilation)
+
+    knobs.runtime.jit_cache_hook = say_once
 
 
 class _Announcer:

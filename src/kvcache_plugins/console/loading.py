@@ -37,8 +37,7 @@ def load_for_evaluation(
     check_model_name(name)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    if chosen.type == "cpu":
-        announce_compilation()
+    announce_compilation(chosen.type)
     return load_model(name, dtype=parsed_dtype, device=chosen)
 
 
