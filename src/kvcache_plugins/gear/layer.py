@@ -124,6 +124,18 @@ class GEARLayer(PromptLayer):
         if self._pending is not None:
             yield *self._pending, self._pending[0].shape[2]
 
+    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        prefix, buffer = self.prefix, self.buffer
+        if self.blocks or buffer is None:
+            return None
+        if prefix is None or prefix.num_slots == 0:
+            return buffer.keys, buffer.values
+        if not prefix.is_uniform:
+            return None
+        pairs = ((prefix.keys, buffer.keys), (prefix.values, buffer.values))
+        keys, values = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs)
+        return keys, values
+
     @property
     def _exact_start(self) -> int:
         """Position of the first token behind the compressed ones."""

@@ -113,6 +113,11 @@ class PromptLayer(LazyLayer):
         else:
             self._append(key_states, value_states)
         self._length += count
+        if count == 1 and not is_first and not torch.is_grad_enabled():
+            # A token's attention tells the layer nothing
+            states = self._exact_states()
+            if states is not None:
+                return states
         keys, values = (
             LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
             for side, states in zip(("keys", "values"), exact, strict=True)
@@ -156,6 +161,10 @@ class PromptLayer(LazyLayer):
         if padding is not None and bool(padding.any()):
             self.padding = padding
         self.settle_prompt()
+
+    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All keys and values, where they are exact and at hand: plain attention over them costs least."""
+        return None
 
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
