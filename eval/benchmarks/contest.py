@@ -13,9 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import require_close
+from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
+from kvcache_plugins.ops.transform_coding.attention import attend as attend_coded
+from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.registry import create_cache
 
 
@@ -101,14 +104,17 @@ class Contest:
             MismatchError: if it is not what plain PyTorch computes from the same storage.
         """
         part = _compressed_part(cache_name, self.keys, self.values)
-        expected = attend(self.query.float(), [part], self.shape.num_heads)
-        function = partial(attend, self.query, [part], self.shape.num_heads, kernel=self.kernel)
-        error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected)
+        attend_to = attend_coded if isinstance(part, CodedPart) else attend
+        function, expected = (
+            partial(attend_to, query, [part], self.shape.num_heads, None, kernel)
+            for query, kernel in ((self.query, self.kernel), (self.query.float(), "torch"))
+        )
+        error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
         typer.echo(f"{cache_name}: relative error {error:.1e} against plain PyTorch", err=True)
         self.functions[cache_name], self.errors[cache_name] = function, error
-        num_bytes = sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
+        num_bytes = _num_bytes(part)
         self.num_bytes[cache_name] = num_bytes
-        if cache_name == _DEQUANTIZED:
+        if cache_name == _DEQUANTIZED and isinstance(part, CompressedPart):
             name = f"{cache_name}, dequantized first"
             self.functions[name] = partial(_dequantize_then_attend, self.packed, part, self.query.dtype)
             self.num_bytes[name] = num_bytes
@@ -155,16 +161,30 @@ class Contest:
         return {**asdict(self.shape), "dtype": dtype, "kernel": self.kernel, "rounds": rounds, "timed": timed}
 
 
-def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart:
+def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
     cache: Any = create_cache(name)
+    is_coded = isinstance(cache.gear_config, TransformConfig)
+    if is_coded:
+        # Else the first ones would
+        cache = create_cache(name, num_sink_tokens=0)
     cache.update(keys, values, 0)
     layer = cache.layers[0]
     layer.settle_prompt()
+    if sum(block.length for block in layer.blocks) != keys.shape[2]:
+        shortest = cache.gear_config.shortest_prompt
+        accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
+        raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
-    if block.length != keys.shape[2]:
-        raise ValueError(f"`context` has to be a multiple of {cache.gear_config.token_group}")
+    if is_coded:
+        return CodedPart(block.keys, block.values, layer.coder, block.start, None, block.length, None)
     return CompressedPart(block.keys, block.values, block.length, None)
+
+
+def _num_bytes(part: CompressedPart | CodedPart) -> int:
+    if isinstance(part, CodedPart):
+        return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.coder.tensors()))
+    return sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
 
 
 def _dequantize_then_attend(query: torch.Tensor, part: CompressedPart, dtype: torch.dtype) -> torch.Tensor:

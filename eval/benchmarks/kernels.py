@@ -22,7 +22,7 @@ from kvcache_plugins.registry import check_caches
 from .contest import BACKENDS, Contest, Shape
 
 
-CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit")
+CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "gear-t25")
 
 
 def describe(row: Mapping[str, Any]) -> str:

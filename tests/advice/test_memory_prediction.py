@@ -82,7 +82,9 @@ def test_every_cache_after_a_prompt(
 
 
 # As many decoded tokens as one chunk of GEAR's and a run of InfiniGen's have, and a few more
-@pytest.mark.parametrize("name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "infinigen", "h2o", "quanto-4bit"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "gear-t16", "infinigen", "h2o", "quanto-4bit"]
+)
 def test_decoded_tokens(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
     skip_without(name)
     assert_predicted(contract_model, tiny_sizer, name, context=146, new_tokens=67)
@@ -95,6 +97,9 @@ OPTIONS = [
     "gear:nbits=2,sparsity=0.0,key_sparsity=0.1,decode_rank=1,residual_length=48",
     "gear:nbits=2,num_sink_tokens=70,rotate_values=true,low_rank_recent_ratio=0.3,sparsity=0.05",
     "gear-k3v2",
+    "gear-t30:residual_length=16,num_sink_tokens=0",
+    # Decoded tokens alone: coded once there are enough of them for a table
+    "gear-t22:key_nbits=1.3,num_sink_tokens=140",
     "infinigen:pool_tokens=100,scoring_nbits=2",
     "infinigen:pool_tokens=100,eviction=lru,recent=8,speculate=false",
     "infinigen-gear:key_nbits=2,value_nbits=3,recent=8",
@@ -120,11 +125,14 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["gemma3-hybrid", "mistral-sliding", "gpt2", "opt"])
-def test_architectures(architecture: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
-    model = tiny_model(architecture)
-    sizer = CacheSizer(model.config, device="cpu")
-    names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "architecture", ["llama-mha", "llama-mqa", "qwen3", "gemma3-hybrid", "mistral-sliding", "gpt2", "opt"]
+)
+def test_architectures(architecture: str, dtype: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model(architecture).to(getattr(torch, dtype))
+    sizer = CacheSizer(model.config, dtype=dtype, device="cpu")
+    names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit", "gear-t22"]
     for name in names:
         assert_predicted(model, sizer, name, context=77, batch_size=2, new_tokens=2)
 
@@ -166,6 +174,7 @@ REAL = {
     "smollm2": [
         ("gear-2bit", "float32", {"context": 201}),
         ("gear-k4v3", "float32", {"context": 192}),
+        ("gear-t16", "bfloat16", {"context": 99, "new_tokens": 17, "batch_size": 2}),
         ("gear-4bit:residual_length=8", "float32", {"context": 75, "new_tokens": 9, "batch_size": 2}),
         ("h2o", "float32", {"context": 67, "new_tokens": 2, "batch_size": 2}),
         ("infinigen", "bfloat16", {"context": 51, "new_tokens": 2}),
@@ -174,6 +183,7 @@ REAL = {
     # Sliding windows of 512 tokens
     "gemma3": [
         ("gear-2bit", "float32", {"context": 523}),
+        ("gear-t25", "bfloat16", {"context": 75, "new_tokens": 9}),
         ("gear-4bit:residual_length=8", "float32", {"context": 75, "new_tokens": 9, "batch_size": 2}),
         ("h2o", "float32", {"context": 67, "new_tokens": 2, "batch_size": 2}),
         ("infinigen", "bfloat16", {"context": 51, "new_tokens": 2}),

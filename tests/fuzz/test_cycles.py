@@ -12,7 +12,7 @@ from kvcache_plugins import create_cache
 
 
 NUM_CYCLES, NUM_WARM = 30, 6
-CACHES = ("gear-2bit", "infinigen-gear", "h2o")
+CACHES = ("gear-2bit", "gear-t22", "infinigen-gear", "h2o")
 LONG_CACHES = ("gear-k3v2", "kcvt-4bit", "infinigen", "infinigen-paper")
 WHOLE = {"full_layers": ()}
 PAGE = 4096

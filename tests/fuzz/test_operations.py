@@ -29,6 +29,10 @@ KINDS = {
     "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
+    "gear-t22": Kind(name="gear-t22", options={}, least_real=68),
+    # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
+    "gear-t22-waiting": Kind(name="gear-t22", options={}, as_alone=1.5),
+    "gear-t-8bit": Kind(name="gear-t22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
     "infinigen": Kind(name="infinigen", options=WHOLE, **CHOOSES),
     "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **{**CHOOSES, "as_alone": 1.5}),
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),

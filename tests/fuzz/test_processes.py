@@ -17,7 +17,7 @@ SECONDS = 300
 
 
 def sums_of_logits() -> list[float]:
-    """What two caches say after a prompt of four rows, one thread or several."""
+    """What three caches say after a prompt of four rows, one thread or several."""
     import torch
 
     from kvcache_plugins import create_cache
@@ -26,7 +26,11 @@ def sums_of_logits() -> list[float]:
     model, sums = tiny_models()["llama"], []
     ids = torch.randint(1, 200, (4, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for name, options in (("gear-2bit", {"residual_length": 16}), ("infinigen-gear", {"full_layers": ()})):
+        for name, options in (
+            ("gear-2bit", {"residual_length": 16}),
+            ("gear-t22", {}),
+            ("infinigen-gear", {"full_layers": ()}),
+        ):
             cache = create_cache(name, model, **options)
             for chunk in ids.split([80, *[1] * 20], dim=1):
                 logits = model(chunk, past_key_values=cache).logits

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.gear.transform.layer import TransformLayer
 
 
-PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k3v2", "kivi-2bit", "per-token-2bit", "kcvt-4bit")
+PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k3v2", "kivi-2bit", "per-token-2bit", "kcvt-4bit", "gear-t22")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUM_HEADS, HEAD_DIM, PROMPT, RESIDUAL = 2, 64, 64, 16
 # Attention's output: relative to that over dense states, and the finest step of float16, in which scales are stored
@@ -49,10 +50,15 @@ EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def make_layer(preset: str) -> GEARLayer:
-    options = {"nbits": 8, "residual_length": RESIDUAL, **({"value_nbits": 8} if preset == "gear-k3v2" else {})}
+Layer = GEARLayer | TransformLayer
+# So that all of them are at 8 bits, and compress a prompt of 64 tokens
+OPTIONS = {"gear-k3v2": {"value_nbits": 8}, "gear-t22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
+
+
+def make_layer(preset: str) -> Layer:
+    options = {"nbits": 8, "residual_length": RESIDUAL, **OPTIONS.get(preset, {})}
     layer = create_cache(preset, None, **options)._next_layer()
-    assert isinstance(layer, GEARLayer)
+    assert isinstance(layer, Layer)
     return layer
 
 
@@ -62,7 +68,7 @@ def states_of(change: Callable[[torch.Tensor], torch.Tensor], length: int, dtype
 
 
 @torch.no_grad()
-def attend(layer: GEARLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def attend(layer: Layer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     lazy = layer.update(keys, values)
     return F.scaled_dot_product_attention(query, *lazy, is_causal=query.shape[2] > 1, enable_gqa=True)
 
@@ -125,7 +131,7 @@ def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
     assert layer.stats()["chunks_compressed"] == 2
 
 
-def require_usable(layer: GEARLayer, dtype: torch.dtype) -> None:
+def require_usable(layer: Layer, dtype: torch.dtype) -> None:
     """What it was refused is forgotten by `reset`."""
     layer.reset()
     keys, values = states_of(torch.clone, PROMPT, dtype)

@@ -59,6 +59,17 @@ def test_every_layer_is_checked(monkeypatch):
         require_close_layers("gear-2bit", cache, num_query_heads=4)
 
 
+def test_what_is_asked_leaves_no_trace():
+    """A layer that has no table yet would make it of the queries too."""
+    cache, short = filled("gear-t22"), create_cache("gear-t22")
+    short.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
+    error = require_close_layers("gear-t22", cache, num_query_heads=4)
+    assert error is not None and error < 1e-3
+    assert cache.stats()["fused_calls"] == 2
+    assert require_close_layers("gear-t22", short, num_query_heads=4) is not None
+    assert short.layers[0].state().moments is None
+
+
 def test_a_dense_cache_has_nothing_to_check():
     cache = DynamicCache()
     cache.update(torch.randn(1, 2, 8, 64), torch.randn(1, 2, 8, 64), 0)

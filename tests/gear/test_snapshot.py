@@ -19,7 +19,9 @@ def filled(model, name="gear-2bit", **options):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
-@pytest.mark.parametrize("name", ["gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit", "per-token-2bit"])
+@pytest.mark.parametrize(
+    "name", ["gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit", "per-token-2bit", "gear-t16", "gear-t30"]
+)
 def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, architecture, name):
     model = tiny_model(architecture)
     cache, tokens, mask = filled(model, name)
@@ -35,15 +37,17 @@ def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, architecture, name):
     assert loaded.stats() == cache.stats()
 
 
-def test_file_is_as_small_as_the_cache(tiny_llama, tmp_path):
-    cache, *_ = filled(tiny_llama)
+@pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
+def test_file_is_as_small_as_the_cache(tiny_llama, tmp_path, name):
+    cache, *_ = filled(tiny_llama, name)
     cache.save(tmp_path / "cache.safetensors", tiny_llama)
     assert (tmp_path / "cache.safetensors").stat().st_size < cache.memory().total_bytes + 20_000
 
 
-def test_made_without_config_and_empty(tiny_llama, tmp_path):
+@pytest.mark.parametrize("backbone", [None, "transform"])
+def test_made_without_config_and_empty(tiny_llama, tmp_path, backbone):
     path = tmp_path / "cache.safetensors"
-    cache = GEARCache(nbits=3)
+    cache = GEARCache(nbits=3, backbone=backbone)
     tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
     cache.save(path, tiny_llama)
     assert GEARCache.load(path, tiny_llama).get_seq_length() == 100
@@ -143,7 +147,7 @@ def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path)
     mask = torch.ones_like(input_ids)
     mask[1, :40] = 0
     next_ids = torch.randint(3, 128, (1, 3))
-    for name in ("gear-4bit", "gear-k3v2", "kivi-2bit"):
+    for name in ("gear-4bit", "gear-k3v2", "kivi-2bit", "gear-t22"):
         for count in (200, 170, 150, 100, 64, 30, 3, 0):
             cache = create_cache(name, tiny_llama, residual_length=16)
             with torch.no_grad():

@@ -23,18 +23,14 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
-from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .filled_caches import bytes_held, dense_states, fill, mean_kl
+from .filled_caches import bytes_held, fill, mean_kl, prefill_dense
 from .held_out_prompt import HeldOutPrompt
 
 
-DEFAULT_CANDIDATES = (
-    *("gear-k2v2", "gear-k3v2", "gear-k4v3", "gear-k4v4", "gear-k4v4-g32"),
-    "gear-k4v4:nbits=8",
-)
+# Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
+DEFAULT_CANDIDATES = ("gear-k2v2", "gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
 
 
 @torch.no_grad()
@@ -68,7 +64,7 @@ def choose_cache(
             0 for padding, which has to be on the left, and 1 for tokens. None is padding by default.
         candidates (`Sequence[str]`, *optional*):
             GEAR caches by name of `list_caches()`, or `name:key=value,key=value` with options, in any order. Defaults
-            to the presets of 2 to 4 bits with exact sink tokens, and the same with 8.
+            to one preset of 2 bits, those of transform coding, and one of 8 bits.
         held_out (`int`, *optional*):
             Tokens at the prompt's end that are scored. Defaults to a quarter of the prompt, at least 16 and at most
             128.
@@ -92,14 +88,14 @@ def choose_cache(
     _check_max_kl(max_kl)
     prompt = HeldOutPrompt(model, input_ids, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
-    layers, dense_logits = dense_states(prompt)
+    prefill = prefill_dense(prompt)
     kl_by_preset: dict[str, float] = {}
-    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], layers)):
+    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], prefill)):
         cache = copy.deepcopy(caches[spec])
-        fill(cache, layers, prompt)
+        fill(cache, prefill, prompt)
         if not cache.stats()["tokens_compressed"]:
             raise _too_short(prompt, spec, cache)
-        kl_by_preset[spec] = mean_kl(cache, prompt, dense_logits)
+        kl_by_preset[spec] = mean_kl(cache, prompt, prefill.logits)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
             chosen = caches[spec]
@@ -136,16 +132,14 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
                 f"`candidates` have to be GEAR caches, such as {', '.join(f'`{each}`' for each in DEFAULT_CANDIDATES)}"
                 f", but `{spec}` is a `{type(cache).__name__}`"
             )
-        if isinstance(cache.gear_config, TransformConfig):
-            raise ValueError(f"`candidates` with the `transform` backbone cannot be measured yet, but got `{spec}`")
         caches[spec] = cache
     return caches
 
 
 def _too_short(prompt: HeldOutPrompt, spec: str, cache: GEARCache) -> ValueError:
-    assert isinstance(cache.gear_config, GEARConfig)
+    shortest = cache.gear_config.shortest_prompt
     return ValueError(
         f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
-        f"{prompt.held_out} held out it compresses none, as an item needs at least {cache.gear_config.token_group} "
+        f"{prompt.held_out} held out it compresses none, as an item needs at least {shortest} "
         "there. Give a longer prompt, or a smaller `held_out`"
     )

@@ -2,19 +2,19 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.gear.transform.layer import TransformLayer
 
 from .held_out_prompt import HeldOutPrompt
+from .listening_layer import ListeningLayer, listen
 
 
 # Of this many tokens groups of every usual size leave none over
@@ -23,25 +23,42 @@ _WHOLE_GROUPS = 1024
 _CHUNK = 16
 
 
-def dense_states(prompt: HeldOutPrompt) -> tuple[list[object], torch.Tensor]:
-    """Dense layers that hold the prefix, and logits of the held-out tokens `[batch_size, held_out, vocabulary]`."""
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class DensePrefill:
+    """
+    What a dense cache and its model made of a prompt.
+
+    Attributes:
+        layers (`list`): dense layers that hold the prefix.
+        queries (`list[torch.Tensor | None]`): the newest queries of the prefix at each layer `[B, H * G, Q, D]`, where
+            attention showed them.
+        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    """
+
+    layers: list[object]
+    queries: list[torch.Tensor | None]
+    logits: torch.Tensor
+
+
+def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
+    """One forward of the prompt in two parts, through a dense cache."""
     dense = DynamicCache(config=prompt.config)
+    listen(dense)
     prompt.feed(dense, 0, prompt.prefix_length)
+    queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
     # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
     # memory once.
-    layers: list[object] = [layer if _is_full(layer) else copy.deepcopy(layer) for layer in dense.layers]
+    layers: list[object] = [
+        layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers
+    ]
     logits = prompt.feed(dense, prompt.prefix_length, prompt.length)
     for layer in layers:
-        if _is_full(layer) and layer.is_initialized:
+        if isinstance(layer, ListeningLayer) and layer.is_initialized:
             layer.crop(-prompt.held_out)
-    return layers, logits
+    return DensePrefill(layers=layers, queries=queries, logits=logits)
 
 
-def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
-    return type(layer) is DynamicLayer
-
-
-def bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
+def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
     """
     Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
     rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
@@ -49,14 +66,12 @@ def bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
     """
     alike = Counter(
         (layer.keys.shape, layer.values.shape, layer.keys.dtype)
-        for layer in layers
-        if _is_full(layer) and layer.keys is not None and layer.values is not None
+        for layer in prefill.layers
+        if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
     )
     config, total = cache.gear_config, 0
-    # The other is no candidate
-    assert isinstance(config, GEARConfig)
     for (*shapes, dtype), count in alike.items():
-        layer = GEARLayer(config, 0)
+        layer = GEARLayer(config, 0) if isinstance(config, GEARConfig) else TransformLayer(config, 0)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
@@ -68,19 +83,31 @@ def bytes_held(cache: GEARCache, layers: Iterable[object]) -> int:
     return total
 
 
-def fill(cache: GEARCache, layers: Sequence[object], prompt: HeldOutPrompt) -> None:
+def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None:
     """Puts the prefix into an empty cache: compressed where the cache compresses, else a copy of the dense layer."""
+    for index, (layer, queries) in enumerate(zip(prefill.layers, prefill.queries, strict=True)):
+        own = cache.layers[index]
+        if not isinstance(own, GEARLayer | TransformLayer):
+            cache.layers[index] = copy.deepcopy(layer)
+        elif isinstance(layer, ListeningLayer) and layer.is_initialized:
+            _take_prefix(own, layer, queries, prompt)
+
+
+def _take_prefix(
+    own: GEARLayer | TransformLayer, layer: ListeningLayer, queries: torch.Tensor | None, prompt: HeldOutPrompt
+) -> None:
+    assert layer.keys is not None and layer.values is not None
     padding = prompt.padding
     within = None if padding is None else padding.clamp(max=prompt.prefix_length)
-    for index, layer in enumerate(layers):
-        own = cache.layers[index]
-        if not isinstance(own, GEARLayer):
-            cache.layers[index] = copy.deepcopy(layer)
-        elif _is_full(layer) and layer.is_initialized:
-            assert layer.keys is not None and layer.values is not None
-            own.take_prompt(layer.keys, layer.values, within)
-            # Of a short item padding may go on behind the prefix
-            own.padding = padding
+    if isinstance(own, TransformLayer) and queries is not None:
+        # Tables are made of queries too: as if attention had just computed with them
+        own.update(layer.keys, layer.values)
+        own.padding = within
+        own.on_exact_attention(queries, None, is_causal=True, scale=None)
+    else:
+        own.take_prompt(layer.keys, layer.values, within)
+    # Of a short item padding may go on behind the prefix
+    own.padding = padding
 
 
 def mean_kl(cache: GEARCache, prompt: HeldOutPrompt, dense_logits: torch.Tensor) -> float:

@@ -22,7 +22,10 @@ from .search import CacheFit, Search
 # docs/infinigen.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
+    "gear-t30",
+    "gear-t25",
     "gear-k4v4-g32",
+    "gear-t22",
     "gear-k4v4",
     "gear-k4v3",
     "gear-4bit",
@@ -32,6 +35,7 @@ FIDELITY_ORDER = (
     "infinigen",
     "infinigen-gear",
     "hqq-4bit",
+    "gear-t16",
     "gear-l-4bit",
     "kcvt-4bit",
     "gear-k3v2",

@@ -252,8 +252,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Raises:
             OSError: naming `path`, if it cannot be written.
         """
-        if isinstance(self.gear_config, TransformConfig):
-            raise NotImplementedError("not supported yet: caches with the `transform` backbone have no `save`")
         write_snapshot(
             path,
             self.layers,

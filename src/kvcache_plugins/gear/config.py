@@ -150,8 +150,13 @@ class GEARConfig:
 
     @property
     def token_group(self) -> int:
-        """Tokens that share a scale in `kivi` keys, and the shortest prompt that is compressed at all."""
+        """Tokens that share a scale in `kivi` keys."""
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens of the shortest prompt of which anything is compressed."""
+        return self.token_group
 
     def num_compressible(self, num_tokens: int) -> int:
         """

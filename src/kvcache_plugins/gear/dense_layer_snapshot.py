@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 
-from .layer_snapshot import FLOATS
+from .exact_snapshot import FLOATS
 
 
 def dense_layer_to_document(layer: DynamicLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

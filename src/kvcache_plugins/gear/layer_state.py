@@ -1,6 +1,8 @@
-"""Everything that a GEAR layer holds beside its options: what a file of a cache keeps of it."""
+"""Everything that a layer of a `GEARCache` holds beside its options: what a file of a cache keeps of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -9,10 +11,17 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from .storage import CompressedBlock, ExactPrefix
 
 
+class Block(Protocol):
+    """Consecutive tokens that are compressed."""
+
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class GEARLayerState:
+class LayerState:
     """
-    A layer between two updates.
+    A layer between two updates, however it compresses.
 
     Attributes:
         dtype (`torch.dtype`): of the states that came in.
@@ -20,8 +29,8 @@ class GEARLayerState:
         length (`int`): tokens of the sequence, padding included.
         counters (`dict[str, int]`): what `stats()` counts.
         prefix (`ExactPrefix`, *optional*): exact tokens in front.
-        blocks (`list[CompressedBlock]`): compressed tokens.
-        is_open (`bool`): whether further decode chunks join the last block.
+        blocks (`Sequence[Block]`): compressed tokens.
+        is_open (`bool`): whether further decoded tokens join the last block.
         buffer (`ResidualBuffer`, *optional*): exact tokens behind.
         padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every item.
     """
@@ -34,7 +43,14 @@ class GEARLayerState:
     length: int
     counters: dict[str, int]
     prefix: ExactPrefix | None
-    blocks: list[CompressedBlock]
+    blocks: Sequence[Block]
     is_open: bool
     buffer: ResidualBuffer | None
     padding: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class GEARLayerState(LayerState):
+    """A `GEARLayer` between two updates."""
+
+    blocks: list[CompressedBlock]

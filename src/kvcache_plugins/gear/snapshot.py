@@ -27,12 +27,17 @@ from .config import BACKBONES, GEARConfig, SideConfig
 from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
 from .layer import GEARLayer
 from .layer_snapshot import layer_from_document, layer_to_document
+from .transform.config import BACKBONE, TransformConfig
+from .transform.layer import TransformLayer
+from .transform.snapshot import layer_from_document as transform_from_document
+from .transform.snapshot import layer_to_document as transform_to_document
 
 
 FORMAT = "kvcache_plugins.gear"
 VERSION = 4
 _ADVICE = "prefill and `save` anew"
-_GEAR = "gear"
+# What a file calls the layers that compress
+_NAMES: dict[type, str] = {GEARLayer: "gear", TransformLayer: BACKBONE}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -41,14 +46,14 @@ class Snapshot:
     What a file holds, of which the layers are still to be checked.
 
     Attributes:
-        config (`GEARConfig`): options of the cache.
+        config (`GEARConfig` or `TransformConfig`): options of the cache.
         choice (`PresetChoice`, *optional*): why it is what it is.
         has_config (`bool`): whether the cache was made for a model's config.
         layers (`list[Document]`): one of each layer.
         tensors (`StoredTensors`): of all layers.
     """
 
-    config: GEARConfig
+    config: GEARConfig | TransformConfig
     choice: PresetChoice | None
     has_config: bool
     layers: list[Document]
@@ -65,30 +70,39 @@ class Snapshot:
             raise RefusedFile(f"holds {len(self.layers)} layers, but the model has {len(layers)}")
         held = set()
         for index, (layer, document) in enumerate(zip(layers, self.layers, strict=True)):
-            kind = _GEAR if isinstance(layer, GEARLayer) else type(layer).__name__
-            document.choice("type", [kind])
+            document.choice("type", [_name_of(layer)])
             is_filled, stored = document.boolean("is_filled"), self.tensors.below(f"layers.{index}.")
             if not is_filled:
                 document.finish()
                 continue
-            if isinstance(layer, GEARLayer):
-                state = layer_from_document(document, stored, self.config, layer.counter_names)
-                layer.restore(state, device)
-                held.add((state.batch_size, state.length))
-            else:
-                assert isinstance(layer, DynamicLayer)
-                fill_dense_layer(layer, document, stored, device)
-                assert layer.keys is not None
-                held.add((layer.keys.shape[0], layer.get_seq_length()))
+            held.add((self._fill_layer(layer, document, stored, device), layer.get_seq_length()))
         self.tensors.finish()
         if len(held) > 1:
             raise ValueError(f"its layers hold different numbers of sequences and tokens, {sorted(held)}")
+
+    def _fill_layer(
+        self, layer: CacheLayerMixin, document: Document, stored: StoredTensors, device: torch.device
+    ) -> int:
+        """Has a layer take over what the file holds of it, and returns for how many sequences."""
+        if isinstance(layer, GEARLayer):
+            assert isinstance(self.config, GEARConfig)
+            layer.restore(layer_from_document(document, stored, self.config, layer.counter_names), device)
+            return layer.batch_size
+        if isinstance(layer, TransformLayer):
+            assert isinstance(self.config, TransformConfig)
+            state = transform_from_document(document, stored, self.config, layer.frequencies, layer.counter_names)
+            layer.restore(state, device)
+            return layer.batch_size
+        assert isinstance(layer, DynamicLayer)
+        fill_dense_layer(layer, document, stored, device)
+        assert layer.keys is not None
+        return layer.keys.shape[0]
 
 
 def write_snapshot(
     path: str | Path,
     layers: Sequence[CacheLayerMixin],
-    config: GEARConfig,
+    config: GEARConfig | TransformConfig,
     choice: PresetChoice | None,
     model: PreTrainedModel,
     *,
@@ -106,7 +120,7 @@ def write_snapshot(
         "model_config": config_fingerprint(model.config),
         "model_name": model.config.name_or_path,
         "has_config": has_config,
-        "config": dataclasses.asdict(config),
+        "config": config.to_options() if isinstance(config, TransformConfig) else dataclasses.asdict(config),
         "choice": None if choice is None else dataclasses.asdict(choice),
         "layers": documents,
     }
@@ -146,22 +160,31 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
     return snapshot
 
 
+def _name_of(layer: CacheLayerMixin) -> str:
+    """What a file calls a layer."""
+    return _NAMES.get(type(layer), type(layer).__name__)
+
+
 def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not isinstance(layer, GEARLayer | DynamicLayer):
+    if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer):
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     # A GEAR layer that all tokens were cropped from still counts what it did
-    is_filled = layer.is_initialized if isinstance(layer, GEARLayer) else layer.get_seq_length() > 0
-    kind = _GEAR if isinstance(layer, GEARLayer) else type(layer).__name__
-    document: dict[str, Any] = {"type": kind, "is_filled": is_filled}
+    is_filled = layer.get_seq_length() > 0 if isinstance(layer, DynamicLayer) else layer.is_initialized
+    document: dict[str, Any] = {"type": _name_of(layer), "is_filled": is_filled}
     if not is_filled:
         return document, {}
-    more, tensors = (
-        layer_to_document(layer.state()) if isinstance(layer, GEARLayer) else dense_layer_to_document(layer)
-    )
+    if isinstance(layer, GEARLayer):
+        more, tensors = layer_to_document(layer.state())
+    elif isinstance(layer, TransformLayer):
+        more, tensors = transform_to_document(layer.state())
+    else:
+        more, tensors = dense_layer_to_document(layer)
     return document | more, tensors
 
 
-def _read_config(document: Document) -> GEARConfig:
+def _read_config(document: Document) -> GEARConfig | TransformConfig:
+    if document.has("backbone"):
+        return _read_transform_config(document)
     sides: dict[str, Any] = {side: _read_side(document.inner(side), side) for side in ("key", "value")}
     config = GEARConfig(
         **sides,
@@ -171,6 +194,18 @@ def _read_config(document: Document) -> GEARConfig:
         low_rank_recent_ratio=document.number("low_rank_recent_ratio"),
         num_sink_tokens=document.integer("num_sink_tokens"),
         rotate_values=document.boolean("rotate_values"),
+    )
+    document.finish()
+    return config
+
+
+def _read_transform_config(document: Document) -> TransformConfig:
+    document.choice("backbone", [BACKBONE])
+    config = TransformConfig(
+        key_nbits=document.number("key_nbits"),
+        value_nbits=document.number("value_nbits"),
+        residual_length=document.integer("residual_length", 1),
+        num_sink_tokens=document.integer("num_sink_tokens"),
     )
     document.finish()
     return config

@@ -32,13 +32,15 @@ def test_writes_rows_with_their_provenance(tmp_path):
     assert rows["dense float32"]["bytes"] == 2 * 2 * 128 * 64 * 4
     assert rows["dense float32"]["speed_against_dense"] == 1
     assert rows["kivi-2bit"]["bytes"] < rows["gear-l-2bit"]["bytes"] < rows["gear-2bit"]["bytes"]
+    # Rows of a scale and 32 and 26 bytes, and their tables: order, mean, deviation and widths, deviation and widths
+    assert rows["gear-t25"]["bytes"] == 2 * (128 * (2 + 32 + 26) + 64 + 128 + 128 + 8 + 2 + 8)
     assert all(row["lower_quartile_s"] <= row["median_s"] <= row["upper_quartile_s"] for row in rows.values())
 
 
 def test_nothing_is_timed_on_a_mismatch(tmp_path, monkeypatch):
     attend = contest.attend
 
-    def wrong(query, parts, num_heads, kernel="torch"):
+    def wrong(query, parts, num_heads, scale=None, kernel="torch"):
         output = attend(query, parts, num_heads)
         return output if kernel == "torch" else output + 0.01 * torch.randn_like(output)
 
@@ -61,6 +63,20 @@ def test_a_dense_kernel_can_be_named():
         contest.add_backend("cuDNN")
 
 
-def test_tokens_that_stay_exact_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`context` has to be a multiple of 64"):
+def test_tokens_that_stay_exact_are_refused():
+    with pytest.raises(ValueError, match="`context` has to be a multiple of 64 for `gear-2bit`"):
         command.main(**{**SMALL, "context": 130}, out=None)
+    with pytest.raises(ValueError, match="`context` has to be at least 64 for `gear-t16`"):
+        command.main(**{**SMALL, "context": 63}, cache=["gear-t16"], out=None)
+
+
+def test_a_wrong_kernel_for_rows_is_not_timed(monkeypatch):
+    attend = contest.attend_coded
+
+    def wrong(*arguments):
+        output = attend(*arguments)
+        return output if arguments[-1] == "torch" else 1.01 * output
+
+    monkeypatch.setattr(contest, "attend_coded", wrong)
+    with pytest.raises(RuntimeError, match=r"gear-t16 by the `compiled` kernel is wrong by .*: not timed"):
+        command.main(**SMALL, cache=["gear-t16"], out=None)

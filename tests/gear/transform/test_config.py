@@ -53,6 +53,7 @@ def test_presets_and_frequencies_of_a_config():
     assert GEARCache(backbone="transform")._next_layer().frequencies is None
 
 
-def test_save_is_declined(tmp_path):
-    with pytest.raises(NotImplementedError, match="transform"):
-        GEARCache(backbone="transform").save(tmp_path / "cache.safetensors", None)
+def test_options_make_the_same_config():
+    config = TransformConfig(key_nbits=2.375, value_nbits=2, residual_length=3, num_sink_tokens=0)
+    assert GEARCache(**config.to_options()).gear_config == config
+    assert config.shortest_prompt == 64

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from kvcache_plugins import measure_memory
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import MIN_TOKENS, TransformLayer
+from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
+from kvcache_plugins.gear.transform.layer import TransformLayer
 
 
 NUM_HEADS, HEAD_DIM, SINKS, BUFFER = 2, 32, 4, 8
@@ -133,6 +133,26 @@ def test_rows_of_a_batch_are_what_they_are_alone(padding):
             # Chunks begin and end elsewhere, so that other tokens are exact
             assert float((together[own] - output).square().mean() / output.square().mean()) < 0.05
     assert not batch._waiting and batch._moments is None
+
+
+@pytest.mark.parametrize("padding", [120, 150])
+def test_an_item_may_begin_in_a_later_chunk(padding):
+    """As in a prefill by chunks of a padded batch: nothing of its padding gets into its table or the exact tokens."""
+    (keys, values), query = states(2, 200), torch.randn(2, NUM_HEADS * 2, 200, HEAD_DIM)
+    layer, alone = make_layer(), make_layer()
+    for chunk in (slice(0, 100), slice(100, 200)):
+        feed(layer, keys[:, :, chunk], values[:, :, chunk], [0, padding], query[:, :, chunk])
+    feed(alone, *(each[1:, :, padding:] for each in (keys, values)), None, query[1:, :, padding:])
+    is_waiting = 200 - padding < SINKS + MIN_TOKENS
+    assert layer._waiting is is_waiting and layer.prefix.start.tolist() == [0, padding]
+    assert layer.prefix.count.tolist() == [SINKS, 200 - padding if is_waiting else SINKS]
+    for side, exact in (("keys", keys), ("values", values)):
+        held = layer.materialize(side)[1:, :, padding:]
+        torch.testing.assert_close(held, alone.materialize(side), atol=1e-3, rtol=0)
+        assert torch.equal(held[:, :, :SINKS], exact[1:, :, padding : padding + SINKS])
+    for _ in range(MIN_TOKENS):
+        feed(layer, *states(2, 1), [0, padding])
+    assert not layer._waiting and layer.prefix.start.tolist() == [0, padding]
 
 
 def test_a_short_item_waits_in_the_prefix():

@@ -1,12 +1,15 @@
 """Options of transform coding, validated once and immutable afterwards."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH
 
 
+BACKBONE = "transform"
+# Tokens that a table is made of, at least; before that all are exact
+MIN_TOKENS = 64
 # With its scale a row is a word at least, which is what compiled code loads
 _LEAST_BYTES = 3
 
@@ -39,6 +42,15 @@ class TransformConfig:
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"`{name}` has to be an integer of at least {least} but got {number!r}")
+
+    def to_options(self) -> dict[str, Any]:
+        """The options of `GEARCache` that stand for this."""
+        return {"backbone": BACKBONE, **asdict(self)}
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens of the shortest prompt that is coded."""
+        return self.num_sink_tokens + MIN_TOKENS
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes that the codes of a key take: the sum of its blocks' widths."""

@@ -11,7 +11,6 @@ by one.
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 
 from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.gear.storage import ExactPrefix
@@ -33,11 +32,11 @@ from kvcache_plugins.ops.transform_coding.statistics import (
 )
 
 from .config import TransformConfig
+from .layer_state import TransformLayerState
 from .storage import CodedBlock
+from .waiting_items import join_prefix, shorten_prefix
 
 
-# Tokens that a table is made of, at least; before that all are exact
-MIN_TOKENS = 64
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
 # An update of this many times `residual_length` tokens is coded as soon as attention has seen it
@@ -186,7 +185,7 @@ class TransformLayer(PromptLayer):
         """
         start, length = self._length - keys.shape[2], self._length
         padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-        has_enough = length - padding >= self.config.num_sink_tokens + MIN_TOKENS
+        has_enough = length - padding >= self.config.shortest_prompt
         if self.coder is None and not bool(has_enough.any()):
             return False
         check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
@@ -203,7 +202,8 @@ class TransformLayer(PromptLayer):
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
         length, device, sinks = keys.shape[2], keys.device, self.config.num_sink_tokens
-        count = torch.where(has_enough, sinks, length - padding)
+        # More may be padding than there are tokens so far
+        count = torch.where(has_enough, sinks, (length - padding).clamp(min=0))
         first = int((padding + count)[has_enough].min())
         valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
         angles = [Angles.at(layout, first, length - first, self.padding, device) for layout in self.layouts]
@@ -212,7 +212,7 @@ class TransformLayer(PromptLayer):
         value_table = make_value_table(rotate(tail[1]), valid.to(device), self.config.value_bytes(values.shape[3]))
         self.coder = RowCoder(key_table, value_table, self.layouts[number])
         self._is_open = False
-        start = padding.to(device)
+        start = padding.to(device, copy=True)
         slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
         exact_keys, exact_values = (
             states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
@@ -229,31 +229,18 @@ class TransformLayer(PromptLayer):
     ) -> None:
         """Makes tables for items that now have enough tokens, and takes into the prefix those of all others."""
         assert self.coder is not None and self.prefix is not None and self._waiting_items is not None
-        prefix, waiting = self.prefix, self._waiting_items.cpu()
+        waiting, first = self._waiting_items.cpu(), self._length - keys.shape[2]
+        held = join_prefix(self.prefix, keys, values, first, padding, waiting)
         for item in (waiting & has_enough).nonzero().flatten().tolist():
-            num_held = int(prefix.count[item])
-            own_keys, own_values = (
-                torch.cat([held[item, None, :, :num_held], new[item, None]], dim=2)
-                for held, new in ((prefix.keys, keys), (prefix.values, values))
-            )
-            self._replace_table(item, own_keys, own_values, int(padding[item]))
-        waiting &= ~has_enough
-        if bool(waiting.any()):
-            count, num_new = prefix.count.cpu(), keys.shape[2]
-            num_slots = max(prefix.num_slots, int(count[waiting].max()) + num_new)
-            all_keys, all_values = (
-                F.pad(states, (0, 0, 0, num_slots - prefix.num_slots)) for states in (prefix.keys, prefix.values)
-            )
-            for item in waiting.nonzero().flatten().tolist():
-                slots = slice(int(count[item]), int(count[item]) + num_new)
-                all_keys[item, :, slots], all_values[item, :, slots] = keys[item], values[item]
-            count = (count + waiting * num_new).to(prefix.count.device)
-            self.prefix = ExactPrefix(all_keys, all_values, start=prefix.start, count=count, is_uniform=False)
-            self._prefix_stop = self._length
-        self._set_waiting(waiting)
+            tokens = slice(int(held.count[item]))
+            self._replace_table(item, held.keys[item, None, :, tokens], held.values[item, None, :, tokens])
+        kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
+        self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
+        self._prefix_stop = int(self.prefix.end.max())
+        self._set_waiting(waiting & ~has_enough)
 
-    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Makes an item's tables of all its tokens `[1, H, T, D]`, which begin at index `start`."""
+    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes an item's tables of all its tokens `[1, H, T, D]`."""
         assert self.coder is not None
         count, layout = keys.shape[2], self.coder.layout
         valid = (torch.arange(count, device=keys.device) >= self.config.num_sink_tokens)[None]
@@ -369,3 +356,40 @@ class TransformLayer(PromptLayer):
             **self._counters,
             "dense_reads": self.dense_reads,
         }
+
+    def state(self) -> TransformLayerState:
+        """All that it holds, as it is: nothing is copied."""
+        self.settle_prompt()
+        (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
+        return TransformLayerState(
+            dtype=self.dtype,
+            batch_size=batch_size,
+            num_heads=num_heads,
+            key_head_dim=key_head_dim,
+            value_head_dim=value_head_dim,
+            length=self._length,
+            counters=dict(self._counters),
+            prefix=self.prefix,
+            coder=self.coder,
+            blocks=self.blocks,
+            is_open=self._is_open,
+            buffer=self.buffer,
+            padding=self.padding,
+            moments=self._moments,
+            waiting_items=self._waiting_items,
+        )
+
+    def restore(self, state: TransformLayerState, device: torch.device) -> None:
+        """Takes over what `state()` of another layer gave, on a device."""
+        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
+        self.prefix, self.coder, self.blocks, self.buffer = state.prefix, state.coder, state.blocks, state.buffer
+        self.padding, self._moments, self._waiting_items = state.padding, state.moments, state.waiting_items
+        self._is_open, self._waiting = state.is_open, state.waiting_items is not None
+        self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
+        heads = state.batch_size, state.num_heads, state.length
+        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
+        self.layouts = candidate_layouts(self.frequencies, state.key_head_dim)
+        self.dtype, self.device, self.batch_size = state.dtype, device, state.batch_size
+        self.is_initialized = True
+        if any(tensor.device != device for _, tensor in self.named_tensors()):
+            self.map_tensors(lambda tensor: tensor.to(device))

@@ -151,6 +151,11 @@ class RowTable:
         return points if self.is_weighted else points * unshrunk(widths)[:, :, None, :, None]
 
 
+def order_dtype(head_dim: int) -> torch.dtype:
+    """What channels of a head are numbered in."""
+    return torch.uint8 if head_dim <= 256 else torch.int16
+
+
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A scale `[B, H, T, 1, 1]` as it comes back, and the byte that it is stored as."""
     steps = (scale.clamp(min=1e-6).log2() * _SCALE_STEPS).round() + _SCALE_OFFSET

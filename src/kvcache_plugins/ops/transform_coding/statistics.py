@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .rotary import RotaryLayout
-from .rows import RowTable
+from .rows import RowTable, order_dtype
 
 
 # Tokens that tell layouts apart
@@ -137,7 +137,7 @@ def key_table_of_layout(
     by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
     widths = allocate_widths(by_block, total)
     table = RowTable(
-        order=order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16),
+        order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
         deviation=variance.sqrt().half(),
         widths=widths.to(torch.uint8),

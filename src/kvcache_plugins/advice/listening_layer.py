@@ -1,0 +1,66 @@
+"""A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_plugins.layers.lazy_states import LazyStates
+
+
+# As many of the newest as any cache looks at
+_NUM_QUERIES = 256
+
+
+class ListeningLayer(DynamicLayer):
+    """
+    A dense layer that keeps the newest queries of the last attention over it, if attention is `sdpa`'s; any other
+    gets its states and says nothing of queries.
+
+    Attributes:
+        queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): those.
+    """
+
+    has_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes in new states and returns all, through which attention comes by."""
+        states = super().update(key_states, value_states)
+        keys, values = (
+            LazyStates(self, side, tuple(dense.shape), dense.dtype, dense.device, exact=dense)
+            for side, dense in zip(("keys", "values"), states, strict=True)
+        )
+        return keys, values
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        self.queries = query[:, :, -_NUM_QUERIES:].clone()
+
+    def on_dense_read(self, side: str) -> None:
+        """Nothing to be done: it is dense."""
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        raise AssertionError("its states are exact")
+
+    def materialize(self, side: str) -> torch.Tensor:
+        states = self.keys if side == "keys" else self.values
+        assert states is not None
+        return states
+
+    def lazy_length(self) -> int:
+        return self.get_seq_length()
+
+
+def listen(cache: DynamicCache) -> None:
+    """Has the layers of an empty cache that hold all tokens listen; others stay what they are."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = ListeningLayer()

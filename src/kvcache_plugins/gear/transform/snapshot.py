@@ -1,0 +1,136 @@
+"""One transform-coded layer as a document and tensors, and back: what comes from a file is checked in every number.
+
+What the options decide (how many bytes a row has) is not in the file of a layer.
+
+    blocks.0.keys, blocks.0.values, ...   rows of consecutive tokens, without spare room
+    coder.keys.*, coder.values.*          the tables that say what rows mean, and the frequencies of the rotation
+    prefix.*, buffer.*, padding           exact tokens, as of any layer
+    moments.*, waiting                    what a table will be made of, while an item has none
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.gear.exact_snapshot import (
+    check_order,
+    exact_tensors,
+    exact_to_document,
+    read_counters,
+    read_exact_state,
+    read_sizes,
+)
+from kvcache_plugins.ops.transform_coding.parts import RowCoder
+from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+
+from .config import TransformConfig
+from .layer_state import TransformLayerState
+from .storage import CodedBlock
+from .stored_tables import coder_tensors, coder_to_document, read_coder, read_moments
+
+
+def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What is written of a layer."""
+    tensors = exact_tensors(state)
+    for number, block in enumerate(state.blocks):
+        for side, rows in (("keys", block.keys), ("values", block.values)):
+            tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
+    if state.coder is not None:
+        tensors |= {f"coder.{name}": tensor for name, tensor in coder_tensors(state.coder).items()}
+    if state.moments is not None:
+        tensors |= {f"moments.{name}": getattr(state.moments, name) for name in ("squares", "products")}
+    if state.waiting_items is not None:
+        tensors["waiting"] = state.waiting_items.to(torch.uint8)
+    document = {
+        **exact_to_document(state),
+        "blocks": [{"start": block.start, "length": block.length} for block in state.blocks],
+        "coder": None if state.coder is None else coder_to_document(state.coder),
+    }
+    return document, tensors
+
+
+def layer_from_document(
+    document: Document,
+    stored: StoredTensors,
+    config: TransformConfig,
+    frequencies: tuple[float, ...] | None,
+    counter_names: Sequence[str],
+) -> TransformLayerState:
+    """
+    A layer from what a file holds of it.
+
+    Args:
+        document (`Document`): its numbers; all have to be of use.
+        stored (`StoredTensors`): its tensors.
+        config (`TransformConfig`): the options of the cache.
+        frequencies (`tuple[float, ...]`, *optional*): of the rotary embedding, as the layer has them.
+        counter_names (`Sequence[str]`): what a layer counts.
+
+    Raises:
+        ValueError: if it is anything that no layer under these options can be.
+    """
+    sizes = read_sizes(document)
+    layouts = candidate_layouts(frequencies, sizes["key_head_dim"])
+    coder = None
+    if not document.is_null("coder"):
+        coder = read_coder(document.inner("coder"), stored.below("coder."), config, sizes, layouts)
+    blocks = [
+        _read_block(block, stored.below(f"blocks.{number}."), coder, sizes)
+        for number, block in enumerate(document.rows("blocks"))
+    ]
+    has_moments = stored.has("moments.squares")
+    state = TransformLayerState(
+        **sizes,
+        **read_exact_state(document, stored, sizes, config.residual_length),
+        counters=read_counters(document.inner("counters"), counter_names),
+        coder=coder,
+        blocks=blocks,
+        moments=read_moments(stored.below("moments."), sizes, len(layouts)) if has_moments else None,
+        waiting_items=_read_waiting(stored, sizes["batch_size"]),
+    )
+    document.finish()
+    _check_parts(state)
+    return state
+
+
+def _read_block(
+    document: Document, stored: StoredTensors, coder: RowCoder | None, sizes: dict[str, int]
+) -> CodedBlock:
+    start, length = document.integer("start"), document.integer("length", 1)
+    document.finish()
+    if coder is None:
+        raise ValueError("there are rows, but no tables")
+    heads = sizes["batch_size"], sizes["num_heads"]
+    keys, values = (
+        stored.take(side, (*heads, length, table.row_size), torch.uint8)
+        for side, table in (("keys", coder.keys), ("values", coder.values))
+    )
+    return CodedBlock(keys, values, start=start, length=length)
+
+
+def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None:
+    if not stored.has("waiting"):
+        return None
+    waiting = stored.take("waiting", (batch_size,), torch.uint8)
+    if bool((waiting > 1).any()):
+        raise ValueError("`waiting` has to be 0 or 1")
+    return waiting.bool()
+
+
+def _check_parts(state: TransformLayerState) -> None:
+    """What goes with tables is there with them, what goes without is not, and tokens follow each other."""
+    prefix, waiting = state.prefix, state.waiting_items
+    if state.coder is None:
+        length = 0 if state.buffer is None else state.buffer.length
+        if prefix is not None or waiting is not None or state.is_open or length != state.length:
+            raise ValueError("there are no tables, but not all tokens are exact ones behind them")
+        return
+    if prefix is None or (state.moments is not None and waiting is None) or (state.is_open and not state.blocks):
+        raise ValueError("there are tables, but not what goes with them")
+    check_order(state)
+    exact_start = state.length - (0 if state.buffer is None else state.buffer.length)
+    if waiting is not None and bool((prefix.end[waiting] < exact_start).any()):
+        raise ValueError("an item that waits for a table has to have all its tokens in front")

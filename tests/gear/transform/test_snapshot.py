@@ -1,0 +1,208 @@
+"""Transform-coded layers in a file: in whatever state, they go on exactly; what no layer can be is refused."""
+
+import pytest
+import torch
+
+from kvcache_plugins import GEARCache
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+
+
+NUM_HEADS, HEAD_DIM = 2, 20
+FREQUENCIES = tuple((100.0 ** -(torch.arange(10) / 10)).tolist())
+CONFIG = TransformConfig(key_nbits=3, value_nbits=2.5)
+
+
+def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> TransformLayer:
+    """A layer that took in a left-padded prompt of items of these lengths, and tokens one by one."""
+    layer, longest = TransformLayer(CONFIG, 0, None, frequencies), max(lengths)
+    padding = longest - torch.tensor(lengths)
+    for count in (longest, *[1] * num_decoded):
+        shape = len(lengths), NUM_HEADS, count, HEAD_DIM
+        layer.update(*(torch.randn(shape).to(dtype) for _ in range(2)))
+        mask = torch.arange(layer.get_seq_length()) >= padding[:, None]
+        mask = mask[:, None, None].expand(-1, 1, count, -1).tril(layer.get_seq_length() - count)
+        layer.attend(torch.randn(len(lengths), 4, count, HEAD_DIM).to(dtype), mask, is_causal=False, scale=None)
+    return layer
+
+
+def written(layer) -> tuple[dict, dict]:
+    """Document and tensors, of which nothing is the layer's own."""
+    document, tensors = layer_to_document(layer.state())
+    return document, {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> TransformLayer:
+    layer, stored = TransformLayer(config, 0, None, frequencies), StoredTensors(tensors)
+    state = layer_from_document(Document(document), stored, config, frequencies, layer.counter_names)
+    stored.finish()
+    layer.restore(state, torch.device("cpu"))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(200, 150), (3,), (67,), (68,), (200, 15), (90, 67, 1)], ids=lambda each: "-".join(map(str, each))
+)
+def test_a_layer_goes_on_exactly(lengths, dtype):
+    """Before there is a table, with one, and while an item waits for one: then until it has one."""
+    for num_decoded in (0, 1, 20):
+        layer = filled_layer(lengths, num_decoded, dtype)
+        twin = read(*written(layer))
+        assert twin.stats() == layer.stats() | {"dense_reads": 0}
+        for _ in range(80):
+            new = [torch.randn(len(lengths), NUM_HEADS, 1, HEAD_DIM).to(dtype) for _ in range(2)]
+            query = torch.randn(len(lengths), 4, 1, HEAD_DIM).to(dtype)
+            outputs = []
+            for each in (layer, twin):
+                each.update(*new)
+                outputs.append(each.attend(query, None, is_causal=False, scale=None))
+            assert torch.equal(*outputs)
+        for side in ("keys", "values"):
+            assert torch.equal(layer.materialize(side), twin.materialize(side))
+    assert layer.coder is not None and not layer._waiting
+
+
+def test_cropped_layers_go_on_exactly():
+    for length in (150, 68, 5, 3, 1):
+        layer = filled_layer((200, 199))
+        layer.crop(length - layer.get_seq_length())
+        twin = read(*written(layer))
+        for side in ("keys", "values"):
+            assert torch.equal(layer.materialize(side), twin.materialize(side))
+
+
+def test_nothing_but_rows_in_use_and_tables_is_written():
+    layer = filled_layer((300,), num_decoded=9)
+    document, tensors = written(layer)
+    (block,) = layer.blocks
+    assert document["blocks"] == [{"start": 4, "length": block.length}]
+    assert tensors["blocks.0.keys"].shape == (1, NUM_HEADS, block.length, 1 + CONFIG.key_bytes(HEAD_DIM))
+    assert document["coder"]["rotary"] == layer.coder.layout.name
+    # Frequencies beside what the layer itself holds
+    held = [tensor for part, tensor in layer.named_tensors() if part != "spare"]
+    assert len(tensors) == len(held) + 1
+
+
+def test_another_rotary_embedding_is_refused():
+    layer = filled_layer()
+    # That has no say where keys are coded as they come
+    layer.coder = type(layer.coder)(layer.coder.keys, layer.coder.values, layer.layouts[0])
+    for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
+        with pytest.raises(ValueError, match=r"rotary"):
+            read(*written(layer), frequencies=frequencies)
+    almost = tuple(each * (1 + 1e-7) for each in FREQUENCIES)
+    assert read(*written(layer), frequencies=almost).coder.layout.name == layer.layouts[0].name
+
+
+def test_another_number_of_bits_is_refused():
+    document, tensors = written(filled_layer())
+    with pytest.raises(ValueError, match=r"`widths` have to be at most 8, and 10 together in every head"):
+        read(document, tensors, config=TransformConfig(key_nbits=3.3, value_nbits=2.5))
+
+
+def change(name, index, value):
+    def apply(document, tensors):
+        tensors[name][index] = value
+
+    return apply
+
+
+def drop(*names):
+    def apply(document, tensors):
+        for name in names:
+            del tensors[name]
+
+    return apply
+
+
+def put(value, *path):
+    def apply(document, tensors):
+        *holders, key = path
+        for each in holders:
+            document = document[each]
+        document[key] = value
+
+    return apply
+
+
+def add(name, tensor):
+    def apply(document, tensors):
+        tensors[name] = tensor
+
+    return apply
+
+
+def move_bits(document, tensors):
+    """As many in all heads together as before."""
+    widths = tensors["coder.keys.widths"]
+    widths[0, 0, 0] += 1
+    widths[0, 1, 0] -= 1
+
+
+FIRST = (0, 0, 0)
+FORGED = {
+    "a channel twice": (change("coder.keys.order", FIRST, 1), "`order` has to name every channel once"),
+    "a channel beyond": (change("coder.keys.order", FIRST, 255), "`order` has to name every channel once"),
+    "nine bits": (change("coder.keys.widths", FIRST, 9), "`widths` have to be at most 8"),
+    "bits of another head": (move_bits, "`widths` have to be .* in every head"),
+    "values of a bit more": (change("coder.values.widths", FIRST, 7), "`widths` have to be"),
+    "no number": (change("coder.keys.mean", FIRST, torch.nan), "`mean` has to be finite"),
+    "an endless deviation": (change("coder.values.deviation", FIRST, torch.inf), "`deviation` has to be finite"),
+    "a negative deviation": (change("coder.keys.deviation", FIRST, -1), "`deviation` has to be at least 0"),
+    "endless moments": (change("moments.squares", FIRST, torch.inf), "`squares` has to be finite"),
+    "negative moments": (change("moments.squares", FIRST, -1), "`squares` have to be at least 0"),
+    "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "`products` has to be finite"),
+    "half an item waits": (change("waiting", 0, 2), "`waiting` has to be 0 or 1"),
+    "another item waits": (change("waiting", 0, 1), "has to have all its tokens in front"),
+    "nobody waits": (drop("waiting"), "there are tables, but not what goes with them"),
+    "no prefix": (drop("prefix.keys", "prefix.values", "prefix.start", "prefix.count"), "not what goes with them"),
+    "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix.count` has to be at most"),
+    "a prefix without tokens": (change("prefix.count", 0, 0), "the exact tokens in front do not reach"),
+    "no order": (drop("coder.keys.order"), "the tensor `coder.keys.order` is missing"),
+    "values in an order": (add("coder.values.order", torch.zeros(1)), "`coder.values.order` is unknown"),
+    "no tables": (put(None, "coder"), "there are rows, but no tables"),
+    "an open block, and no rows": (put([], "blocks"), "not what goes with them"),
+    "rows elsewhere": (put(3, "blocks", 0, "start"), "compressed tokens end at"),
+    "more rows": (put(999, "blocks", 0, "length"), r"`blocks.0.keys` has to be of shape \[2, 2, 999, 10\]"),
+    "another rotation": (put("spiral", "coder", "rotary"), "`coder.rotary` has to be one of"),
+    "rotated elsewhere": (put(2, "coder", "first_rotated"), "another rotary embedding"),
+    "a longer text": (put(300, "length"), "compressed tokens end at"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_no_layer_can_be_is_refused(name):
+    layer = filled_layer((200, 15), num_decoded=9)
+    assert layer._waiting
+    document, tensors = written(layer)
+    read(*written(layer))
+    forge, message = FORGED[name]
+    forge(document, tensors)
+    with pytest.raises(ValueError, match=message):
+        read(document, tensors)
+
+
+def test_without_a_table_all_tokens_are_in_the_buffer():
+    document, tensors = written(filled_layer((50,), num_decoded=3))
+    for forge in (put(54, "length"), add("waiting", torch.zeros(1, dtype=torch.uint8)), put(True, "is_open")):
+        forged, copies = dict(document), dict(tensors)
+        forge(forged, copies)
+        with pytest.raises(ValueError, match="there are no tables, but not all tokens"):
+            read(forged, copies)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"key_nbits": 0}, {"value_nbits": "2"}, {"backbone": "kivi"}, {"rank": 2}], ids=repr
+)
+def test_options_of_a_file_are_checked(tiny_llama, tmp_path, fields, monkeypatch):
+    path = tmp_path / "cache.safetensors"
+    cache = GEARCache(tiny_llama.config, backbone="transform")
+    options = {**cache.gear_config.to_options(), **fields}
+    monkeypatch.setattr(TransformConfig, "to_options", lambda self: options)
+    cache.save(path, tiny_llama)
+    with pytest.raises(ValueError, match=f"`path`: {path} is damaged: "):
+        GEARCache.load(path, tiny_llama)
