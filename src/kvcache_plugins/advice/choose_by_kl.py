@@ -30,7 +30,7 @@ from .held_out_prompt import HeldOutPrompt
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
-DEFAULT_CANDIDATES = ("gear-k2v2", "gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
+DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def choose_cache(
             0 for padding, which has to be on the left, and 1 for tokens. None is padding by default.
         candidates (`Sequence[str]`, *optional*):
             GEAR caches by name of `list_caches()`, or `name:key=value,key=value` with options, in any order. Defaults
-            to one preset of 2 bits, those of transform coding, and one of 8 bits.
+            to the presets of transform coding, and one of 8 bits.
         held_out (`int`, *optional*):
             Tokens at the prompt's end that are scored. Defaults to a quarter of the prompt, at least 16 and at most
             128.

@@ -102,7 +102,7 @@ def make_key_table(
     """
     if keys.is_meta:
         # Nothing is known of what has no data but how large its table is
-        return key_table_of_layout(keys, valid, None, 0, layouts[0], angles[0], total)[0], 0
+        return key_table_of_layout(keys.float(), valid, None, 0, layouts[0], angles[0], total)[0], 0
     logarithms = []
     for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
         newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
