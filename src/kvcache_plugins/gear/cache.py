@@ -182,6 +182,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self.gear_config.validate_head_dim(head_dim, head_dim)
         return layers
 
+    @property
+    def learns_from_queries(self) -> bool:
+        """Whether what is stored of a prompt depends on its queries, which no attention but `sdpa` shows."""
+        return isinstance(self.gear_config, TransformConfig)
+
     def stats(self) -> dict[str, StatValue]:
         """
         Counters over all GEAR layers, and for a cache that `choose_cache` returned what it measured.
