@@ -1,0 +1,94 @@
+"""Transform coding on the states of pretrained models: attention with rotary embeddings as models have them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.gear.transform.layer import TransformLayer
+
+
+TEXT = Path(__file__).resolve().parents[3] / "LICENSE"
+pytestmark = pytest.mark.slow
+PREFIX, SCORED = 200, 24
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def model_and_ids(request):
+    model, tokenizer = request.getfixturevalue(request.param)
+    text = TEXT.read_text(encoding="utf-8")
+    return model, tokenizer(text, return_tensors="pt").input_ids[:, : PREFIX + SCORED]
+
+
+@torch.inference_mode()
+def feed(model, cache, token_ids):
+    """Logits of the last tokens, one after another behind a prompt."""
+    model(token_ids[:, :PREFIX], past_key_values=cache, logits_to_keep=1)
+    return [
+        model(each, past_key_values=cache).logits[:, -1].double() for each in token_ids[:, PREFIX:].split(1, dim=1)
+    ]
+
+
+def mean_kl(logits, expected):
+    pairs = (
+        F.kl_div(a.log_softmax(-1), b.log_softmax(-1), reduction="sum", log_target=True)
+        for a, b in zip(logits, expected, strict=True)
+    )
+    return float(sum(pairs)) / len(logits)
+
+
+def test_decoding_is_near_a_dense_cache(model_and_ids):
+    model, token_ids = model_and_ids
+    expected = feed(model, DynamicCache(config=model.config), token_ids)
+    kl = {}
+    for name, bound in (("gear-t16", 0.15), ("gear-t30", 0.01)):
+        cache = create_cache(name, model)
+        kl[name] = mean_kl(feed(model, cache, token_ids), expected)
+        assert 0 < kl[name] < bound
+        layers = [layer for layer in cache.layers if isinstance(layer, TransformLayer)]
+        # The layout of the rotary embedding is told from keys alone
+        assert {layer.coder.layout.name for layer in layers} == {"half-split"}
+        assert sum(block.length for block in layers[0].blocks) > PREFIX
+    assert kl["gear-t30"] < kl["gear-t16"] / 4
+
+
+def test_saved_forked_and_copied_caches_go_on_alike(model_and_ids, tmp_path):
+    model, token_ids = model_and_ids
+    cache = create_cache("gear-t22", model)
+    with torch.inference_mode():
+        model(token_ids[:, :PREFIX], past_key_values=cache, logits_to_keep=1)
+        # Rows that follow stand in a block of their own after `fork`, so that sums round otherwise than before it
+        forks = cache.fork(2)
+        cache.save(tmp_path / "cache.safetensors", model)
+        others = [GEARCache.load(tmp_path / "cache.safetensors", model), *forks]
+        for token in token_ids[:, PREFIX : PREFIX + 10].split(1, dim=1):
+            expected = model(token, past_key_values=cache).logits
+            for other in others:
+                assert torch.equal(model(token, past_key_values=other).logits, expected)
+
+
+@pytest.mark.long
+def test_beams_in_bfloat16(model_and_ids):
+    """As many tokens as the buffer holds twice, of sequences that are moved at every step."""
+    model, token_ids = model_and_ids
+    options = {"num_beams": 3, "max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    before = model.dtype
+    try:
+        model.to(torch.bfloat16)
+        # With eight bits a cache is nearly exact: its best beam is nearly as good as the dense cache's
+        scores = []
+        for cache in (create_cache("gear-t22", model, key_nbits=8, value_nbits=8), DynamicCache(config=model.config)):
+            found = model.generate(
+                token_ids[:, :PREFIX],
+                past_key_values=cache,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **options,
+            )
+            scores.append(float(found.sequences_scores[0]))
+    finally:
+        model.to(before)
+    assert scores[0] == pytest.approx(scores[1], abs=0.1)
