@@ -104,9 +104,8 @@ class Contest:
             MismatchError: if it is not what plain PyTorch computes from the same storage.
         """
         part = _compressed_part(cache_name, self.keys, self.values)
-        attend_to = attend_coded if isinstance(part, CodedPart) else attend
         function, expected = (
-            partial(attend_to, query, [part], self.shape.num_heads, None, kernel)
+            _attention(query, part, self.shape.num_heads, kernel)
             for query, kernel in ((self.query, self.kernel), (self.query.float(), "torch"))
         )
         error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
@@ -179,6 +178,14 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
     if is_coded:
         return CodedPart(block.keys, block.values, layer.coder, block.start, None, block.length, None)
     return CompressedPart(block.keys, block.values, block.length, None)
+
+
+def _attention(
+    query: torch.Tensor, part: CompressedPart | CodedPart, num_heads: int, kernel: str
+) -> Callable[[], torch.Tensor]:
+    if isinstance(part, CodedPart):
+        return partial(attend_coded, query, [part], num_heads, None, kernel)
+    return partial(attend, query, [part], num_heads, None, kernel)
 
 
 def _num_bytes(part: CompressedPart | CodedPart) -> int:

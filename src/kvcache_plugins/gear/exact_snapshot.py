@@ -57,8 +57,9 @@ def read_counters(document: Document, names: Sequence[str]) -> dict[str, int]:
 def read_exact_state(
     document: Document, stored: StoredTensors, sizes: dict[str, int], residual_length: int
 ) -> dict[str, Any]:
-    """The fields of a `LayerState` that `exact_to_document` and `exact_tensors` wrote, sizes and counters aside."""
+    """The fields of a `LayerState` that `exact_to_document` and `exact_tensors` wrote, counters aside."""
     return {
+        **sizes,
         "dtype": FLOATS[document.choice("dtype", list(FLOATS))],
         "length": document.integer("length"),
         "is_open": document.boolean("is_open"),

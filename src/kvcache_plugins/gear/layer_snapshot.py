@@ -56,7 +56,7 @@ def layer_from_document(
     ]
     counters = read_counters(document.inner("counters"), counter_names)
     exact = read_exact_state(document, stored, sizes, config.residual_length)
-    state = GEARLayerState(**sizes, **exact, counters=counters, blocks=blocks)
+    state = GEARLayerState(**exact, counters=counters, blocks=blocks)
     document.finish()
     check_order(state)
     if state.is_open:

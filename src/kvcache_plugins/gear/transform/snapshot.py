@@ -83,7 +83,6 @@ def layer_from_document(
     ]
     has_moments = stored.has("moments.squares")
     state = TransformLayerState(
-        **sizes,
         **read_exact_state(document, stored, sizes, config.residual_length),
         counters=read_counters(document.inner("counters"), counter_names),
         coder=coder,
