@@ -25,6 +25,7 @@ from .benchmark_tables import (
 from .gpu_tables import render_batch, render_offloading
 from .markdown import render_fidelity
 from .measure_tables import render_lm_eval, render_perplexity, render_retrieval
+from .overview import render_overview
 from .runahead_tables import render_runahead, render_simulation
 from .sweeps import render_sweep
 
@@ -60,6 +61,7 @@ def render_result(results: Path, name: str) -> str:
         "prediction": render_prediction,
         "retrieval": render_retrieval,
         "offloading": render_offloading,
+        "overview": render_overview,
         "perplexity": render_perplexity,
         "lm-eval": render_lm_eval,
         "runahead": render_runahead,

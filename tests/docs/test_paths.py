@@ -122,9 +122,8 @@ def resolve(name: str) -> bool:
     return False
 
 
-def test_tree_of_the_readme_is_the_tree() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = text.partition("## Where things are")[2].split("```")[1].strip("\n")
+def test_the_tree_of_the_docs_is_the_tree() -> None:
+    block = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8").split("```")[1].strip("\n")
     entries = list(tree_entries(block))
     assert len(entries) > 20
     wrong = [entry for entry, _ in entries if not (ROOT / entry).exists()]
@@ -134,8 +133,8 @@ def test_tree_of_the_readme_is_the_tree() -> None:
     assert wrong == []
 
 
-def test_every_room_is_in_the_tree_of_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where things are")[2].split("```")[1]
+def test_every_room_is_in_the_tree_of_the_docs() -> None:
+    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8").split("```")[1]
     shown = {entry.rstrip("/") for entry, _ in tree_entries(text.strip("\n"))}
     rooms = [folder for top in (ROOT / "src" / "kvcache_plugins", ROOT / "eval") for folder in top.iterdir()]
     rooms = [room for room in rooms if (room / "__init__.py").exists()]
