@@ -23,21 +23,26 @@ def _field_instructions(down, mask):
 
 @triton.jit
 def load_words(
-    codes_ptr, token_in_use, STRIDE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr
+    codes_ptr, token_in_use, STRIDE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, TOKEN_AXIS: tl.constexpr
 ):
-    """Words `[tokens, words]` of a piece, of the tile that begins at `codes_ptr`."""
+    """
+    Words of a piece, of the tile that begins at `codes_ptr`.
+
+    They are `[tokens, words]`, or `[words, tokens]` for a token axis of 1. Loaded as they are multiplied, they reach
+    tensor cores by way of shared memory alone; their codes, turned afterwards, would be written there once a field.
+    """
     FIRST_BYTE: tl.constexpr = PIECE[0]
     NUM_WORDS: tl.constexpr = PIECE[1]
     BLOCK_W: tl.constexpr = PIECE[2]
-    words = tl.arange(0, BLOCK_W)
-    in_use = token_in_use[:, None]
+    words = tl.expand_dims(tl.arange(0, BLOCK_W), TOKEN_AXIS)
+    tokens = tl.expand_dims(tl.arange(0, token_in_use.shape[0]), 1 - TOKEN_AXIS)
+    in_use = tl.expand_dims(token_in_use, 1 - TOKEN_AXIS)
     if NUM_WORDS < BLOCK_W:
-        in_use = in_use & (words < NUM_WORDS)[None, :]
+        in_use = in_use & (words < NUM_WORDS)
     pointer = codes_ptr + FIRST_BYTE
     if UNIT == 2:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
-    pointers = pointer + tl.arange(0, BLOCK_T)[:, None] * (STRIDE // UNIT) + words[None, :]
-    return tl.load(pointers, mask=in_use, other=0).to(tl.uint16)
+    return tl.load(pointer + (tokens * (STRIDE // UNIT) + words), mask=in_use, other=0).to(tl.uint16)
 
 
 @triton.jit

@@ -48,10 +48,11 @@ def score_codes(
     """
     words = ()
     for p in tl.static_range(len(PIECES)):
-        words = words + (load_words(codes_ptr, token_in_use, CODES_STRIDE_T, PIECES[p], UNIT, BLOCK_T),)
+        words = words + (load_words(codes_ptr, token_in_use, CODES_STRIDE_T, PIECES[p], UNIT, 0),)
     scores = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if BY_CHANNEL:
-        constant = tl.zeros([BLOCK_R], tl.float32)
+        # All pieces of the first plane are equally wide
+        products = tl.zeros([PIECES[0][2], BLOCK_R], tl.float32)
         for p in tl.static_range(len(PIECES)):
             for f in tl.static_range(len(PIECES[p][4])):
                 query = queries[field_number(PIECES, p, f)]
@@ -62,8 +63,8 @@ def score_codes(
                 scores = dot_parts(codes, query * scale[:, None], scores, PARTS)
                 if PIECES[p][3] == 0:
                     zero = load_by_field(zero_ptr, PIECES[p], PIECES[p][4][f], UNIT, DIM).to(tl.float32)
-                    constant += tl.sum(query.to(tl.float32) * zero[:, None], axis=0)
-        scores = scores * (4 * _SUBNORMAL) + constant[None, :]
+                    products += query.to(tl.float32) * zero[:, None]
+        scores = scores * (4 * _SUBNORMAL) + tl.sum(products, axis=0)[None, :]
     else:
         tokens = tl.arange(0, BLOCK_T) * SCALE_STRIDE_T
         for group in tl.static_range(NUM_GROUPS):

@@ -71,7 +71,7 @@ def weigh_codes(
     """
     words = ()
     for p in tl.static_range(len(PIECES)):
-        words = words + (load_words(codes_ptr, token_in_use, CODES_STRIDE_T, PIECES[p], UNIT, BLOCK_T),)
+        words = words + (load_words(codes_ptr, token_in_use, CODES_STRIDE_T, PIECES[p], UNIT, 1),)
     weighted = ()
     sums = ()
     if BY_CHANNEL:
@@ -103,7 +103,7 @@ def weigh_codes(
     for p in tl.static_range(len(PIECES)):
         for f in tl.static_range(len(PIECES[p][4])):
             output = outputs[field_number(PIECES, p, f)] * decay[None, :]
-            codes = tl.trans(take_field(words[p], PIECES[p][4][f], PACKED))
+            codes = take_field(words[p], PIECES[p][4][f], PACKED)
             if BY_CHANNEL:
                 product = dot_parts(codes, weighted[0], tl.zeros(output.shape, tl.float32), PARTS)
                 scale = load_by_field(scale_ptr, PIECES[p], PIECES[p][4][f], UNIT, DIM).to(tl.float32)
