@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .arguments import join_chunks, side_arguments, side_packing, tokens_per_group
+from .arguments import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
 from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
+from .outliers import number_table
 from .partials import Partials
 from .splits import choose_tiles_per_split
 
@@ -161,6 +162,7 @@ def prepare(
         "output_ptr": output,
         "maximum_ptr": maximum,
         "total_ptr": partials.total,
+        "number_ptr": number_table(query.device) if has_outliers(keys) or has_outliers(values) else None,
         **side_arguments("key", keys, key_dim),
         **side_arguments("value", values, value_dim),
         "num_heads": num_heads,

@@ -58,6 +58,7 @@ def attend_kernel(
     output_ptr,
     maximum_ptr,
     total_ptr,
+    number_ptr,
     key_codes_ptr,
     key_codes_stride_b,
     key_codes_stride_h,
@@ -211,10 +212,10 @@ def attend_kernel(
             if KEY_OUTLIERS:
                 entries = batch * key_entry_stride_b + chunk_64 * key_entry_stride_m
                 scores = score_outliers(
-                    scores, query_rows_ptr, row_in_use, inverse_power(query_power),
+                    scores, query_rows_ptr, row_in_use, inverse_power(query_power), number_ptr,
                     key_entry_index_ptr + entries, key_entry_value_ptr + entries,
                     key_offset_ptr + batch * key_offset_stride_b + chunk_64 * key_offset_stride_m, head, num_heads,
-                    first_token, limit, STORED_TILES, KEY_CHANNEL_BITS, BLOCK_T, BLOCK_E, PARTS)
+                    first_token, limit, STORED_TILES, KEY_CHANNEL_BITS, BLOCK_T, BLOCK_E, PARTS, PACKED)
             mask_ptrs = mask_ptr
             if MASK:
                 mask_ptrs = mask_ptr + (mask_rows[None, :] + tl.cast(positions, tl.int64)[:, None] * mask_stride_t)
@@ -239,11 +240,11 @@ def attend_kernel(
             if VALUE_OUTLIERS:
                 entries = batch * value_entry_stride_b + chunk_64 * value_entry_stride_m
                 outputs = weigh_outliers(
-                    outputs, probabilities, reference,
+                    outputs, probabilities, reference, number_ptr,
                     value_entry_index_ptr + entries, value_entry_value_ptr + entries,
                     value_offset_ptr + batch * value_offset_stride_b + chunk_64 * value_offset_stride_m, head, num_heads,
                     first_token, limit, VALUE_PIECES, VALUE_UNIT, VALUE_BY_CHANNEL, STORED_TILES, VALUE_CHANNEL_BITS,
-                    BLOCK_R, BLOCK_T, BLOCK_E, PARTS)
+                    BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
         outputs = add_from_basis(
             outputs, output_in_basis, reference, value_b_ptr,
             batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE_B_STRIDE_D,

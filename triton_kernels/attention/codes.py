@@ -65,21 +65,27 @@ def field_channels(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr)
     return FIELD[4] + UNIT * tl.arange(0, BLOCK_W)
 
 
+@triton.constexpr_function
+def has_all_channels(piece, field, unit, dim):
+    """Whether all of a block's words are in use, and all of the field's channels there."""
+    return piece[1] == piece[2] and field[4] + unit * (piece[1] - 1) < dim
+
+
 @triton.jit
 def channel_mask(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
-    """Which of a field's channels there are; `None` where that is all of them."""
-    NUM_WORDS: tl.constexpr = PIECE[1]
+    """Which of a field's channels there are."""
     BLOCK_W: tl.constexpr = PIECE[2]
-    FIRST: tl.constexpr = FIELD[4]
-    if NUM_WORDS == BLOCK_W and FIRST + UNIT * (NUM_WORDS - 1) < DIM:
+    if has_all_channels(PIECE, FIELD, UNIT, DIM):
         return tl.full([BLOCK_W], 1, tl.int1)
-    return (tl.arange(0, BLOCK_W) < NUM_WORDS) & (field_channels(PIECE, FIELD, UNIT) < DIM)
+    return (tl.arange(0, BLOCK_W) < PIECE[1]) & (field_channels(PIECE, FIELD, UNIT) < DIM)
 
 
 @triton.jit
-def load_by_field(
-    pointer, PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr
-):
+def load_by_field(pointer, PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
     """What a vector over channels holds for a field's channels `[words]`."""
-    channels = field_channels(PIECE, FIELD, UNIT)
-    return tl.load(pointer + channels, mask=channel_mask(PIECE, FIELD, UNIT, DIM), other=0.0)
+    BLOCK_W: tl.constexpr = PIECE[2]
+    # The constant comes last, so that all fields share a register of addresses
+    pointers = pointer + UNIT * tl.arange(0, BLOCK_W) + FIELD[4]
+    if has_all_channels(PIECE, FIELD, UNIT, DIM):
+        return tl.load(pointers)
+    return tl.load(pointers, mask=channel_mask(PIECE, FIELD, UNIT, DIM), other=0.0)

@@ -8,6 +8,9 @@ a one-hot matrix. Legend as in `attend.py`; all pointers are those of one chunk,
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +24,16 @@ from .values import field_unit
 
 # Tokens whose outliers are stored together
 _STORED_TILE = tl.constexpr(64)
+# Where 0 stands in the table of numbers
+_ZERO = tl.constexpr(64)
+# Negative integers read as float16 are NaN and equal nothing
+_MAX_CHANNELS = 2048
+
+
+@functools.cache
+def number_table(device: torch.device) -> torch.Tensor:
+    """The bits of integers from -64 on, up to every channel's and every token's of a tile, as float16."""
+    return torch.arange(-_ZERO.value, _MAX_CHANNELS, device=device, dtype=torch.int16).view(torch.float16)
 
 
 @triton.jit
@@ -49,11 +62,26 @@ def load_bounds(offset_ptr, head, num_heads, first_token, limit, NUMBER: tl.cons
 
 
 @triton.jit
+def one_hot(number_ptr, rows, columns, PACKED: tl.constexpr):
+    """1 in float16 where numbers are equal, `[rows, columns]`."""
+    numbers = tl.load(number_ptr + rows + _ZERO)
+    columns = columns.to(tl.int16).to(tl.float16, bitcast=True)
+    left, right = tl.broadcast(numbers[:, None], columns[None, :])
+    if PACKED:
+        # Two at once; LLVM would compare and select one by one
+        return tl.inline_asm_elementwise(
+            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return (left == right).to(tl.float16)
+
+
+@triton.jit
 def score_outliers(
     scores,
     query_rows_ptr,
     row_in_use,
     inverse_query_power,
+    number_ptr,
     index_ptr,
     value_ptr,
     offset_ptr,
@@ -66,6 +94,7 @@ def score_outliers(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """`scores` `[tokens, rows]` with what the entries add to `keys query^T`."""
     for number in tl.static_range(STORED_TILES):
@@ -74,8 +103,8 @@ def score_outliers(
             tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last, CHANNEL_BITS, BLOCK_E)
             gathered = tl.load(query_rows_ptr[None, :] + channels[:, None], mask=row_in_use[None, :], other=0.0)
             gathered = gathered.to(tl.float32) * inverse_query_power[None, :]
-            one_hot = (tl.arange(0, BLOCK_T)[:, None] == (tokens - start)[None, :]).to(tl.float16)
-            scores = dot_parts(one_hot, gathered * values[:, None], scores, PARTS)
+            places = one_hot(number_ptr, start + tl.arange(0, BLOCK_T), tokens, PACKED)
+            scores = dot_parts(places, gathered * values[:, None], scores, PARTS)
     return scores
 
 
@@ -84,6 +113,7 @@ def weigh_outliers(
     outputs,
     probabilities,
     reference,
+    number_ptr,
     index_ptr,
     value_ptr,
     offset_ptr,
@@ -100,6 +130,7 @@ def weigh_outliers(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Outputs with what the entries add to `values^T probabilities`."""
     inverse = inverse_power(reference)
@@ -117,8 +148,8 @@ def weigh_outliers(
                     output = outputs[field_number(PIECES, p, f)]
                     if PIECES[p][3] == 0:
                         own = field_channels(PIECES[p], PIECES[p][4][f], UNIT)
-                        one_hot = (own[:, None] == channels[None, :]).to(tl.float16)
-                        product = dot_parts(one_hot, gathered, tl.zeros(output.shape, tl.float32), PARTS)
+                        places = one_hot(number_ptr, own, channels, PACKED)
+                        product = dot_parts(places, gathered, tl.zeros(output.shape, tl.float32), PARTS)
                         output += product * (inverse * (1.0 / field_unit(PIECES[p][4][f], BY_CHANNEL)))
                     result = result + (output,)
             outputs = result

@@ -18,7 +18,7 @@ _PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
 # The smallest side of an operand of `tl.dot`
 _MIN_WORDS = 16
 # Of more at once registers would run out
-_MAX_PIECE = 64
+_MAX_PIECE = 32
 
 
 class Packing(NamedTuple):
