@@ -12,7 +12,7 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask, field_channels
+from .codes import channel_mask
 from .queries import field_number
 from .values import field_unit
 
@@ -29,9 +29,11 @@ def _load_basis(
     BLOCK_RANK: tl.constexpr,
 ):
     """The factor `B` `[words, ranks]` of a field's channels."""
+    BLOCK_W: tl.constexpr = PIECE[2]
     ranks = tl.arange(0, BLOCK_RANK)
+    pointers = b_ptr + (UNIT * tl.arange(0, BLOCK_W)[:, None] * STRIDE + ranks[None, :])
     return tl.load(
-        b_ptr + field_channels(PIECE, FIELD, UNIT)[:, None] * STRIDE + ranks[None, :],
+        pointers + FIELD[4] * STRIDE,
         mask=channel_mask(PIECE, FIELD, UNIT, DIM)[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask, field_channels
+from .codes import channel_mask
 
 
 @triton.jit
@@ -29,11 +29,9 @@ def load_queries(
     rows = ()
     for p in tl.static_range(len(PIECES)):
         for f in tl.static_range(len(PIECES[p][4])):
-            # fmt: off
             in_use = channel_mask(PIECES[p], PIECES[p][4][f], UNIT, DIM)[:, None] & row_in_use[None, :]
-            channels = field_channels(PIECES[p], PIECES[p][4][f], UNIT)
-            # fmt: on
-            query = tl.load(query_rows_ptr[None, :] + channels[:, None], mask=in_use, other=0.0).to(tl.float32)
+            pointers = query_rows_ptr[None, :] + UNIT * tl.arange(0, PIECES[p][2])[:, None] + PIECES[p][4][f][4]
+            query = tl.load(pointers, mask=in_use, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(query), axis=0))
             rows = rows + (query,)
     power = power_below(largest)

@@ -14,7 +14,7 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask, field_channels, load_by_field, load_words, take_field
+from .codes import channel_mask, load_by_field, load_words, take_field
 from .queries import field_number
 
 
@@ -150,6 +150,6 @@ def store_partials(
                     output = outputs[field_number(PIECES, p, f)] * unit
                     if plane == 0 and not BY_CHANNEL:
                         output += zero_sums[PIECES[p][4][f][5]][None, :]
-                    channels = field_channels(PIECES[p], PIECES[p][4][f], UNIT)
+                    pointers = output_ptr + result[None, :] * DIM + UNIT * tl.arange(0, PIECES[p][2])[:, None]
                     in_use = channel_mask(PIECES[p], PIECES[p][4][f], UNIT, DIM)[:, None] & row_in_use[None, :]
-                    tl.store(output_ptr + result[None, :] * DIM + channels[:, None], output, mask=in_use)
+                    tl.store(pointers + PIECES[p][4][f][4], output, mask=in_use)
