@@ -1,9 +1,9 @@
 """Decode attention over compressed keys and values: dense keys and values are never written to memory.
 
 A program is one warp. It takes one key/value head, up to 16 query rows and one stretch of the sequence (a split), and
-goes through it in tiles of up to 64 tokens that never straddle a chunk. Tokens (channels for the output) are the rows of
-tensor cores, queries their columns, of which 8 are enough. So no warp repeats what another does, nothing is exchanged
-between warps, and a query head of four wastes half of what is multiplied, not three quarters.
+goes through it in tiles of up to 64 tokens that never straddle a chunk. Tokens (channels for the output) are the rows
+of tensor cores, queries their columns, of which 8 are enough. So no warp repeats what another does, nothing is
+exchanged between warps, and four query heads waste half of what is multiplied, not three quarters.
 
 What a key or value is made of is kept apart for as long as possible, because each part has a cheaper way than to be
 added up densely:
@@ -11,7 +11,8 @@ added up densely:
 - codes: one dot a bit field, with the codes as they are stored (`codes.py`). A scale per channel multiplies the query
   (or the output), a scale per token what a group's channels give (or the probabilities), and the zeros become a
   constant per row;
-- low rank: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values with the product by `B` once a chunk;
+- low rank: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values with the product by `B` once a
+  chunk;
 - outliers: query (or probabilities) gathered at 32 entries at once, and scattered to tokens (or channels) by a dot
   with a one-hot matrix: no atomics, so results are the same from run to run.
 
@@ -120,7 +121,7 @@ def prepare(
     mask: torch.Tensor | None,
     scale: float,
     value_head_dim: int | None,
-    num_sms: int | None,
+    num_sms: int | None = None,
     packed: bool,
 ) -> Launch:
     """The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs."""

@@ -1,7 +1,8 @@
 """The kernel of `attend.py`: partial attention of one key/value head over one stretch of the sequence.
 
-Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_KEY_RANK` and `BLOCK_VALUE_RANK` ranks,
-`BLOCK_E` outlier entries. Blocks of channels are those of `packing.py`. A side is `BY_CHANNEL` if tokens share a scale.
+Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_KEY_RANK` and `BLOCK_VALUE_RANK`
+ranks, `BLOCK_E` outlier entries. Blocks of channels are those of `packing.py`. A side is `BY_CHANNEL` if tokens share
+a scale.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -44,6 +45,8 @@ _NOT_SPECIALIZED = [
 ]
 
 
+# Sides stand beside each other
+# fmt: off
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def attend_kernel(
     query_ptr,
@@ -118,12 +121,9 @@ def attend_kernel(
     key_low_rank_start,
     value_low_rank_start,
     scale,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_PIECES: tl.constexpr,
-    VALUE_PIECES: tl.constexpr,
-    KEY_UNIT: tl.constexpr,
-    VALUE_UNIT: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_PIECES: tl.constexpr, VALUE_PIECES: tl.constexpr,
+    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     PLANES: tl.constexpr,
     KEY_CODES_STRIDE_T: tl.constexpr,
     KEY_SCALE_STRIDE_S: tl.constexpr,
@@ -133,19 +133,13 @@ def attend_kernel(
     VALUE_SCALE_STRIDE_S: tl.constexpr,
     VALUE_A_STRIDE_T: tl.constexpr,
     VALUE_B_STRIDE_D: tl.constexpr,
-    KEY_BY_CHANNEL: tl.constexpr,
-    VALUE_BY_CHANNEL: tl.constexpr,
-    KEY_NUM_GROUPS: tl.constexpr,
-    VALUE_NUM_GROUPS: tl.constexpr,
-    KEY_TOKENS_PER_GROUP: tl.constexpr,
-    VALUE_TOKENS_PER_GROUP: tl.constexpr,
+    KEY_BY_CHANNEL: tl.constexpr, VALUE_BY_CHANNEL: tl.constexpr,
+    KEY_NUM_GROUPS: tl.constexpr, VALUE_NUM_GROUPS: tl.constexpr,
+    KEY_TOKENS_PER_GROUP: tl.constexpr, VALUE_TOKENS_PER_GROUP: tl.constexpr,
     TOKENS_PER_STRETCH: tl.constexpr,
-    KEY_RANK: tl.constexpr,
-    VALUE_RANK: tl.constexpr,
-    KEY_OUTLIERS: tl.constexpr,
-    VALUE_OUTLIERS: tl.constexpr,
-    KEY_CHANNEL_BITS: tl.constexpr,
-    VALUE_CHANNEL_BITS: tl.constexpr,
+    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
+    KEY_OUTLIERS: tl.constexpr, VALUE_OUTLIERS: tl.constexpr,
+    KEY_CHANNEL_BITS: tl.constexpr, VALUE_CHANNEL_BITS: tl.constexpr,
     STORED_TILES: tl.constexpr,
     MASK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -165,10 +159,8 @@ def attend_kernel(
     queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY_PIECES, KEY_UNIT, KEY_DIM, BLOCK_R, PARTS)
     query_sums = sum_groups(queries, KEY_PIECES, KEY_NUM_GROUPS, BLOCK_R)
     row_scale = query_power * (scale * 1.4426950408889634)
-    # fmt: off
     mask_rows = mask_row_offsets(
         rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
-    # fmt: on
     key_codes_ptr += batch * key_codes_stride_b + head * key_codes_stride_h
     value_codes_ptr += batch * value_codes_stride_b + head * value_codes_stride_h
     key_group = batch * key_scale_stride_b + head * key_scale_stride_h
@@ -184,7 +176,6 @@ def attend_kernel(
     for chunk in range(first_tile // tiles_per_chunk, tl.cdiv(last_tile, tiles_per_chunk)):
         chunk_64 = tl.cast(chunk, tl.int64)
         first_tile_of_chunk = chunk * tiles_per_chunk
-        # fmt: off
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
             KEY_B_STRIDE_D, KEY_PIECES, KEY_UNIT, KEY_DIM, KEY_RANK, PARTS, BLOCK_R, BLOCK_KEY_RANK)
@@ -199,7 +190,8 @@ def attend_kernel(
             key_scale_start = key_group + chunk_64 * key_scale_stride_m + scale_row(
                 first_token_64, KEY_BY_CHANNEL, KEY_TOKENS_PER_GROUP) * KEY_SCALE_STRIDE_S
             scores = score_codes(
-                queries, query_sums, key_codes_ptr + chunk_64 * key_codes_stride_m + first_token_64 * KEY_CODES_STRIDE_T,
+                queries, query_sums,
+                key_codes_ptr + chunk_64 * key_codes_stride_m + first_token_64 * KEY_CODES_STRIDE_T,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
                 KEY_PIECES, KEY_UNIT, KEY_DIM, KEY_CODES_STRIDE_T, KEY_SCALE_STRIDE_S, KEY_BY_CHANNEL, KEY_NUM_GROUPS,
                 PARTS, PACKED, BLOCK_R, BLOCK_T)
@@ -242,19 +234,18 @@ def attend_kernel(
                 outputs = weigh_outliers(
                     outputs, probabilities, reference, number_ptr,
                     value_entry_index_ptr + entries, value_entry_value_ptr + entries,
-                    value_offset_ptr + batch * value_offset_stride_b + chunk_64 * value_offset_stride_m, head, num_heads,
-                    first_token, limit, VALUE_PIECES, VALUE_UNIT, VALUE_BY_CHANNEL, STORED_TILES, VALUE_CHANNEL_BITS,
-                    BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
+                    value_offset_ptr + batch * value_offset_stride_b + chunk_64 * value_offset_stride_m,
+                    head, num_heads, first_token, limit, VALUE_PIECES, VALUE_UNIT, VALUE_BY_CHANNEL, STORED_TILES,
+                    VALUE_CHANNEL_BITS, BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
         outputs = add_from_basis(
             outputs, output_in_basis, reference, value_b_ptr,
             batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE_B_STRIDE_D,
             VALUE_PIECES, VALUE_UNIT, VALUE_DIM, VALUE_BY_CHANNEL, VALUE_RANK, PARTS, BLOCK_VALUE_RANK)
-        # fmt: on
-    # fmt: off
     store_partials(
         output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
         VALUE_PIECES, VALUE_UNIT, VALUE_DIM, VALUE_BY_CHANNEL, PLANES)
     # fmt: on
+# fmt: on
 
 
 @triton.jit

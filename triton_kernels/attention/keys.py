@@ -1,7 +1,7 @@
 """Scores of a tile's keys, the sum of all parts stored.
 
-Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. Pieces and
-fields are those of `packing.py`. Scores are those of queries without the power of two taken out of each row.
+Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. Pieces
+and fields are those of `packing.py`. Scores are those of queries without the power of two taken out of each row.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types

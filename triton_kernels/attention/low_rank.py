@@ -53,7 +53,7 @@ def to_basis(
     BLOCK_R: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """`B^T q` `[ranks, rows]`, of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
+    """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
     product = tl.zeros([BLOCK_RANK, BLOCK_R], tl.float32)
     if RANK > 0:
         for p in tl.static_range(len(PIECES)):

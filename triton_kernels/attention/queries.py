@@ -24,7 +24,7 @@ def load_queries(
     BLOCK_R: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The rows of each field `[words, rows]`, float16 if they have one part, and the power of two taken out of each."""
+    """Rows of each field `[words, rows]`, float16 if they have one part, and the power of two taken out of each."""
     largest = tl.zeros([BLOCK_R], tl.float32)
     rows = ()
     for p in tl.static_range(len(PIECES)):

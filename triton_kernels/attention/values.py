@@ -1,8 +1,8 @@
 """The output of a tile's values, a block for each field of their codes.
 
-Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. Pieces and
-fields are those of `packing.py`. A field's output `[words, rows]` is in units of its own (`field_unit`), so that it can
-be the sum that tensor cores add to.
+Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. Pieces
+and fields are those of `packing.py`. A field's output `[words, rows]` is in units of its own (`field_unit`), so that
+it can be the sum that tensor cores add to.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
