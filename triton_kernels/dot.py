@@ -17,16 +17,6 @@ def block_size(size: int) -> int:
     return max(_MIN_DOT_SIZE, triton.next_power_of_2(size))
 
 
-def min_columns(block_rows: int) -> int:
-    """
-    How wide every product of a kernel has to be for warps to share its columns.
-
-    Triton lays out chained products all alike, and gives each warp its own rows once one of them is not wider than
-    high. With 16 rows, four warps would then each do the whole work.
-    """
-    return 2 * block_rows if block_rows < 64 else _MIN_DOT_SIZE
-
-
 def dot_precision(dtype: torch.dtype) -> str:
     """A product of float16 or bfloat16 queries is exact in TF32; one of float32 is not."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -50,3 +40,19 @@ def dot_exact(left, right, PARTS: tl.constexpr):
         part = left.to(tl.float16)
         product = tl.dot(part, right, product)
     return product * largest[:, None]
+
+
+@triton.jit
+def dot_parts(left, right, product, PARTS: tl.constexpr):
+    """
+    `product` with that of float16 `[M, K]` and `[K, N]` added, which is float32, at most 65504, if it has two parts.
+
+    One part (11 bits) is as precise as TF32, two are near float32. What is below `2 ** -25` is lost.
+    """
+    part = right.to(tl.float16)
+    product = tl.dot(left, part, product)
+    for _ in tl.static_range(1, PARTS):
+        right = right - part.to(tl.float32)
+        part = right.to(tl.float16)
+        product = tl.dot(left, part, product)
+    return product

@@ -14,7 +14,7 @@ class Plan:
 
     Attributes:
         tests (`tuple[str, ...]`): arguments of pytest.
-        shapes (`Mapping[str, Shape]`): attention alone, by the name of the result. Kernels are tuned on the first.
+        shapes (`Mapping[str, Shape]`): attention alone, by the name of the result.
         attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
         rounds (`int`): times that each attention is timed.
         model (`Mapping[str, int]`): fields of a `LlamaConfig`.

@@ -124,3 +124,34 @@ def render_prediction(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     return make_markdown_table(head, cells)
+
+
+def render_machine_code(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = (
+        "cache",
+        "head dim",
+        "query heads",
+        "warp instructions a number",
+        "bits a number",
+        "registers",
+        "bytes spilled",
+        "shared memory",
+        "% of copy bandwidth, bound",
+        "times dense, bound",
+    )
+    cells = [
+        (
+            f"`{row['cache']}`",
+            str(row["head_dim"]),
+            str(row["query_heads"]),
+            f"{row['instructions_a_number']:.3f}",
+            f"{row['bits_a_number']:.2f}",
+            str(row["registers"]),
+            str(row["spilled"]),
+            str(row["shared"]),
+            f"{100 * row['share_of_copy_bandwidth']:.0f}",
+            f"{row['times_dense']:.2f}",
+        )
+        for row in rows
+    ]
+    return make_markdown_table(head, cells)

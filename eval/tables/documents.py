@@ -17,6 +17,7 @@ import typer
 from .benchmark_tables import (
     render_decode,
     render_kernels,
+    render_machine_code,
     render_memory,
     render_prediction,
     render_prefix,
@@ -55,6 +56,7 @@ def render_result(results: Path, name: str) -> str:
         "memory": render_memory,
         "decode": render_decode,
         "kernels": render_kernels,
+        "machine-code": render_machine_code,
         "step": render_step,
         "prefix": render_prefix,
         "batch": render_batch,

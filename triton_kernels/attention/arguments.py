@@ -7,27 +7,25 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.triton_kernels.dot import block_size, min_columns
+from kvcache_plugins.triton_kernels.dot import block_size
 
 from .compressed_tensors import CompressedTensors
+from .packing import Packing, packing_of
 
 
-def side_arguments(
-    name: str, side: CompressedTensors, head_dim: int, block_tokens: int, block_rows: int
-) -> dict[str, object]:
+def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
     chunk_length = side.codes.shape[3]
     by_channel = side.axis == "channel"
-    tokens_per_group = chunk_length // side.scale.shape[3]
     low_rank = side.low_rank_a is not None and side.low_rank_a.shape[3] > 0
     rank = side.low_rank_a.shape[4] if side.low_rank_a is not None and low_rank else 0
     covered = side.low_rank_a.shape[3] if side.low_rank_a is not None else 0
-    has_outliers = side.outlier_indices is not None and side.outlier_indices.shape[3] > 0
     scale_strides = list(side.scale.stride()[:4])
     if side.scale.shape[1] == 1:
         scale_strides[1] = 0
+    packing = side_packing(side, head_dim)
     upper = name.upper()
     return {
         **_pointer(f"{name}_codes", side.codes, "bhmT"),
@@ -38,25 +36,48 @@ def side_arguments(
         **_pointer(f"{name}_b", side.low_rank_b, "bhmD"),
         **_entry_arguments(name, side),
         f"{name}_low_rank_start": chunk_length - covered,
-        f"{name}_tokens_per_group": tokens_per_group if by_channel else 1,
         f"{upper}_DIM": head_dim,
-        f"{upper}_NBITS": side.nbits,
-        f"{upper}_FOLD": _fold(side, tokens_per_group, block_tokens),
-        f"{upper}_CHANNELS_PER_GROUP": 1 if by_channel else head_dim // side.scale.shape[4],
+        f"{upper}_PIECES": packing.pieces,
+        f"{upper}_UNIT": packing.unit,
+        f"{upper}_BY_CHANNEL": by_channel,
+        f"{upper}_NUM_GROUPS": 0 if by_channel else side.scale.shape[4],
+        f"{upper}_TOKENS_PER_GROUP": tokens_per_group(side),
         f"{upper}_RANK": rank,
-        f"{upper}_OUTLIERS": has_outliers,
-        # Not the block's, which is no narrower than 16 channels
+        f"{upper}_OUTLIERS": has_outliers(side),
         f"{upper}_CHANNEL_BITS": (head_dim - 1).bit_length(),
-        "BLOCK_K" if name == "key" else "BLOCK_V": block_size(head_dim),
-        f"BLOCK_{upper}_RANK": max(block_size(rank), min_columns(block_rows)),
+        f"BLOCK_{upper}_RANK": block_size(rank),
     }
 
 
-def _fold(side: CompressedTensors, tokens_per_group: int, block_tokens: int) -> int:
-    """Where scales are applied: to a tile's channels (0), to its tokens (1), or to every code (2, 3)."""
-    if side.axis == "channel":
-        return 0 if side.scale.shape[3] == 1 or tokens_per_group % block_tokens == 0 else 3
-    return 1 if side.scale.shape[4] == 1 else 2
+def has_outliers(side: CompressedTensors) -> bool:
+    """Whether a side has any."""
+    return side.outlier_indices is not None and side.outlier_indices.shape[3] > 0
+
+
+def tokens_per_group(side: CompressedTensors) -> int:
+    """Tokens that share a scale, 0 if it is all of a chunk or none."""
+    num_groups = side.scale.shape[3]
+    return 0 if side.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
+
+
+def side_packing(side: CompressedTensors, head_dim: int) -> Packing:
+    """How the side's codes are taken apart."""
+    num_groups = side.scale.shape[4] if side.axis == "token" else 1
+    return packing_of(head_dim, side.nbits, head_dim // num_groups, _is_even(side.codes))
+
+
+def join_chunks(side: CompressedTensors) -> CompressedTensors:
+    """The side with all chunks as one, where chunks hold nothing but codes and scales that lie behind each other."""
+    tensors = (side.codes, side.scale, side.zero)
+    is_plain = not has_outliers(side) and (side.low_rank_a is None or side.low_rank_a.shape[3] == 0)
+    if not is_plain or any(each.shape[2] > 1 and each.stride(2) != each.shape[3] * each.stride(3) for each in tensors):
+        return side
+    codes, scale, zero = (each.flatten(2, 3).unsqueeze(2) for each in tensors)
+    return side._replace(codes=codes, scale=scale, zero=zero)
+
+
+def _is_even(codes: torch.Tensor) -> bool:
+    return codes.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in codes.stride()[:4])
 
 
 def _pointer(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[str, object]:

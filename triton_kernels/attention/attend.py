@@ -1,52 +1,64 @@
 """Decode attention over compressed keys and values: dense keys and values are never written to memory.
 
-A program takes one key/value head and one stretch of the sequence (a split) and goes through it in tiles of up to 64
-tokens that never straddle a chunk. The query rows of a whole group share every tile. What a key or value is made of
-is kept apart for as long as possible, because each part has a cheaper way than to be added up densely:
+A program is one warp. It takes one key/value head, up to 16 query rows and one stretch of the sequence (a split), and
+goes through it in tiles of up to 64 tokens that never straddle a chunk. Tokens (channels for the output) are the rows
+of tensor cores, queries their columns, of which 8 are enough. So no warp repeats what another does, nothing is
+exchanged between warps, and four query heads waste half of what is multiplied, not three quarters.
 
-- codes: one dot with the codes themselves. A scale per channel multiplies the query (or the output), a scale per token
-  the scores (or the probabilities), and the zeros become a constant per row. Only groups that fit neither way are
-  dequantized in registers;
-- low rank: `(q B) A^T` for keys with `q B` once a chunk, `(p A) B^T` for values with the product by `B` once a chunk;
+What a key or value is made of is kept apart for as long as possible, because each part has a cheaper way than to be
+added up densely:
+
+- codes: one dot a bit field, with the codes as they are stored (`codes.py`). A scale per channel multiplies the query
+  (or the output), a scale per token what a group's channels give (or the probabilities), and the zeros become a
+  constant per row;
+- low rank: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values with the product by `B` once a
+  chunk;
 - outliers: query (or probabilities) gathered at 32 entries at once, and scattered to tokens (or channels) by a dot
   with a one-hot matrix: no atomics, so results are the same from run to run.
 
-The splits' partial results are merged by `combine`.
+The splits' partial results are merged by `combine`. Nothing is tuned while it runs: stages and warps are fixed.
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes a token, G groups, R rank, La
 tokens that the low-rank part covers (the chunk's last), N outlier entries a chunk.
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from kvcache_plugins.triton_kernels.dot import block_size
-
-from .arguments import side_arguments
+from .arguments import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
 from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
+from .outliers import number_table
 from .partials import Partials
+from .splits import choose_tiles_per_split
 
 
 _MIN_TOKENS_PER_SPLIT = 256
 _DEFAULT_NUM_SMS = 16
-# Two programs share a multiprocessor, so that one computes while the other waits for memory
-_PROGRAMS_PER_SM = 2
-_MIN_BLOCK_TOKENS = 32
-_MAX_BLOCK_TOKENS = 64
+_BLOCK_TOKENS = 64
+_MIN_BLOCK_TOKENS = 16
+_MIN_BLOCK_ROWS = 8
+# Rows times channels: what registers hold of the output
+_MAX_BLOCK_OUTPUT = 2048
 _BLOCK_ENTRIES = 32
+# Tokens whose outliers are stored together
+_OUTLIER_TILE = 64
+# Registers of a warp let so many programs share a multiprocessor
+PROGRAMS_PER_SM = 8
+OPTIONS = {"num_warps": 1, "num_stages": 3}
 
 
-_TUNING_KEY = [
-    *(f"{side}_{part}" for side in ("KEY", "VALUE") for part in ("DIM", "NBITS", "FOLD", "RANK", "OUTLIERS")),
-    "MASK",
-    "BLOCK_R",
-    "BLOCK_T",
-]
+class Launch(NamedTuple):
+    """A launch of `attend_kernel`: its grid, its arguments, and what it writes."""
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    partials: Partials
 
 
 def attend_compressed(
@@ -82,70 +94,120 @@ def attend_compressed(
         num_sms (`int`, *optional*, defaults to the device's):
             Multiprocessors to keep busy, which sets the number of splits.
     """
+    launch = prepare(
+        query,
+        keys,
+        values,
+        num_chunks=num_chunks,
+        length=length,
+        mask=mask,
+        scale=scale,
+        value_head_dim=value_head_dim,
+        num_sms=num_sms,
+        packed=query.is_cuda and torch.version.hip is None,
+    )
+    if launch.partials.output.shape[2]:
+        attend_kernel[launch.grid](**launch.arguments, **OPTIONS)
+    return launch.partials
+
+
+def prepare(
+    query: torch.Tensor,
+    keys: CompressedTensors,
+    values: CompressedTensors,
+    *,
+    num_chunks: int,
+    length: int,
+    mask: torch.Tensor | None,
+    scale: float,
+    value_head_dim: int | None,
+    num_sms: int | None = None,
+    packed: bool,
+) -> Launch:
+    """The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs."""
     batch_size, num_heads, num_rows, key_dim = query.shape
     value_dim = key_dim if value_head_dim is None else value_head_dim
     chunk_length = keys.codes.shape[3]
     length = min(length, num_chunks * chunk_length)
     query = query if query.stride(-1) == 1 else query.contiguous()
 
-    block_rows = block_size(num_rows)
-    block_tokens = _block_tokens(keys, values, max(key_dim, value_dim))
-    tiles_per_chunk = triton.cdiv(chunk_length, block_tokens)
+    block_rows = _block_rows(num_rows, max(key_dim, value_dim))
+    joined_keys, joined_values = join_chunks(keys), join_chunks(values)
+    if joined_keys.codes.shape[2] == joined_values.codes.shape[2]:
+        keys, values, chunk_length = joined_keys, joined_values, joined_keys.codes.shape[3]
+    stretch = _tokens_per_stretch(keys, values)
+    block_tokens = _block_tokens(stretch)
+    tiles_per_chunk = _num_tiles(chunk_length, stretch, block_tokens)
     num_full_chunks, rest = divmod(length, chunk_length)
-    num_tiles = num_full_chunks * tiles_per_chunk + triton.cdiv(rest, block_tokens)
-    num_sms = _device_num_sms(query.device) if num_sms is None else num_sms
-    num_programs = _PROGRAMS_PER_SM * num_sms
-    tiles_per_split = max(
-        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
-        triton.cdiv(num_tiles * batch_size * num_heads, num_programs),
+    num_tiles = num_full_chunks * tiles_per_chunk + _num_tiles(rest, stretch, block_tokens)
+    row_blocks = triton.cdiv(num_rows, block_rows)
+    tiles_per_split = choose_tiles_per_split(
+        num_tiles,
+        batch_size * num_heads * row_blocks,
+        PROGRAMS_PER_SM * (_device_num_sms(query.device) if num_sms is None else num_sms),
+        min_tiles=triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
+    num_planes = side_packing(values, value_dim).num_planes
 
-    output = query.new_empty(batch_size, num_heads, num_splits, num_rows, value_dim, dtype=torch.float32)
-    maximum = query.new_empty(batch_size, num_heads, num_splits, num_rows, dtype=torch.float32)
-    total = torch.empty_like(maximum)
-    if num_splits == 0:
-        return Partials(output, maximum, total)
-
-    kernel = _launchable(query.is_cuda)
-    kernel[(batch_size * num_heads, num_splits)](
-        query_ptr=query,
-        query_stride_b=query.stride(0),
-        query_stride_h=query.stride(1),
-        query_stride_r=query.stride(2),
+    results = (batch_size, num_heads, num_splits * num_planes, num_rows)
+    output = query.new_empty(*results, value_dim, dtype=torch.float32)
+    maximum = query.new_empty(*results, dtype=torch.float32)
+    partials = Partials(output, maximum, torch.empty_like(maximum))
+    arguments = {
+        "query_ptr": query,
+        "query_stride_b": query.stride(0),
+        "query_stride_h": query.stride(1),
+        "query_stride_r": query.stride(2),
         **mask_arguments(mask, num_heads, num_rows),
-        output_ptr=output,
-        maximum_ptr=maximum,
-        total_ptr=total,
-        **side_arguments("key", keys, key_dim, block_tokens, block_rows),
-        **side_arguments("value", values, value_dim, block_tokens, block_rows),
-        num_heads=num_heads,
-        num_rows=num_rows,
-        length=length,
-        chunk_length=chunk_length,
-        num_tiles=num_tiles,
-        tiles_per_chunk=tiles_per_chunk,
-        tiles_per_split=tiles_per_split,
-        scale=scale,
-        PARTS=2 if query.dtype == torch.float32 else 1,
-        BLOCK_R=block_rows,
-        BLOCK_T=block_tokens,
-        BLOCK_E=_BLOCK_ENTRIES,
-    )
-    return Partials(output, maximum, total)
+        "output_ptr": output,
+        "maximum_ptr": maximum,
+        "total_ptr": partials.total,
+        "number_ptr": number_table(query.device) if has_outliers(keys) or has_outliers(values) else None,
+        **side_arguments("key", keys, key_dim),
+        **side_arguments("value", values, value_dim),
+        "num_heads": num_heads,
+        "num_rows": num_rows,
+        "length": length,
+        "chunk_length": chunk_length,
+        "num_tiles": num_tiles,
+        "tiles_per_chunk": tiles_per_chunk,
+        "tiles_per_split": tiles_per_split,
+        "scale": scale,
+        "PLANES": num_planes,
+        "TOKENS_PER_STRETCH": stretch,
+        # A tile that may begin within a stored one may reach into the next
+        "STORED_TILES": 1 if stretch % _OUTLIER_TILE == 0 else 2,
+        "PARTS": 2 if query.dtype == torch.float32 else 1,
+        "PACKED": packed,
+        "BLOCK_R": block_rows,
+        "BLOCK_T": block_tokens,
+        "BLOCK_E": _BLOCK_ENTRIES,
+    }
+    return Launch((batch_size * num_heads, num_splits, row_blocks), arguments, partials)
 
 
-def _block_tokens(keys: CompressedTensors, values: CompressedTensors, head_dim: int) -> int:
-    """Tokens a tile: a divisor of 64, and of the groups of tokens that share a scale where that can be."""
-    # What a tile of 64 needs beside wide heads or outliers does not fit into registers
-    has_outliers = keys.outlier_indices is not None or values.outlier_indices is not None
-    most = _MAX_BLOCK_TOKENS if head_dim <= (64 if has_outliers else 128) else _MAX_BLOCK_TOKENS // 2
-    block = min(most, max(_MIN_BLOCK_TOKENS, block_size(keys.codes.shape[3])))
-    for side in (keys, values):
-        size = side.codes.shape[3] // side.scale.shape[3]
-        if side.axis == "channel" and side.scale.shape[3] > 1 and size == _MIN_BLOCK_TOKENS:
-            block = min(block, size)
-    return block
+def _block_rows(num_rows: int, head_dim: int) -> int:
+    """Rows a program: columns of tensor cores come in eights."""
+    most = max(_MIN_BLOCK_ROWS, _MAX_BLOCK_OUTPUT // triton.next_power_of_2(head_dim))
+    return min(most, 16, max(_MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)))
+
+
+def _tokens_per_stretch(keys: CompressedTensors, values: CompressedTensors) -> int:
+    """Tokens that a tile must lie within, so that the tokens of a tile share their scales; 0: a chunk."""
+    return math.gcd(tokens_per_group(keys), tokens_per_group(values))
+
+
+def _block_tokens(stretch: int) -> int:
+    return min(_BLOCK_TOKENS, max(_MIN_BLOCK_TOKENS, triton.next_power_of_2(stretch))) if stretch else _BLOCK_TOKENS
+
+
+def _num_tiles(length: int, stretch: int, block_tokens: int) -> int:
+    """Tiles of the first tokens of a chunk."""
+    if stretch == 0:
+        return triton.cdiv(length, block_tokens)
+    num_stretches, rest = divmod(length, stretch)
+    return num_stretches * triton.cdiv(stretch, block_tokens) + triton.cdiv(rest, block_tokens)
 
 
 @functools.cache
@@ -153,12 +215,3 @@ def _device_num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _launchable(on_gpu: bool) -> Any:
-    """The kernel, tuned where there is a GPU to tune it on."""
-    if not on_gpu:
-        return attend_kernel
-    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2)]
-    return triton.autotune(configs=configs, key=_TUNING_KEY)(attend_kernel)

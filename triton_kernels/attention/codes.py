@@ -1,9 +1,8 @@
-"""The codes of a tile: loaded, and multiplied by queries or probabilities with scales wherever they cost least.
+"""The codes of a tile, taken apart by bit field without converting an integer.
 
-A scale per channel multiplies the query (or the output), a scale per token the scores (or the probabilities), and the
-zeros become a constant per row. Only groups that fit neither way are dequantized in registers. Legend as in
-`attend.py`; a tile is `[BLOCK_T tokens, BLOCK_D channels]` of one chunk and head, and all pointers are those of that
-chunk and head.
+A field of a word, masked and read as a float16, is a subnormal number: the code times a power of two. Tensor cores
+multiply it as it is, and the power goes into what it is multiplied by. So a word of two bytes costs one instruction a
+field, for two words at once. Legend as in `attend.py`; pieces and fields are those of `packing.py`.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -12,116 +11,81 @@ chunk and head.
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import dot_exact
+
+@triton.constexpr_function
+def _field_instructions(down, mask):
+    """Two words at once; the bits that a shift takes from one word to the other are masked out."""
+    both = mask | mask << 16
+    if down == 0:
+        return f"and.b32 $0, $1, {both};"
+    return f"{{ .reg .b32 down; shr.b32 down, $1, {down}; and.b32 $0, down, {both}; }}"
 
 
 @triton.jit
-def load_codes(
-    codes_ptr,
-    STRIDE: tl.constexpr,
-    channels,
-    in_use,
-    HEAD_DIM: tl.constexpr,
-    NBITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+def load_words(
+    codes_ptr, token_in_use, STRIDE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, TOKEN_AXIS: tl.constexpr
 ):
-    """Codes `[tokens, channels]` in float16, of the tile that begins at `codes_ptr`."""
-    rows_ptr = codes_ptr + tl.arange(0, BLOCK_T)[:, None] * STRIDE
-    channels = channels[None, :]
-    if NBITS == 3:
-        # Two planes: two low bits, then the high bit
-        LOW_WIDTH: tl.constexpr = (HEAD_DIM + 3) // 4
-        HIGH_WIDTH: tl.constexpr = (HEAD_DIM + 7) // 8
-        low = tl.load(rows_ptr + channels % LOW_WIDTH, mask=in_use, other=0).to(tl.int32)
-        high = tl.load(rows_ptr + (LOW_WIDTH + channels % HIGH_WIDTH), mask=in_use, other=0).to(tl.int32)
-        codes = ((low >> (channels // LOW_WIDTH * 2)) & 3) | (((high >> (channels // HIGH_WIDTH)) & 1) << 2)
-    elif NBITS == 8:
-        codes = tl.load(rows_ptr + channels, mask=in_use, other=0).to(tl.int32)
-    else:
-        # A byte is read once for each of its channels: the cache next to the registers answers all but the first
-        WIDTH: tl.constexpr = (HEAD_DIM * NBITS + 7) // 8
-        packed = tl.load(rows_ptr + channels % WIDTH, mask=in_use, other=0).to(tl.int32)
-        codes = (packed >> (channels // WIDTH * NBITS)) & ((1 << NBITS) - 1)
-    return codes.to(tl.float16)
+    """
+    Words of a piece, of the tile that begins at `codes_ptr`.
+
+    They are `[tokens, words]`, or `[words, tokens]` for a token axis of 1. Loaded as they are multiplied, they reach
+    tensor cores by way of shared memory alone; their codes, turned afterwards, would be written there once a field.
+    """
+    FIRST_BYTE: tl.constexpr = PIECE[0]
+    NUM_WORDS: tl.constexpr = PIECE[1]
+    BLOCK_W: tl.constexpr = PIECE[2]
+    words = tl.expand_dims(tl.arange(0, BLOCK_W), TOKEN_AXIS)
+    tokens = tl.expand_dims(tl.arange(0, token_in_use.shape[0]), 1 - TOKEN_AXIS)
+    in_use = tl.expand_dims(token_in_use, 1 - TOKEN_AXIS)
+    if NUM_WORDS < BLOCK_W:
+        in_use = in_use & (words < NUM_WORDS)
+    pointer = codes_ptr + FIRST_BYTE
+    if UNIT == 2:
+        pointer = pointer.to(tl.pointer_type(tl.uint16))
+    return tl.load(pointer + (tokens * (STRIDE // UNIT) + words), mask=in_use, other=0).to(tl.uint16)
 
 
 @triton.jit
-def load_groups(
-    scale_ptr,
-    zero_ptr,
-    STRIDE: tl.constexpr,
-    first_token,
-    token_in_use,
-    channels,
-    channel_in_use,
-    tokens_per_group,
-    CHANNELS_PER_GROUP: tl.constexpr,
-    FOLD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Scale and zero of a tile in float32: `[channels]` (fold 0), `[tokens]` (1) or `[tokens, channels]` (2, 3)."""
-    tokens = tl.arange(0, BLOCK_T)
-    if FOLD == 0:
-        base = tl.cast(first_token // tokens_per_group, tl.int64) * STRIDE
-        offsets = channels
-        in_use = channel_in_use
-    elif FOLD == 1:
-        base = tl.cast(first_token, tl.int64) * STRIDE
-        offsets = tokens * STRIDE
-        in_use = token_in_use
-    else:
-        if FOLD == 2:
-            base = tl.cast(first_token, tl.int64) * STRIDE
-            offsets = tokens[:, None] * STRIDE + (channels // CHANNELS_PER_GROUP)[None, :]
-        else:
-            base = tl.cast(first_token // tokens_per_group, tl.int64) * STRIDE
-            groups = (first_token % tokens_per_group + tokens) // tokens_per_group
-            offsets = groups[:, None] * STRIDE + channels[None, :]
-        in_use = token_in_use[:, None] & channel_in_use[None, :]
-    scale = tl.load(scale_ptr + base + offsets, mask=in_use, other=0.0).to(tl.float32)
-    zero = tl.load(zero_ptr + base + offsets, mask=in_use, other=0.0).to(tl.float32)
-    return scale, zero
+def take_field(words, FIELD: tl.constexpr, PACKED: tl.constexpr):
+    """Codes times `2 ** (bit - 24)` in float16, of the shape of `words`."""
+    DOWN: tl.constexpr = FIELD[0]
+    MASK: tl.constexpr = ((1 << FIELD[2]) - 1) << FIELD[1]
+    if PACKED:
+        # LLVM would mask words one by one
+        return tl.inline_asm_elementwise(
+            _field_instructions(DOWN, MASK), "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return ((words >> DOWN) & MASK).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def score_codes(
-    query,
-    query_sum,
-    codes,
-    scale,
-    zero,
-    FOLD: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """`query keys^T` `[rows, tokens]`, with keys `zero + scale * code`."""
-    if FOLD == 0:
-        scores = dot_exact(query * scale[None, :], tl.trans(codes), PARTS)
-        scores += tl.sum(query * zero[None, :], axis=1)[:, None]
-    elif FOLD == 1:
-        scores = dot_exact(query, tl.trans(codes), PARTS)
-        scores = scores * scale[None, :] + query_sum[:, None] * zero[None, :]
-    else:
-        keys = codes.to(tl.float32) * scale + zero
-        if PARTS == 1:
-            scores = dot_exact(query, tl.trans(keys.to(tl.float16)), PARTS)
-        else:
-            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    return scores
+def field_channels(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr):
+    """The channels of a field's codes `[words]`."""
+    BLOCK_W: tl.constexpr = PIECE[2]
+    return FIELD[4] + UNIT * tl.arange(0, BLOCK_W)
+
+
+@triton.constexpr_function
+def has_all_channels(piece, field, unit, dim):
+    """Whether all of a block's words are in use, and all of the field's channels there."""
+    return piece[1] == piece[2] and field[4] + unit * (piece[1] - 1) < dim
 
 
 @triton.jit
-def weigh_codes(probabilities, codes, scale, zero, FOLD: tl.constexpr, PARTS: tl.constexpr):
-    """`probabilities values` `[rows, channels]`, with values `zero + scale * code`."""
-    if FOLD == 0:
-        output = dot_exact(probabilities, codes, PARTS) * scale[None, :]
-        output += tl.sum(probabilities, axis=1)[:, None] * zero[None, :]
-    elif FOLD == 1:
-        output = dot_exact(probabilities * scale[None, :], codes, PARTS)
-        output += tl.sum(probabilities * zero[None, :], axis=1)[:, None]
-    else:
-        values = codes.to(tl.float32) * scale + zero
-        if PARTS == 1:
-            output = dot_exact(probabilities, values.to(tl.float16), PARTS)
-        else:
-            output = tl.dot(probabilities, values, input_precision="ieee")
-    return output
+def channel_mask(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
+    """Which of a field's channels there are."""
+    BLOCK_W: tl.constexpr = PIECE[2]
+    if has_all_channels(PIECE, FIELD, UNIT, DIM):
+        return tl.full([BLOCK_W], 1, tl.int1)
+    return (tl.arange(0, BLOCK_W) < PIECE[1]) & (field_channels(PIECE, FIELD, UNIT) < DIM)
+
+
+@triton.jit
+def load_by_field(pointer, PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
+    """What a vector over channels holds for a field's channels `[words]`."""
+    BLOCK_W: tl.constexpr = PIECE[2]
+    # The constant comes last, so that all fields share a register of addresses
+    pointers = pointer + UNIT * tl.arange(0, BLOCK_W) + FIELD[4]
+    if has_all_channels(PIECE, FIELD, UNIT, DIM):
+        return tl.load(pointers)
+    return tl.load(pointers, mask=channel_mask(PIECE, FIELD, UNIT, DIM), other=0.0)

@@ -109,8 +109,11 @@ def attend_part(
         ).to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale_base_2
         in_use = row_in_use[:, None] & token_in_use[None, :]
-        scores = mask_scores(scores, mask_ptr, mask_rows, tokens, mask_stride_t, in_use, MASK)
-        probabilities, decay, maximum, total = update_softmax(scores, maximum, total)
+        mask_ptrs = mask_ptr
+        if MASK:
+            mask_ptrs = mask_ptr + mask_rows[:, None] + tokens[None, :] * mask_stride_t
+        scores = mask_scores(scores, mask_ptrs, in_use, MASK)
+        probabilities, decay, maximum, total = update_softmax(scores, maximum, total, 1)
         values = tl.load(
             values_ptr + tokens[:, None] * values_stride_t + value_channels[None, :],
             mask=token_in_use[:, None] & (value_channels < VALUE_DIM)[None, :],

@@ -40,10 +40,8 @@ def mask_row_offsets(rows, num_rows, num_queries, batch, head, stride_b, stride_
 
 
 @triton.jit
-def mask_scores(scores, mask_ptr, row_offsets, tokens, stride_t, in_use, MASK: tl.constexpr):
-    """Applies a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2."""
-    if MASK:
-        mask_ptrs = mask_ptr + row_offsets[:, None] + tokens[None, :] * stride_t
+def mask_scores(scores, mask_ptrs, in_use, MASK: tl.constexpr):
+    """Applies a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2, all of one shape."""
     if MASK == 1:
         allowed = tl.load(mask_ptrs, mask=in_use, other=0)
         scores = tl.where(allowed != 0, scores, float("-inf"))

@@ -1,4 +1,4 @@
-"""Attention per split before its normalisation: written by `attend_kernel`, merged by `combine`.
+"""Attention per split before its normalisation: stored by `values.py`, merged by `combine`.
 
 Legend as in `attend.py`.
 """
@@ -29,33 +29,6 @@ class Partials(NamedTuple):
     output: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
-
-
-@triton.jit
-def store_partials(
-    output_ptr,
-    maximum_ptr,
-    total_ptr,
-    output,
-    maximum,
-    total,
-    rows,
-    num_rows,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Stores what program (head, split) of the grid has summed."""
-    row_in_use = rows < num_rows
-    value_channels = tl.arange(0, BLOCK_V)
-    split = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    result = split * num_rows + rows
-    tl.store(maximum_ptr + result, maximum, mask=row_in_use)
-    tl.store(total_ptr + result, total, mask=row_in_use)
-    tl.store(
-        output_ptr + result[:, None] * VALUE_DIM + value_channels[None, :],
-        output,
-        mask=row_in_use[:, None] & (value_channels < VALUE_DIM)[None, :],
-    )
 
 
 def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:

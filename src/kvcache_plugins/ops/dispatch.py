@@ -115,4 +115,7 @@ def _why_not(kernel: str, device_type: str) -> str | None:
             return "Triton is not installed"
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it runs on GPUs, and the cache is on a {device_type} device"
+        if device_type == "cuda" and torch.version.hip is not None:
+            # The decode kernels have instructions of NVIDIA's and rely on subnormal halves
+            return "the kernels are NVIDIA's, and this is an AMD GPU"
     return None

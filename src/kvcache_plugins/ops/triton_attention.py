@@ -2,10 +2,11 @@
 that merges them and attends to the exact parts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention.attend import attend_compressed
+from kvcache_plugins.triton_kernels.attention.attend import Launch, attend_compressed, prepare
 from kvcache_plugins.triton_kernels.attention.combine import combine
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
@@ -45,15 +46,21 @@ def attend(
     return output.reshape(batch_size, num_heads, num_queries, -1)
 
 
+def prepare_part(rows: torch.Tensor, part: CompressedPart, scale: float, packed: bool) -> Launch:
+    """What attention of rows `[B, H, rows, D]` over a compressed part launches, without launching it."""
+    return prepare(rows, _tensors(part.keys), _tensors(part.values), packed=packed, **_sizes(part, scale))
+
+
 def _attend_part(rows: torch.Tensor, part: CompressedPart, scale: float) -> Partials:
-    partials = attend_compressed(
-        rows,
-        _tensors(part.keys),
-        _tensors(part.values),
-        num_chunks=-(-part.length // part.keys.chunk_length),
-        length=part.length,
-        mask=slice_mask(part.mask, 0, part.length),
-        scale=scale,
-        value_head_dim=part.values.head_dim,
-    )
+    partials = attend_compressed(rows, _tensors(part.keys), _tensors(part.values), **_sizes(part, scale))
     return partials._replace(output=rotate(partials.output)) if part.values.is_rotated else partials
+
+
+def _sizes(part: CompressedPart, scale: float) -> dict[str, Any]:
+    return {
+        "num_chunks": -(-part.length // part.keys.chunk_length),
+        "length": part.length,
+        "mask": slice_mask(part.mask, 0, part.length),
+        "scale": scale,
+        "value_head_dim": part.values.head_dim,
+    }

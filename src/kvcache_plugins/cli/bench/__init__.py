@@ -32,6 +32,9 @@ class BenchGroup(LazyGroup):
             "kvcache_plugins.cli.bench.infinigen:main", "Time decode steps, and the parts of those of InfiniGen."
         ),
         "predict": LazyCommand("kvcache_plugins.cli.bench.predict:main", "Predict attention times from bytes."),
+        "machine-code": LazyCommand(
+            "kvcache_plugins.cli.bench.machine_code:main", "Count the machine code of decode attention."
+        ),
         "gpu": LazyCommand("kvcache_plugins.cli.bench.gpu:main", "Check and time all that wants a GPU."),
         "runahead": LazyCommand(
             "kvcache_plugins.cli.bench.runahead:main", "Time to first token of KV-Runahead, TSP and one rank."

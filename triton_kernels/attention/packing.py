@@ -1,0 +1,75 @@
+"""Where the codes of which channels lie in a token's bytes, as the kernels take them apart.
+
+Codes are packed by slabs of channels (`kvcache_plugins.ops.quantization`), 3 bits as a plane of 2 and a plane of 1. A
+kernel loads words of two bytes (of one where rows or slabs are odd) and takes a bit field of a word at a time: that is
+one code each of channels as far apart as words have bytes. All channels of a field share a group, so a row is loaded
+in pieces that no group's border cuts.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import triton
+
+
+# Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
+_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+# The smallest side of an operand of `tl.dot`
+_MIN_WORDS = 16
+# Of more at once registers would run out
+_MAX_PIECE = 32
+
+
+class Packing(NamedTuple):
+    """
+    How rows of codes are taken apart.
+
+    Args:
+        unit (`int`):
+            Bytes of a word, 1 or 2.
+        num_planes (`int`):
+            1, or 2 for 3 bits.
+        pieces (`tuple`):
+            What is loaded at once: (first byte, words, words of the block, plane, fields). A field is (shift to the
+            right, lowest bit after that, bits, shift within the code, first channel, group).
+    """
+
+    unit: int
+    num_planes: int
+    pieces: tuple[tuple[int, int, int, int, tuple[tuple[int, int, int, int, int, int], ...]], ...]
+
+
+@functools.cache
+def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -> Packing:
+    """
+    The packing of rows of codes.
+
+    Args:
+        head_dim, nbits (`int`):
+            Channels and bits a code.
+        channels_per_group (`int`):
+            Consecutive channels of a token that share a scale; `head_dim` if all do, or none.
+        is_even (`bool`):
+            Whether every row begins at an even address.
+    """
+    slabs = [-(-head_dim * width // 8) for width, _ in _PLANES[nbits]]
+    sizes = [math.gcd(slab, channels_per_group) if channels_per_group < head_dim else slab for slab in slabs]
+    unit = 2 if is_even and all(size % 2 == 0 for size in [*slabs, *sizes]) else 1
+    pieces = []
+    start = 0
+    for plane, ((width, shift), slab, size) in enumerate(zip(_PLANES[nbits], slabs, sizes, strict=True)):
+        while size > _MAX_PIECE and size % (2 * unit) == 0:
+            size //= 2
+        for first in range(0, slab, size):
+            fields = []
+            for byte in range(unit):
+                for bit in range(0, 8, width):
+                    channel = bit // width * slab + first + byte
+                    if channel < head_dim:
+                        fields.append((8 * byte, bit, width, shift, channel, channel // channels_per_group))
+            num_words = size // unit
+            block = max(_MIN_WORDS, triton.next_power_of_2(num_words))
+            pieces.append((start + first, num_words, block, plane, tuple(fields)))
+        start += slab
+    return Packing(unit, len(slabs), tuple(pieces))
