@@ -208,10 +208,10 @@ def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]
     places = [[index for index, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
     # Each kind once, then again: layers that share states of others come last
     kept = [each[turn] for turn in (0, 1) for each in places if turn < len(each)]
-    name = next(name for name in _LAYERS.split() if name in fields)
+    counts = {name: len(kept) for name in _LAYERS.split()[:1] if name in fields}
     lists = {
         name: [value[index] for index in kept]
         for name, value in fields.items()
         if isinstance(value, list) and len(value) == len(kinds)
     }
-    return {name: len(kept), **lists}
+    return counts | lists

@@ -8,11 +8,12 @@ by one.
     [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from kvcache_plugins.gear.compression import check_finite
+from kvcache_plugins.gear.dense_tiles import dense_tiles
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
@@ -33,7 +34,7 @@ from kvcache_plugins.ops.transform_coding.statistics import (
 
 from .config import TransformConfig
 from .layer_state import TransformLayerState
-from .storage import CodedBlock
+from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
 
@@ -63,6 +64,7 @@ class TransformLayer(PromptLayer):
         "chunks_compressed",
         "attend_calls",
         "fused_calls",
+        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -130,6 +132,19 @@ class TransformLayer(PromptLayer):
         valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
         moments = QueryMoments.of(query, self._shapes["keys"][1], self.layouts, valid)
         self._moments = moments if self._moments is None else self._moments.plus(moments)
+
+    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        self._count_written_out()
+        super().on_viewed_attention(attn_mask, is_causal=is_causal)
+
+    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        self._count_written_out()
+        super().on_weighted_sum(weights)
+
+    def _count_written_out(self) -> None:
+        """Of a first prompt attention is over exact states, whoever computes it."""
+        is_first = self._pending is not None and self._pending[0].shape[2] == self._length
+        self._counters["written_out_calls"] += bool(self.blocks) and not is_first
 
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CodedPart]:
         """Everything held, each token once, with its columns of the mask."""
@@ -274,18 +289,27 @@ class TransformLayer(PromptLayer):
         self.buffer.append(keys, values)
 
     def materialize(self, side: str) -> torch.Tensor:
-        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        if not self._length:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        shapes = {side: self.states_shape(side) for side in sides}
+        return dense_tiles(
+            sides,
+            shapes,
+            self.prefix,
+            self._tiled_blocks(),
+            self._exact_tail(),
+            self._exact_start,
+            self.dtype,
+            self.device,
+        )
+
+    def _tiled_blocks(self) -> Iterator[DecodableBlock]:
         for block in self.blocks:
             assert self.coder is not None
-            block.write_dense(side, self.coder, self.padding, dense)
-        # After the blocks: the first one may also span the places of these
-        if self.prefix is not None:
-            self.prefix.write_dense(side, dense)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            dense[:, :, position : position + length] = (keys if side == "keys" else values)[:, :, :length]
-            position += length
-        return dense
+            yield DecodableBlock(block, self.coder, self.padding)
 
     def _drop_newest(self, count: int) -> None:
         exact_start, length = self._exact_start, self._length - count
