@@ -6,7 +6,7 @@ The exact prefix stands where every item's own first tokens are: before the firs
 what the first block spans.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from .storage import ExactPrefix
 
 
+ShapeOf = Callable[[str], tuple[int, int, int, int]]
 Tiles = Iterator[tuple[slice, dict[str, torch.Tensor]]]
 
 
@@ -30,7 +31,7 @@ class TiledBlock(Protocol):
 
 def dense_tiles(
     sides: Collection[str],
-    shapes: dict[str, tuple[int, int, int, int]],
+    shape_of: ShapeOf,
     prefix: ExactPrefix | None,
     blocks: Iterable[TiledBlock],
     tail: Iterable[tuple[torch.Tensor, torch.Tensor, int]],
@@ -43,7 +44,7 @@ def dense_tiles(
 
     Args:
         sides (`Collection[str]`): which of `"keys"` and `"values"`.
-        shapes (`dict[str, tuple]`): by side, the shape of all its states.
+        shape_of (`Callable`): the shape of all states of a side.
         prefix (`ExactPrefix`, *optional*): the first tokens of every item.
         blocks (`Iterable[TiledBlock]`): what is compressed, in the order of its tokens.
         tail (`Iterable`): keys, values and their tokens in use, of what stands behind.
@@ -54,7 +55,7 @@ def dense_tiles(
     stop = 0 if prefix is None else prefix.stop()
     for block in blocks:
         if position < block.start:
-            yield slice(position, block.start), _before(sides, shapes, prefix, position, block.start, dtype, device)
+            yield slice(position, block.start), _before(sides, shape_of, prefix, position, block.start, dtype, device)
             position = block.start
         for tile in block.dense_tiles(sides):
             count = next(iter(tile.values())).shape[2]
@@ -64,7 +65,7 @@ def dense_tiles(
             yield slice(position, position + count), states
             position += count
     if position < exact_start:
-        yield slice(position, exact_start), _before(sides, shapes, prefix, position, exact_start, dtype, device)
+        yield slice(position, exact_start), _before(sides, shape_of, prefix, position, exact_start, dtype, device)
         position = exact_start
     for keys, values, length in tail:
         exact = {"keys": keys[:, :, :length], "values": values[:, :, :length]}
@@ -74,7 +75,7 @@ def dense_tiles(
 
 def _before(
     sides: Collection[str],
-    shapes: dict[str, tuple[int, int, int, int]],
+    shape_of: ShapeOf,
     prefix: ExactPrefix | None,
     start: int,
     stop: int,
@@ -84,7 +85,7 @@ def _before(
     """Tokens that are in no block: the prefix, and padding."""
     states = {}
     for side in sides:
-        batch_size, num_heads, _, head_dim = shapes[side]
+        batch_size, num_heads, _, head_dim = shape_of(side)
         states[side] = torch.zeros(batch_size, num_heads, stop - start, head_dim, dtype=dtype, device=device)
     _overlay(prefix, states, start)
     return states

@@ -97,19 +97,6 @@ class GEARLayer(PromptLayer):
         self.settle_prompt()
         return output
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
-        self._count_written_out()
-        super().on_viewed_attention(attn_mask, is_causal=is_causal)
-
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
-        self._count_written_out()
-        super().on_weighted_sum(weights)
-
-    def _count_written_out(self) -> None:
-        """Of a first prompt attention is over exact states, whoever computes it."""
-        is_first = self._pending is not None and self._pending[0].shape[2] == self._length
-        self._counters["written_out_calls"] += bool(self.blocks) and not is_first
-
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CompressedPart]:
         """Everything held, each token once, with its columns of the mask."""
         prefix = self.prefix
@@ -226,10 +213,9 @@ class GEARLayer(PromptLayer):
         return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        shapes = {side: self.states_shape(side) for side in sides}
-        return dense_tiles(
-            sides, shapes, self.prefix, self.blocks, self._exact_tail(), self._exact_start, self.dtype, self.device
-        )
+        blocks = self.blocks
+        held = self.prefix, blocks, self._exact_tail(), self._exact_start
+        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
 
     def _drop_newest(self, count: int) -> None:
         exact_start, length = self._exact_start, self._length - count

@@ -175,8 +175,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         layers = replace_full_attention(config, self._layer)
         if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(
-                "`model`: all of its layers attend to a window of tokens, which is small already: there is nothing to "
-                "offload"
+                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
             )
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(

@@ -230,13 +230,21 @@ class PromptLayer(LazyLayer):
         self.settle_prompt()
 
     def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        self._count_written_out()
         self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
 
     def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        self._count_written_out()
         if self._pending is not None and not self._mask_seen:
             self._learn_padding_of(weights)
         self.settle_prompt()
+
+    def _count_written_out(self) -> None:
+        """Of a first prompt attention is over exact states, whoever computes it."""
+        is_first = self._pending is not None and self._pending[0].shape[2] == self._length
+        if "written_out_calls" in self._counters and not is_first:
+            self._counters["written_out_calls"] += 1
 
     def _learn_padding_of(self, weights: torch.Tensor) -> None:
         """

@@ -68,7 +68,7 @@ class DecodableBlock:
     """A block with what its rows mean: the coder, and tokens at the start of every item that have no position."""
 
     block: CodedBlock
-    coder: RowCoder
+    coder: RowCoder | None
     padding: torch.Tensor | None
 
     @property
@@ -77,6 +77,7 @@ class DecodableBlock:
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both, tile by tile."""
+        assert self.coder is not None, "what is coded has a coder"
         return self.block.dense_tiles(sides, self.coder, self.padding)
 
 
