@@ -15,11 +15,11 @@ def has_own_layers(config: PreTrainedConfig) -> bool:
 
 def head_dims(config: PreTrainedConfig) -> set[int]:
     """The head dimensions that keys and values have in some layer; none where a config does not say."""
-    # Latent attention caches what is smaller than a head
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return set()
     dims = set()
     for layer in config.per_layer_config if has_own_layers(config) else [config]:
+        # Latent attention caches what is smaller than a head
+        if getattr(layer, "kv_lora_rank", None) is not None:
+            continue
         num_heads = getattr(layer, "num_attention_heads", None)
         dim = getattr(layer, "head_dim", None)
         if dim is None and num_heads:
