@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from kvcache_plugins.contract.families.table import render_families
+
 from .benchmark_tables import (
     render_decode,
     render_kernels,
@@ -53,6 +55,7 @@ def render_result(results: Path, name: str) -> str:
     kind = content.get("benchmark", "fidelity")
     tables = {
         "fidelity": render_fidelity,
+        "families": render_families,
         "memory": render_memory,
         "decode": render_decode,
         "kernels": render_kernels,

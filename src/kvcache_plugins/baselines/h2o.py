@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
-from kvcache_plugins.models.layer_types import replace_full_attention
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 

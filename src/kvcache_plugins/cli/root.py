@@ -19,6 +19,9 @@ class RootGroup(LazyGroup):
         "doctor": LazyCommand(
             "kvcache_plugins.cli.doctor:main", "Show versions, devices, kernels and models, and what is missing."
         ),
+        "models": LazyCommand(
+            "kvcache_plugins.cli.models:main", "Try caches on a tiny random model of every decoder family."
+        ),
         "generate": LazyCommand("kvcache_plugins.cli.generate:main", "Continue a prompt through a cache."),
         "compare": LazyCommand("kvcache_plugins.cli.compare:main", "Run several caches on one prompt, side by side."),
         "calibrate": LazyCommand(

@@ -11,8 +11,9 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.refusal import refusals
+from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
-from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
@@ -33,9 +34,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     Implements [GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
     LLM](https://huggingface.co/papers/2403.05527). The prompt is compressed right after its attention, decoded tokens
-    in chunks; nothing is compressed twice. Under `sdpa` attention the cache is read tile by tile and never made dense;
-    under any other implementation it is made dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors
-    and outliers in float16.
+    in chunks; nothing is compressed twice. Under `sdpa` attention, and where a model writes its attention out
+    (`eager`), the cache is read tile by tile and never made dense; under any other implementation it is made dense a
+    layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
@@ -178,8 +179,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         layers = replace_full_attention(config, lambda index: self._make_layer(index, config))
         if isinstance(self.gear_config, TransformConfig):
             return layers
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.gear_config.validate_head_dim(head_dim, head_dim)
+        for head_dim in sorted(head_dims(config)):
+            self.gear_config.validate_head_dim(head_dim, head_dim)
         return layers
 
     @property
@@ -196,8 +197,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
             (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
             them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
-            them by a fused kernel), `kernel_fallbacks` (those for which the kernel that was wanted could not be had),
-            `dense_reads` (times a side of a layer was made dense for something other than `sdpa`) and
+            them by a fused kernel), `written_out_calls` (attentions over compressed states that the model computes
+            itself, a tile of tokens at a time), `kernel_fallbacks` (those for which the kernel that was wanted could
+            not be had), `dense_reads` (times a side of a layer was made dense for something other than attention) and
             `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
             `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
         """

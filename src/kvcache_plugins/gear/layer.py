@@ -6,7 +6,7 @@ of `residual_length` are compressed at the *beginning* of the next update. A rol
 in assisted decoding, thus always finds its tokens exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -19,6 +19,7 @@ from kvcache_plugins.ops.parts import CompressedPart, DensePart
 
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
+from .dense_tiles import dense_tiles
 from .layer_state import GEARLayerState
 from .storage import CompressedBlock, ExactPrefix
 
@@ -57,6 +58,7 @@ class GEARLayer(PromptLayer):
         "fused_compressions",
         "attend_calls",
         "fused_calls",
+        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -206,18 +208,14 @@ class GEARLayer(PromptLayer):
         self.buffer.append(keys, values)
 
     def materialize(self, side: str) -> torch.Tensor:
-        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        for block in self.blocks:
-            block.write_dense(side, dense)
-        # After the blocks: the first one may also span the places of these
-        if self.prefix is not None:
-            self.prefix.write_dense(side, dense)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            states = keys if side == "keys" else values
-            dense[:, :, position : position + length] = states[:, :, :length]
-            position += length
-        return dense
+        if not self._length:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        blocks = self.blocks
+        held = self.prefix, blocks, self._exact_tail(), self._exact_start
+        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
 
     def _drop_newest(self, count: int) -> None:
         exact_start, length = self._exact_start, self._length - count

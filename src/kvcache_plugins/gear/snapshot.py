@@ -166,7 +166,9 @@ def _name_of(layer: CacheLayerMixin) -> str:
 
 
 def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer):
+    is_own = isinstance(layer, GEARLayer | TransformLayer)
+    keeps_more = is_own and (type(layer) not in (GEARLayer, TransformLayer) or layer.has_index)
+    if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     # A GEAR layer that all tokens were cropped from still counts what it did
     is_filled = layer.get_seq_length() > 0 if isinstance(layer, DynamicLayer) else layer.is_initialized

@@ -6,7 +6,7 @@ All of it is append-only. A block is either one prompt (one chunk) or a run of d
 by doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +77,14 @@ class CompressedBlock:
             self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
             self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
 
-    def write_dense(self, side: str, output: torch.Tensor) -> None:
-        """
-        Writes the dense states of one side (`"keys"`, `"values"`) to their positions in `output` `[B, H, tokens, D]`.
-        """
-        states: CompressedStates = getattr(self, side)
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
+        stored = {side: self.keys if side == "keys" else self.values for side in sides}
         for chunks, tokens in tile_slices(self.keys, self.num_chunks):
-            offset = chunks.start * self.chunk_length + tokens.start
-            tile = states.dequantize_tile(chunks, tokens)[:, :, : max(self.length - offset, 0)]
-            output[:, :, self.start + offset : self.start + offset + tile.shape[2]] = tile
+            left = self.length - chunks.start * self.chunk_length - tokens.start
+            if left <= 0:
+                return
+            yield {side: states.dequantize_tile(chunks, tokens)[:, :, :left] for side, states in stored.items()}
 
     def map(self, function: TensorFunction) -> None:
         """Replaces every stored tensor by `function` of it."""
@@ -174,11 +173,20 @@ class ExactPrefix:
         self.count = torch.minimum(self.count, (length - self.start).clamp(min=0))
         self.is_uniform = self.is_uniform and length >= self.num_slots
 
-    def write_dense(self, side: str, output: torch.Tensor) -> None:
-        """Writes the states of one side to their positions in `output` `[B, H, tokens, D]`."""
+    def stop(self) -> int:
+        """Position behind the last token of the item whose tokens end last. The host may have to wait for a device."""
+        return self.num_slots if self.is_uniform else int(self.end.max())
+
+    def write_dense(self, side: str, output: torch.Tensor, start: int = 0) -> None:
+        """Writes the states of one side to their places in `output` `[B, H, tokens, D]`, which begins at `start`."""
         states: torch.Tensor = getattr(self, side)
-        items, slots = self.in_use.nonzero(as_tuple=True)
-        output[items, :, self.positions[items, slots]] = states[items, :, slots].to(output.dtype)
+        if self.is_uniform:
+            tokens = states[:, :, start : start + output.shape[2]]
+            output[:, :, : tokens.shape[2]] = tokens
+            return
+        places = self.positions - start
+        items, slots = (self.in_use & (places >= 0) & (places < output.shape[2])).nonzero(as_tuple=True)
+        output[items, :, places[items, slots]] = states[items, :, slots].to(output.dtype)
 
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = function(self.keys), function(self.values)

@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.recurrent_states import HybridLayersMixin
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
@@ -25,14 +26,14 @@ from .attention_inputs import AttentionInputs
 from .calibration import Calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .exact_store import ExactStore
-from .hooks import Attachment, AttentionListener, attach, attachment_of
+from .hooks import Attachment, AttentionListener, attach, attachment_of, unknown_queries_warning
 from .layer import InfiniGenLayer
 from .position_check import check_positions
 from .prefetch import expected_staging_bytes, staging_bytes
 from .token_store import TokenStore
 
 
-class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
+class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     """
     A cache in host memory, of which every decode step fetches only the tokens that matter.
 
@@ -50,8 +51,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
 
     Args:
         model (`PreTrainedModel`):
-            The model that the cache is for: any decoder with query projections, itself or in a wrapper such as a
-            `PeftModel`.
+            The model that the cache is for: any decoder, itself or in a wrapper such as a `PeftModel`. Where it is
+            not known how a layer makes its queries, it chooses by its own, as with `speculate=False`, and a warning
+            says why.
         min_weight (`float`, *optional*, defaults to 0.5):
             Rule 1, the default: a token is fetched for a key/value head if its speculated attention weight, averaged
             over the query heads of the group, is at least this many times the weight it would have if all tokens
@@ -97,7 +99,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
             `sdpa`.
 
     Raises:
-        ValueError: if an option is out of range, or the model's queries are made in a way that is not known.
+        ValueError: if an option is out of range, or the model has no layers that could be offloaded.
 
     Example:
 
@@ -171,6 +173,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         config = model.config.get_text_config(decoder=True)
         self._full_layers = self._choose_full_layers(config.num_hidden_layers)
         layers = replace_full_attention(config, self._layer)
+        if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
+            raise ValueError(
+                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
+            )
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(
                 f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left "
@@ -182,7 +188,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         self._announced: int | None = None
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
-        attach(model, self)
+        attachment = attach(model, self)
+        reason = attachment.why_unknown()
+        if reason is not None and self.infinigen_config.speculate:
+            warnings.warn(unknown_queries_warning(reason), stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy needs the hooks as long as it is there itself
@@ -246,6 +255,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
+        if target not in attachment.projections:
+            return
         if target is None or not self._speculates or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
@@ -275,7 +286,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         announced, self._announced = self._announced, None
-        if announced != layer_idx and (self._model() is None or self._attachment is not None):
+        attachment = self._attachment
+        is_heard = attachment is not None and layer_idx in attachment.heard
+        if announced != layer_idx and (self._model() is None or is_heard):
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
@@ -348,8 +361,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         Counters over all offloaded layers. A GPU is waited for.
 
         Returns:
-            `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`; `tokens_cached` (tokens of the
-            sequence); and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of
+            `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`, of which tokens are chosen ahead
+            for `layers_speculating` and by a layer's own query for `layers_by_own_query`; `tokens_cached` (tokens of
+            the sequence); and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of
             those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything); on
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
@@ -368,4 +382,19 @@ class InfiniGenCache(AttentionListener, ReportingMixin, Cache):
         if self.infinigen_config.track_times:
             transfer = total["transfer_s"]
             total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
-        return {"num_layers": len(self.layers), "layers_offloaded": len(layers), **total}
+        speculating = self._num_speculating()
+        return {
+            "num_layers": len(self.layers),
+            "layers_offloaded": len(layers),
+            "layers_speculating": speculating,
+            "layers_by_own_query": len(layers) - speculating,
+            **total,
+        }
+
+    def _num_speculating(self) -> int:
+        attachment = self._attachment
+        if attachment is None or not self._speculates:
+            return 0
+        return sum(
+            source in attachment.heard and target in attachment.projections for source, target in self._targets.items()
+        )

@@ -14,6 +14,7 @@ after attention) hands the stream to attention itself, and the two are the same.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from .attention_inputs import AttentionInputs, ForwardNotes
 from .attention_modules import find_attention_modules
-from .queries import PositionEmbeddings, QueryProjection
+from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError
 
 
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
@@ -58,18 +59,19 @@ class Attachment:
         model (`PreTrainedModel`): any decoder.
 
     Attributes:
-        projections (`dict[int, QueryProjection]`): how every layer makes its queries.
+        projections (`dict[int, QueryProjection]`): how layers make their queries, where that is known.
+        unknown (`dict[int, str]`): why it is not, by layer; -1 stands for all.
         listeners (`weakref.WeakSet`): caches that were made for the model and not detached.
         checked (`set[int]`): layers whose queries were found to be the model's own.
-
-    Raises:
-        ValueError: if a layer's queries are made in a way that is not known.
+        heard (`frozenset[int]`): layers whose attention listeners are told of.
     """
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
-        modules = find_attention_modules(model)
-        self.projections = {index: QueryProjection(module, config) for index, module in modules.items()}
+        self.projections: dict[int, QueryProjection] = {}
+        self.unknown: dict[int, str] = {}
+        modules = self._known_modules(model)
+        self.heard = frozenset(modules)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
@@ -90,6 +92,24 @@ class Attachment:
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
                 self._handles.append(child.register_forward_hook(self._after_rotary, with_kwargs=True))
+
+    def _known_modules(self, model: PreTrainedModel) -> dict[int, nn.Module]:
+        """Attention modules by layer of which it is known how they make queries; notes why it is not of others."""
+        try:
+            found = find_attention_modules(model)
+        except ValueError as error:
+            self.unknown[-1] = str(error)
+            return {}
+        for index, module in found.items():
+            try:
+                self.projections[index] = QueryProjection(module, model.config)
+            except ValueError as error:
+                self.unknown[index] = str(error)
+        return {index: module for index, module in found.items() if index in self.projections}
+
+    def why_unknown(self) -> str | None:
+        """The first reason why the queries of a layer cannot be told ahead; `None` if those of all can."""
+        return next(iter(self.unknown.values()), None)
 
     def _detect_norm(self, index: int, attention: nn.Module, decoder: nn.Module) -> None:
         """Watches what stands beside an attention module until its norm is known."""
@@ -203,17 +223,27 @@ class Attachment:
 
     def check_once(self, index: int, inputs: AttentionInputs) -> Callable[[torch.Tensor], None] | None:
         """What compares a layer's queries `[B, num_heads, tokens, head_dim]` with its projection, unless it has."""
-        if index in self.checked:
+        if index in self.checked or index not in self.projections:
             return None
         embeddings = inputs.position_embeddings
         last = None if embeddings is None else (embeddings[0][:, -1:], embeddings[1][:, -1:])
         hidden_states = inputs.hidden_states[:, -1:].detach()
 
         def check(query: torch.Tensor) -> None:
-            self.projections[index].check(hidden_states, last, query[:, :, -1:])
+            try:
+                self.projections[index].check(hidden_states, last, query[:, :, -1:])
+            except UnknownQueriesError as error:
+                self._give_up(index, str(error))
             self.checked.add(index)
 
         return check
+
+    def _give_up(self, index: int, reason: str) -> None:
+        """Takes a layer's queries for unknown from now on."""
+        if not self.unknown:
+            warnings.warn(unknown_queries_warning(reason), stacklevel=2)
+        self.projections.pop(index, None)
+        self.unknown[index] = reason
 
     def detach(self, listener: AttentionListener) -> None:
         """Removes the hooks once no cache listens any more."""
@@ -233,6 +263,14 @@ class Attachment:
             for model, attachment in list(_ATTACHMENTS.items()):
                 if attachment is self:
                     del _ATTACHMENTS[model]
+
+
+def unknown_queries_warning(reason: str) -> str:
+    """What users are told of layers whose queries cannot be told ahead."""
+    return (
+        f"`model`: {reason}. Layers of this kind choose tokens by their own query, as with `speculate=False`: right, "
+        "and nothing is fetched ahead"
+    )
 
 
 def attach(model: PreTrainedModel, listener: AttentionListener) -> Attachment:

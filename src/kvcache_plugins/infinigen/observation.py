@@ -65,6 +65,10 @@ def observe(
     """Sends a window through the model, and its first tokens before: which modules norm is seen then."""
     learner, recorder = Recorder(model, lambda observation: None), Recorder(model, on_layer)
     attachment = attach(model, recorder)
+    reason = attachment.why_unknown()
+    if reason is not None:
+        attachment.detach(recorder)
+        raise ValueError(reason)
     attachment.keeps_streams = True
     try:
         for cache, count in ((learner, 2), (recorder, window.numel())):

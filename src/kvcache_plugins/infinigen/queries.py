@@ -38,6 +38,10 @@ _SCALES_QUERIES = {"opt"}
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 
+class UnknownQueriesError(ValueError):
+    """Attention was given other queries than a projection makes."""
+
+
 class QueryProjection:
     """
     Makes, from the input of an attention module, the queries that the module hands to
@@ -140,12 +144,15 @@ class QueryProjection:
             query (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): as attention got it.
 
         Raises:
-            ValueError: if the queries differ.
+            UnknownQueriesError: if the queries differ.
+            ValueError: if they hold NaN or infinity.
         """
         with torch.no_grad():
             own = self(hidden_states, position_embeddings)
         if own.shape != query.shape:
-            raise ValueError(f"queries of {self._name} have the shape {tuple(query.shape)}, not {tuple(own.shape)}")
+            raise UnknownQueriesError(
+                f"queries of {self._name} have the shape {tuple(query.shape)}, not {tuple(own.shape)}"
+            )
         tolerance = torch.finfo(query.dtype).eps ** 0.5
         query = query.detach().float()
         error = float((own.float() - query).norm() / query.norm())
@@ -153,7 +160,7 @@ class QueryProjection:
         if not error <= tolerance:
             if not bool(query.isfinite().all()):
                 raise ValueError(f"queries of {self._name} hold NaN or infinity: `reset` the cache")
-            raise ValueError(
+            raise UnknownQueriesError(
                 f"{self._name} makes its queries in a way that is not known: they differ from their projection, norm "
                 f"and rotary embedding by {error:.1e} of their size, and rounding explains {tolerance:.1e}"
             )

@@ -1,6 +1,7 @@
 """Bases of the cache layers: states that stay compressed until attention asks for them, and layers that hand them out.
 
-`lazy_states` has the tensor that attention gets and `lazy_layer` the base of layers that hand it out, `prompt_layer`
+`lazy_states` has the tensor that attention gets, `lazy_views` and `view_steps` what models do to it before, and
+`lazy_products` attention that is written out; `lazy_layer` is the base of layers that hand it out, `prompt_layer`
 the base of those that store a prompt only after it was attended to, `left_padding` what is known of a batch's padding,
 `residual_buffer` the newest tokens, exact.
 """

@@ -2,7 +2,8 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -39,6 +40,13 @@ class LazyLayer(CacheLayerMixin):
         # Whether autograd records the newest states
         self.has_gradients = False
 
+    def __getattr__(self, name: str) -> Any:
+        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
+        raise AttributeError(
+            f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
+            "their own: make the cache for the model's config, which says whether it can be used"
+        )
+
     @abstractmethod
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
@@ -63,6 +71,19 @@ class LazyLayer(CacheLayerMixin):
         """
         All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype.
         """
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+        """
+        Sides as `materialize` has them, some tokens at a time and all of them in order: where attention is written
+        out, or over views. A layer that need not make them whole overrides this; here they are, and that is counted.
+
+        Yields:
+            Which tokens, and by side their states `[batch_size, num_heads, tokens, head_dim]` in the layer's dtype.
+        """
+        whole = {side: self.materialize(side) for side in sides}
+        for side in whole:
+            self.on_dense_read(side)
+        yield slice(0, self.get_seq_length()), whole
 
     @abstractmethod
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -98,6 +119,18 @@ class LazyLayer(CacheLayerMixin):
         """
         Called after attention over exact states that `update` handed out: the place to store them, queries and mask
         being known. The arguments are those of `attend`.
+        """
+
+    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        """Called after attention over views of the states, whose queries are not the layer's."""
+
+    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        """
+        Called after attention that is written out has multiplied its weights with the values.
+
+        Args:
+            weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, however the model has laid out
+                items and heads.
         """
 
     def on_dense_read(self, side: str) -> None:

@@ -2,67 +2,53 @@
 
 `Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back
 dense tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device
-but only refers to its layer.
+but only refers to its layer. It is asked through two doors:
 
 - Given to `torch.nn.functional.scaled_dot_product_attention`, it calls the layer's `attend`: nothing is made dense.
-- The three steps by which Transformers repeats grouped key/value heads (index with `None`, expand, reshape) are
-  carried along as a view.
-- Anything else (eager or flash attention, a user's own code) gets the dense tensor: right, and slower.
+- Where attention is written out, as softcaps, sinks and biases need it, the product with keys is the scores, and the
+  product of weights with values their sum, made a tile of tokens at a time: see `lazy_products`.
+
+What models do to states on the way (transposing, repeating heads, splitting, projecting) is carried along as a view,
+see `view_steps`. Anything else (flash attention, a user's own code) gets the dense tensor: right, and slower.
 
 What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is the base of every layer that does.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from .gradients import without_gradients
+from .lazy_products import ADDING, FACTORS, attend_views, multiply
+from .lazy_views import Blank, BlankPart, Step, StoredSide, View
+from .states_source import StatesSource
+from .view_steps import Layout, TokenStep, find_steps
 
 
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
-class StatesSource(Protocol):
-    """What lazy states ask of the layer that they belong to; see `LazyLayer`, which says what each is."""
-
-    has_gradients: bool
-
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        """Attention of `query` over everything the layer holds."""
-
-    def materialize(self, side: str) -> torch.Tensor:
-        """All `"keys"` or `"values"`, dense."""
-
-    def lazy_length(self) -> int:
-        """Tokens that the newest lazy states report."""
-
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        """Called after attention over exact states."""
-
-    def on_dense_read(self, side: str) -> None:
-        """Called when something other than attention has made one side dense."""
-
-
 class LazyStates(torch.Tensor):
     """
-    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, that become dense only when something
-    needs them to.
+    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, or a view of them, that become dense only
+    when something needs them to.
 
     Attributes:
         layer (`StatesSource`): the layer they belong to.
-        side (`str`): `"keys"` or `"values"`.
+        origin (`View`): what they are of what the layer stores.
+        token_dim (`int`): the dimension that tokens are in.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
             compression).
-        num_repeats (`int`): how many query heads each head has been expanded to.
+        num_repeats (`int`): how many query heads each head has been expanded to; 0 if these are no longer what the
+            layer's `attend` is over.
     """
 
     layer: StatesSource
-    side: str
+    origin: View
+    token_dim: int
     exact: torch.Tensor | None
     num_repeats: int
     _size: torch.Size
@@ -71,15 +57,17 @@ class LazyStates(torch.Tensor):
     def __new__(
         cls,
         layer: StatesSource,
-        side: str,
+        origin: str | View,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         exact: torch.Tensor | None = None,
         num_repeats: int = 1,
+        token_dim: int = 2,
     ) -> "LazyStates":
         states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
-        states.layer, states.side, states.exact, states.num_repeats = layer, side, exact, num_repeats
+        states.origin = StoredSide(origin) if isinstance(origin, str) else origin
+        states.layer, states.exact, states.num_repeats, states.token_dim = layer, exact, num_repeats, token_dim
         states._size = torch.Size(shape)
         return states
 
@@ -91,27 +79,45 @@ class LazyStates(torch.Tensor):
         """As any tensor's; models ask for it several times a layer, so it does not go through `__torch_function__`."""
         return self._size
 
-    def view_as_repeated(self, shape: tuple[int, ...], num_repeats: int) -> "LazyStates":
-        """The same states under another shape of the head dimensions."""
+    @property
+    def num_tokens(self) -> int:
+        return self._size[self.token_dim]
+
+    def layout(self) -> Layout:
+        """What steps ask of them."""
         with torch._C.DisableTorchFunctionSubclass():
-            return LazyStates(self.layer, self.side, shape, self.dtype, self.device, self.exact, num_repeats)
+            return Layout(tuple(self._size), self.dtype, self.device, self.token_dim)
+
+    def seen_through(self, step: TokenStep, origin: View | None = None) -> "LazyStates":
+        """What a step makes of them; its view can be given."""
+        layout = self.layout()
+        exact = None if self.exact is None else step.function(self.exact)
+        shape, dtype = step.shape, layout.dtype
+        if exact is not None:
+            shape, dtype = tuple(exact.shape), exact.dtype
+        elif shape is None:
+            seen = step.function(torch.empty(layout.shape, dtype=dtype, device="meta"))
+            shape, dtype = tuple(seen.shape), seen.dtype
+        view = Step(step.function, self.origin) if origin is None else origin
+        return LazyStates(self.layer, view, shape, dtype, layout.device, exact, 0, step.token_dim)
 
     def densify(self) -> torch.Tensor:
         """The dense states, in the shape reported."""
-        shape = tuple(self._size)
-        dense = self.exact if self.exact is not None else self.layer.materialize(self.side)
-        if dense.shape[2] < shape[-2]:
+        if self.exact is not None:
+            return self.exact
+        sides = sorted(self.origin.sides)
+        dense = self.origin.of({side: self._newest(self.layer.materialize(side)) for side in sides})
+        return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
+
+    def _newest(self, dense: torch.Tensor) -> torch.Tensor:
+        if dense.shape[2] < self.num_tokens:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
-        dense = dense[:, :, : shape[-2]]
-        if self.exact is None and self.layer.has_gradients and torch.is_grad_enabled():
-            dense = _without_gradients(dense)
-        if len(shape) == 5:
-            return dense.unsqueeze(2).expand(shape)
-        return dense if self.num_repeats == 1 else dense.repeat_interleave(self.num_repeats, dim=1)
+        return dense[:, :, : self.num_tokens]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"LazyStates({self.side}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
+            sides = " and ".join(sorted(self.origin.sides))
+            return f"LazyStates({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
     @torch.compiler.disable
@@ -125,14 +131,22 @@ class LazyStates(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _scaled_dot_product_attention(*args, **kwargs)
-        handler = _LAZY_FUNCTIONS.get(func)
-        if handler is not None and isinstance(args[0], LazyStates):
-            result = handler(*args, **kwargs)
-            if result is not None:
-                return result
+        if func in FACTORS or func in ADDING:
+            product = _product(func, args, kwargs)
+            if product is not None:
+                return product
+        elif isinstance(args[0], LazyStates):
+            seen = _see(func, args[0], args[1:], kwargs)
+            if seen is not None:
+                return seen
+        elif func in _JOINING:
+            joined = _join(args[0], **kwargs) if len(args) == 1 else _join(*args, **kwargs)
+            if joined is not None:
+                return joined
         if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        _refuse_writing(func, args)
         return func(*_densify(args), **_densify(kwargs))
 
     @classmethod
@@ -157,7 +171,8 @@ def _densify(value: Any) -> Any:
     """`value` with every lazy tensor in it made dense, and the layers told so."""
     if isinstance(value, LazyStates):
         dense = value.densify()
-        value.layer.on_dense_read(value.side)
+        for side in sorted(value.origin.sides):
+            value.layer.on_dense_read(side)
         return dense
     if isinstance(value, (list, tuple)):
         return type(value)(_densify(item) for item in value)
@@ -166,18 +181,14 @@ def _densify(value: Any) -> Any:
     return value
 
 
-def _without_gradients(states: torch.Tensor) -> torch.Tensor:
-    """`states` for a forward pass that autograd records. A backward pass to them raises."""
-    states = states.detach().requires_grad_()
-    states.register_hook(_refuse_gradients)
-    return states
-
-
-def _refuse_gradients(gradient: torch.Tensor) -> None:
-    raise NotImplementedError(
-        "gradients do not flow through what a cache has stored: only the first forward through an empty one is exact. "
-        "Train without `past_key_values`, or with a `DynamicCache`"
-    )
+def _refuse_writing(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """What is written into a dense copy would be lost."""
+    name = func.__name__
+    is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if is_writing and args and isinstance(args[0], LazyStates) and args[0].exact is None:
+        raise NotImplementedError(
+            f"the model writes into the keys or values that a cache returned (`{name}`), which are stored compressed"
+        )
 
 
 def _scaled_dot_product_attention(
@@ -193,68 +204,152 @@ def _scaled_dot_product_attention(
     """
     The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
     """
-    options: dict[str, Any] = {
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-        "enable_gqa": enable_gqa,
-    }
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
-        layer = key.layer if key.layer is value.layer else None
-        if layer is not None and key.exact is not None:
-            dense = key.densify(), value.densify()
-            output = F.scaled_dot_product_attention(query, *dense, attn_mask=attn_mask, **options)
-            layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
+        output = None
+        if key.layer is value.layer:
+            is_stored = key.num_repeats > 0 and value.num_repeats > 0
+            output = (_attend if is_stored else attend_views)(query, key, value, attn_mask, **options)
+        if output is not None:
             return output
-        if layer is not None and key.shape[-2] == layer.lazy_length():
-            with torch.no_grad():
-                output = layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
-            return _without_gradients(output) if torch.is_grad_enabled() and query.requires_grad else output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
-def _lazy_getitem(states: LazyStates, index: Any) -> LazyStates | None:
-    if states.dim() == 4 and states.num_repeats == 1 and isinstance(index, tuple) and index == _REPEAT_INDEX:
-        batch_size, num_heads, length, head_dim = states.shape
-        return states.view_as_repeated((batch_size, num_heads, 1, length, head_dim), 1)
-    return None
+def _attend(
+    query: torch.Tensor,
+    key: LazyStates,
+    value: LazyStates,
+    attn_mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """Attention over what a layer stores; `None` if these are not its newest states."""
+    layer = key.layer
+    if key.exact is not None and value.exact is not None:
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        output = F.scaled_dot_product_attention(query, key.exact, value.exact, attn_mask=attn_mask, **options)
+        layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
+        return output
+    if key.num_tokens != layer.lazy_length():
+        return None
+    with torch.no_grad():
+        output = layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+    return without_gradients(output) if torch.is_grad_enabled() and query.requires_grad else output
 
 
-def _lazy_expand(states: LazyStates, *sizes: Any) -> LazyStates | None:
-    target = tuple(sizes[0]) if len(sizes) == 1 else sizes
-    shape = tuple(states.shape)
-    if len(shape) == len(target) == 5 and shape[2] == 1 and target[:2] == shape[:2] and target[3:] == shape[3:]:
-        return states.view_as_repeated(target, target[2])
-    return None
+def _product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A product of attention; `None` if it is another."""
+    if func in ADDING:
+        return _adding_product(*args, **kwargs)
+    left, right = FACTORS[func](*args, **kwargs)
+    if isinstance(left, LazyStates) or not isinstance(right, LazyStates):
+        return None
+    return multiply(left, right)
 
 
-def _lazy_reshape(states: LazyStates, *sizes: Any) -> LazyStates | None:
-    target = tuple(sizes[0]) if len(sizes) == 1 else sizes
-    shape = tuple(states.shape)
-    if len(shape) == 5 and target == (shape[0], shape[1] * shape[2], shape[3], shape[4]):
-        return states.view_as_repeated(target, states.num_repeats)
-    return None
+def _adding_product(
+    bias: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor | None:
+    if isinstance(batch1, LazyStates) or not isinstance(batch2, LazyStates):
+        return None
+    product = multiply(batch1, batch2)
+    if product is None:
+        return None
+    product = product * alpha
+    # As PyTorch: what is multiplied by 0 may be anything
+    return product if beta == 0 else product + beta * bias
 
 
-def _lazy_contiguous(states: LazyStates) -> LazyStates:
-    return states
+def _see(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation that leaves every token by itself makes of states; `None` if it is another."""
+    if func is torch.Tensor.new_empty:
+        return _new_empty(states, *args, **kwargs)
+    if func is torch.Tensor.copy_:
+        return _copy_into(states, *args)
+    if any(isinstance(each, LazyStates) for each in (*args, *kwargs.values())):
+        return None
+    steps = find_steps(func, states.layout(), args, kwargs)
+    if isinstance(steps, list):
+        return tuple(states.seen_through(step) for step in steps)
+    return None if steps is None else _seen_once(func, states, args, steps)
 
 
-def _lazy_to(states: LazyStates, *args: Any, **kwargs: Any) -> LazyStates | None:
-    unchanged = not kwargs and len(args) == 1 and args[0] in (states.dtype, states.device)
-    return states if unchanged else None
+def _seen_once(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], step: TokenStep) -> LazyStates:
+    if isinstance(states.origin, Blank) and func is torch.Tensor.__getitem__:
+        return states.seen_through(step, BlankPart(states.origin, args[0]))
+    seen = states.seen_through(step)
+    if seen.shape == states.shape and seen.dtype == states.layout().dtype and func in _KEEPING:
+        return states
+    seen.num_repeats = _num_repeats(func, states, args, seen)
+    return seen
 
 
-_LAZY_FUNCTIONS: dict[Callable[..., Any], Callable[..., LazyStates | None]] = {
-    torch.Tensor.__getitem__: _lazy_getitem,
-    torch.Tensor.expand: _lazy_expand,
-    torch.Tensor.reshape: _lazy_reshape,
-    torch.Tensor.contiguous: _lazy_contiguous,
-    torch.Tensor.to: _lazy_to,
-}
+def _num_repeats(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], seen: LazyStates) -> int:
+    """
+    To how many query heads each head is expanded now. The three steps by which Transformers repeats grouped heads
+    (index with `None`, expand, reshape) leave what the layer attends to; others do not.
+    """
+    before, after = tuple(states.shape), tuple(seen.shape)
+    if states.num_repeats == 0:
+        return 0
+    if func is torch.Tensor.__getitem__:
+        return int(len(before) == 4 and states.num_repeats == 1 and args[0] == _REPEAT_INDEX)
+    if func is torch.Tensor.expand and len(before) == len(after) == 5 and before[2] == 1:
+        return after[2] if after[:2] == before[:2] and after[3:] == before[3:] else 0
+    if func is torch.Tensor.reshape and len(before) == 5:
+        return states.num_repeats if after == (before[0], before[1] * before[2], *before[3:]) else 0
+    return 0
+
+
+def _new_empty(states: LazyStates, *sizes: Any, **options: Any) -> LazyStates | None:
+    """Room for what is made of the same tokens."""
+    shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    layout = states.layout()
+    if options or len(shape) <= layout.token_dim or shape[layout.token_dim] != layout.num_tokens:
+        return None
+    exact = None if states.exact is None else states.exact.new_empty(shape)
+    blank = Blank(shape, layout.token_dim, layout.dtype, layout.device)
+    return LazyStates(states.layer, blank, shape, layout.dtype, layout.device, exact, 0, layout.token_dim)
+
+
+def _copy_into(room: LazyStates, source: torch.Tensor) -> LazyStates | None:
+    if not isinstance(source, LazyStates) or not isinstance(room.origin, BlankPart) or source.layer is not room.layer:
+        return None
+    if room.exact is not None:
+        room.exact.copy_(source.densify())
+    room.origin.copy_(source.origin)
+    return room
+
+
+def _join(parts: Any, dim: int = 0) -> LazyStates | None:
+    """States of one layer side by side, not one after another."""
+    first = parts[0]
+    if not all(isinstance(part, LazyStates) and part.layer is first.layer for part in parts):
+        return None
+    layouts = [part.layout() for part in parts]
+    if len({(each.token_dim, each.num_tokens, each.dtype) for each in layouts}) > 1:
+        return None
+    place = dim % len(layouts[0].shape)
+    if place == first.token_dim:
+        return None
+    has_exact = all(part.exact is not None for part in parts)
+    if not has_exact and any(part.exact is not None for part in parts):
+        return None
+    shape = list(layouts[0].shape)
+    shape[place] = sum(each.shape[place] for each in layouts)
+    exact = torch.cat([part.exact for part in parts], dim=place) if has_exact else None
+    view = Step(lambda *tiles: torch.cat(tiles, dim=place), *(part.origin for part in parts))
+    return LazyStates(first.layer, view, tuple(shape), layouts[0].dtype, layouts[0].device, exact, 0, first.token_dim)
+
+
+# What changes nothing of states that are in the right form already
+_KEEPING = {torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.float, torch.Tensor.detach}
+_JOINING = {torch.cat, torch.concat}
 _METADATA_FUNCTIONS = {
     torch.Tensor.size,
     torch.Tensor.dim,

@@ -10,12 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from kvcache_plugins.models.layer_config import has_own_layers
 
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
+from .recurrent_states import HybridLayersMixin
 
 
-class ModelMatchMixin(Cache):
+class ModelMatchMixin(HybridLayersMixin):
     """
     Mixed into a cache of `PromptLayer`s, before `Cache`.
 
@@ -51,6 +54,38 @@ class ModelMatchMixin(Cache):
         if held is not None:
             self._given[layer_idx] = held, key_states.shape[2]
         return states
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As `Cache.get_conv_state`; a `ValueError` if the cache knows of no such layers."""
+        self._check_knows_layers(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Cache.update_conv_state`; a `ValueError` if the cache knows of no such layers."""
+        self._check_knows_layers(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As `Cache.update_recurrent_state`; a `ValueError` if the cache knows of no such layers."""
+        self._check_knows_layers(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As `Cache.update_indexer`, before `update` of the same layer."""
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
+            self.layers.append(self.layer_class_to_replicate())
+        states: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
+        return states
+
+    def _check_knows_layers(self, layer_idx: int) -> None:
+        if self.layer_class_to_replicate is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"layer {layer_idx} of the model keeps states of a convolution or recurrence, which a cache has to be "
+                f"told of when it is made: write `{name}(model.config)` instead of `{name}()`"
+            )
 
     def reset(self) -> None:
         super().reset()
@@ -92,7 +127,9 @@ class ModelMatchMixin(Cache):
         num_heads = key_states.shape[1]
         # Ranks of tensor parallelism have a part of the heads each
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if self.expected_heads and num_heads not in self.expected_heads and is_alone:
+        # Windowed layers may have other heads, which no field of the config names
+        is_ours = self._num_held(layer_idx) is not None
+        if self.expected_heads and num_heads not in self.expected_heads and is_alone and is_ours:
             listed = " or ".join(map(str, sorted(self.expected_heads)))
             raise ValueError(
                 f"the cache was made for a model of {listed} key/value heads, but layer {layer_idx} of the one that "
@@ -115,8 +152,10 @@ def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
     if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
         return frozenset()
     heads: set[int] = set()
-    for name, value in fields.items():
-        # Some models name other numbers for some of their layers
-        if "key_value_heads" in name or "kv_heads" in name:
-            heads.update(each for each in (value if isinstance(value, list | tuple) else [value]) if each)
+    layers = config.per_layer_config if has_own_layers(config) else ()
+    for each_fields in (fields, *(layer.to_dict() for layer in layers)):
+        for name, value in each_fields.items():
+            # Some models name other numbers for some of their layers
+            if "key_value_heads" in name or "kv_heads" in name:
+                heads.update(each for each in (value if isinstance(value, list | tuple) else [value]) if each)
     return frozenset(heads)

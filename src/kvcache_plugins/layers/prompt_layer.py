@@ -13,6 +13,7 @@ import torch
 
 from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 
+from .index_states import IndexStates
 from .lazy_layer import LazyLayer
 from .lazy_states import LazyStates
 from .left_padding import LeftPadding
@@ -51,6 +52,8 @@ class PromptLayer(LazyLayer):
         # An update that is stored as soon as attention has seen it
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
+        # Of indexed sparse attention
+        self._index = IndexStates()
         self.padding = None
         self._mask_seen = False
         self._length = 0
@@ -166,6 +169,33 @@ class PromptLayer(LazyLayer):
         """All keys and values, where they are exact and at hand: plain attention over them costs least."""
         return None
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """
+        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
+
+        Args:
+            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
+        """
+        return self._index.append(indexer_key_states)
+
+    # The name that one family has for it
+    update_index = update_indexer
+
+    @property
+    def has_index(self) -> bool:
+        """Whether it holds keys of an indexer."""
+        return self._index.keys is not None
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
+        positions = self._index.positions
+        return None if positions is None else positions.movedim(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: torch.Tensor | None) -> None:
+        self._index.positions = None if position_ids is None else position_ids.movedim(1, 0)
+
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
 
@@ -198,6 +228,41 @@ class PromptLayer(LazyLayer):
     ) -> None:
         self._learn_padding(attn_mask)
         self.settle_prompt()
+
+    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        self._count_written_out()
+        self._learn_padding(None if is_causal else attn_mask)
+        self.settle_prompt()
+
+    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        self._count_written_out()
+        if self._pending is not None and not self._mask_seen:
+            self._learn_padding_of(weights)
+        self.settle_prompt()
+
+    def _count_written_out(self) -> None:
+        """Of a first prompt attention is over exact states, whoever computes it."""
+        is_first = self._pending is not None and self._pending[0].shape[2] == self._length
+        if "written_out_calls" in self._counters and not is_first:
+            self._counters["written_out_calls"] += 1
+
+    def _learn_padding_of(self, weights: torch.Tensor) -> None:
+        """
+        Tells the left padding of a first prompt by its weights: all is hidden from rows of padding alike, so they
+        attend to nothing, or to everything in equal shares, what comes after them included.
+        """
+        length = self._length
+        is_square = weights.dim() >= 3 and weights.shape[-2:] == (length, length)
+        if length < 2 or not is_square or weights.numel() % (self.batch_size * length * length):
+            return
+        weights = weights.detach().reshape(self.batch_size, -1, length, length)
+        own, last = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1]  # [B, H, T]
+        is_real = ~((own == last) | own.isnan()).all(dim=1)
+        is_real[:, -1] = True
+        padding = (is_real.cumsum(dim=1) == 0).sum(dim=1)
+        self._mask_seen = True
+        if bool(padding.any()):
+            self.padding = padding
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True
@@ -253,11 +318,13 @@ class PromptLayer(LazyLayer):
             self._counters, self.dense_reads = counters, reads
             return
         self._drop_newest(count)
+        self._index.drop_last(count)
         self._length -= count
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.settle_prompt()
         self._map_stored(function)
+        self._index.map(function)
         if self.padding is not None:
             self.padding = function(self.padding)
         for _, tensor in self.named_tensors():
@@ -267,13 +334,16 @@ class PromptLayer(LazyLayer):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.settle_prompt()
         yield from self._stored_tensors()
+        yield from (("indexer", tensor) for tensor in self._index.tensors())
         if self.padding is not None:
             yield "index", self.padding
 
     def num_values(self) -> int:
         if not self.is_initialized:
             return 0
-        return sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in map(self.states_shape, ("keys", "values")))
+        indexed = 0 if self._index.keys is None else self._index.keys.numel()
+        shapes = map(self.states_shape, ("keys", "values"))
+        return indexed + sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         _, num_heads, _, head_dim = self._shapes[side]

@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .layer_config import layer_config
+
 
 # Whose frequencies do not depend on how long a text is
 _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
@@ -22,6 +24,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
     Returns:
         `tuple[float, ...]`, or `None` where the config has none or they depend on the length of the text.
     """
+    config = layer_config(config, layer_idx)
     parameters, layer_type = getattr(config, "rope_parameters", None), None
     layer_types = getattr(config, "layer_types", None)
     if isinstance(parameters, dict) and layer_types and layer_types[layer_idx] in parameters:

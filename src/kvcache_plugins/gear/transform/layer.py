@@ -8,11 +8,12 @@ by one.
     [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from kvcache_plugins.gear.compression import check_finite
+from kvcache_plugins.gear.dense_tiles import dense_tiles
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
@@ -33,7 +34,7 @@ from kvcache_plugins.ops.transform_coding.statistics import (
 
 from .config import TransformConfig
 from .layer_state import TransformLayerState
-from .storage import CodedBlock
+from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
 
@@ -63,6 +64,7 @@ class TransformLayer(PromptLayer):
         "chunks_compressed",
         "attend_calls",
         "fused_calls",
+        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -274,18 +276,14 @@ class TransformLayer(PromptLayer):
         self.buffer.append(keys, values)
 
     def materialize(self, side: str) -> torch.Tensor:
-        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        for block in self.blocks:
-            assert self.coder is not None
-            block.write_dense(side, self.coder, self.padding, dense)
-        # After the blocks: the first one may also span the places of these
-        if self.prefix is not None:
-            self.prefix.write_dense(side, dense)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            dense[:, :, position : position + length] = (keys if side == "keys" else values)[:, :, :length]
-            position += length
-        return dense
+        if not self._length:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        blocks = [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
+        held = self.prefix, blocks, self._exact_tail(), self._exact_start
+        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
 
     def _drop_newest(self, count: int) -> None:
         exact_start, length = self._exact_start, self._length - count

@@ -1,11 +1,11 @@
 """Rows of bytes of consecutive tokens, with room to grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.transform_coding.parts import RowCoder
+from kvcache_plugins.ops.transform_coding.parts import TILE_TOKENS, RowCoder
 
 
 # Share of the rows held that capacity grows by
@@ -45,17 +45,40 @@ class CodedBlock:
         self.keys, self.values = (_resized(rows, length, length) for rows in (self.keys, self.values))
         self.length = length
 
-    def write_dense(self, side: str, coder: RowCoder, padding: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Writes the dense states of one side to their places in `output` `[B, H, tokens, D]`."""
-        if side == "keys":
-            states = coder.decode_keys(self.keys[:, :, : self.length], self.start, padding)
-        else:
-            states = coder.decode_values(self.values[:, :, : self.length])
-        output[:, :, self.start : self.stop] = states
+    def dense_tiles(
+        self, sides: Collection[str], coder: RowCoder, padding: torch.Tensor | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
+        for first in range(0, self.length, TILE_TOKENS):
+            rows = slice(first, min(first + TILE_TOKENS, self.length))
+            tile = {}
+            if "keys" in sides:
+                tile["keys"] = coder.decode_keys(self.keys[:, :, rows], self.start + first, padding)
+            if "values" in sides:
+                tile["values"] = coder.decode_values(self.values[:, :, rows])
+            yield tile
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it."""
         self.keys, self.values = function(self.keys), function(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodableBlock:
+    """A block with what its rows mean: the coder, and tokens at the start of every item that have no position."""
+
+    block: CodedBlock
+    coder: RowCoder | None
+    padding: torch.Tensor | None
+
+    @property
+    def start(self) -> int:
+        return self.block.start
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """The dense states of `"keys"`, `"values"` or both, tile by tile."""
+        assert self.coder is not None, "what is coded has a coder"
+        return self.block.dense_tiles(sides, self.coder, self.padding)
 
 
 def _resized(rows: torch.Tensor, used: int, capacity: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .statistics import Angles
 
 
 # Dense float32 values of one tile stay within the processor's caches
-_TILE_TOKENS = 1024
+TILE_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,8 @@ class CodedPart:
 
     def tiles(self) -> Iterator[DensePart]:
         """The same tile by tile, dense in float32."""
-        for first in range(0, self.length, _TILE_TOKENS):
-            last = min(first + _TILE_TOKENS, self.length)
+        for first in range(0, self.length, TILE_TOKENS):
+            last = min(first + TILE_TOKENS, self.length)
             keys = self.coder.decode_keys(self.keys[:, :, first:last], self.start + first, self.padding)
             values = self.coder.decode_values(self.values[:, :, first:last])
             yield DensePart(keys, values, last - first, slice_mask(self.mask, first, last))

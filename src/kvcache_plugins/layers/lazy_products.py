@@ -1,0 +1,165 @@
+"""Attention that is written out, over lazy states: products with keys and with values, a tile of tokens at a time.
+
+The scores are as large as the model wants them, `[..., queries, tokens]`; keys and values are dense for one tile only.
+What the model does between the two products (softcaps, sinks, biases, masks, softmax, dropout) it does itself, on
+plain tensors.
+
+Products with exact states, as of a prompt, are the dense ones.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.online_softmax import OnlineAttention
+
+from .gradients import without_gradients
+from .lazy_views import View
+from .states_source import StatesSource
+
+
+class ViewedStates(Protocol):
+    """What products ask of lazy states; see `LazyStates`."""
+
+    layer: StatesSource
+    origin: View
+    token_dim: int
+    exact: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the model sees them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the model sees them."""
+
+
+def multiply(left: torch.Tensor, states: ViewedStates) -> torch.Tensor | None:
+    """
+    `left @ states`.
+
+    Args:
+        left (`torch.Tensor` of shape `[..., queries, channels or tokens]`): queries or weights.
+        states (`ViewedStates` of shape `[..., channels, tokens]` or `[..., tokens, channels]`): keys or values.
+
+    Returns:
+        `torch.Tensor`, or `None` if it is no product of attention.
+    """
+    num_dims = len(states.shape)
+    if num_dims < 3 or left.dim() < 2 or states.token_dim < num_dims - 2 or not _is_newest(states):
+        return None
+    is_sum = states.token_dim == num_dims - 2
+    if states.exact is not None:
+        product = torch.matmul(left, states.exact)
+    else:
+        with torch.no_grad():
+            product = _weighted_sum(left, states) if is_sum else _scores(left, states)
+        if torch.is_grad_enabled() and left.requires_grad:
+            product = without_gradients(product)
+    if is_sum:
+        states.layer.on_weighted_sum(left)
+    return product
+
+
+def _is_newest(states: ViewedStates) -> bool:
+    return states.exact is not None or states.shape[states.token_dim] == states.layer.lazy_length()
+
+
+def _tiles(states: ViewedStates) -> Iterator[tuple[slice, torch.Tensor]]:
+    for tokens, tile in states.layer.dense_tiles(states.origin.sides):
+        yield tokens, states.origin.of(tile)
+
+
+def _scores(query: torch.Tensor, keys: ViewedStates) -> torch.Tensor:
+    return torch.cat([torch.matmul(query, tile) for _, tile in _tiles(keys)], dim=-1)
+
+
+def _weighted_sum(weights: torch.Tensor, values: ViewedStates) -> torch.Tensor:
+    total: torch.Tensor | None = None
+    for tokens, tile in _tiles(values):
+        # Not in less than float32: sums of tiles would be rounded once for each
+        part = torch.matmul(weights[..., tokens].float(), tile.float())
+        total = part if total is None else total.add_(part)
+    assert total is not None, "nothing is stored"
+    return total.to(weights.dtype)
+
+
+def attend_views(
+    query: torch.Tensor,
+    keys: ViewedStates,
+    values: ViewedStates,
+    attn_mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """
+    `scaled_dot_product_attention` over views of one layer's states, such as latent ones that have been projected.
+
+    Returns:
+        `torch.Tensor`, or `None` if the views are not of shape `[batch_size, heads, tokens, channels]`.
+    """
+    is_four = len(keys.shape) == len(values.shape) == query.dim() == 4
+    if not is_four or keys.token_dim != 2 or values.token_dim != 2 or not _is_newest(keys) or not _is_newest(values):
+        return None
+    if keys.exact is not None and values.exact is not None:
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        output = F.scaled_dot_product_attention(query, keys.exact, values.exact, attn_mask=attn_mask, **options)
+    elif keys.exact is not None or values.exact is not None or keys.shape[1] != values.shape[1]:
+        return None
+    else:
+        with torch.no_grad():
+            output = _attend_tiles(query, keys, values, _causal(attn_mask, query, keys, is_causal), scale)
+        if torch.is_grad_enabled() and query.requires_grad:
+            output = without_gradients(output)
+    keys.layer.on_viewed_attention(attn_mask, is_causal=is_causal)
+    return output
+
+
+def _causal(
+    attn_mask: torch.Tensor | None, query: torch.Tensor, keys: ViewedStates, is_causal: bool
+) -> torch.Tensor | None:
+    if not is_causal:
+        return attn_mask
+    return torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def _attend_tiles(
+    query: torch.Tensor,
+    keys: ViewedStates,
+    values: ViewedStates,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    attention = OnlineAttention(query, keys.shape[1], scale)
+    for tokens, tile in keys.layer.dense_tiles(keys.origin.sides | values.origin.sides):
+        done: dict[View, torch.Tensor] = {}
+        mask = slice_mask(attn_mask, tokens.start, tokens.stop)
+        attention.add_tile(keys.origin.of(tile, done), values.origin.of(tile, done), mask)
+    return attention.result()
+
+
+def _matmul(left: Any, right: Any) -> tuple[Any, Any]:
+    return left, right
+
+
+def _reversed_matmul(right: Any, left: Any) -> tuple[Any, Any]:
+    return left, right
+
+
+# Functions that multiply two tensors, and which is the left one
+FACTORS: dict[Callable[..., Any], Callable[..., tuple[Any, Any]]] = {
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.__rmatmul__: _reversed_matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.bmm: _matmul,
+}
+# Those that add to a product: `beta * input + alpha * (batch1 @ batch2)`
+ADDING = {torch.baddbmm, torch.Tensor.baddbmm}
