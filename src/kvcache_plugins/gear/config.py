@@ -90,6 +90,8 @@ class GEARConfig:
     @classmethod
     def from_flat(cls, backbone: str | None, options: dict[str, Any]) -> "GEARConfig":
         """Builds the config from the options of `GEARCache` by name, `None` where one was not given."""
+        if options["quantizer"] is not None:
+            raise ValueError('`quantizer` is an option of `backbone="transform"`, and has no meaning with others')
         given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
         # It has a default in the signature: `None` is refused like any other wrong value
         given["nbits"] = options["nbits"]

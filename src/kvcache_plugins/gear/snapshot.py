@@ -21,6 +21,7 @@ from kvcache_plugins.files.refusal import RefusedFile
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
 from .choice import PresetChoice
 from .config import BACKBONES, GEARConfig, SideConfig
@@ -208,6 +209,7 @@ def _read_transform_config(document: Document) -> TransformConfig:
         value_nbits=document.number("value_nbits"),
         residual_length=document.integer("residual_length", 1),
         num_sink_tokens=document.integer("num_sink_tokens"),
+        quantizer=document.choice("quantizer", sorted(QUANTIZERS)),
     )
     document.finish()
     return config

@@ -31,6 +31,8 @@ def test_bits_are_rounded_to_whole_blocks():
         ({"q_group_size": 64}, "q_group_size"),
         ({"value_backbone": "kivi"}, "value_backbone"),
         ({"rotate_values": True}, "rotate_values"),
+        ({"quantizer": "e8"}, "quantizer"),
+        ({"quantizer": "trellis", "key_nbits": 6.5}, "key_nbits"),
     ],
     ids=str,
 )
@@ -57,3 +59,9 @@ def test_options_make_the_same_config():
     config = TransformConfig(key_nbits=2.375, value_nbits=2, residual_length=3, num_sink_tokens=0)
     assert GEARCache(**config.to_options()).gear_config == config
     assert config.shortest_prompt == 64
+
+
+def test_quantizer_is_an_option_of_this_backbone_alone():
+    assert GEARCache(backbone="transform", quantizer="trellis").gear_config.quantizer == "trellis"
+    with pytest.raises(ValueError, match="quantizer"):
+        GEARCache(quantizer="trellis")

@@ -7,6 +7,7 @@ from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
 
@@ -28,9 +29,13 @@ CASES = {
 }
 
 
-def make_part(case: str, padding: list[int] | None = None, start: int = 4, frequencies: bool = True) -> CodedPart:
+def make_part(
+    case: str, padding: list[int] | None = None, start: int = 4, frequencies: bool = True, quantizer: str = "lloyd-max"
+) -> CodedPart:
     torch.manual_seed(0)
     batch_size, num_heads, length, key_dim, value_dim, key_total, value_total, _ = CASES[case]
+    if quantizer == "trellis":
+        key_total, value_total = min(key_total, -(-key_dim // 8) * 6), min(value_total, -(-value_dim // 8) * 6)
     rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
     layouts = candidate_layouts(rates if frequencies else None, key_dim)[:1]
     keys = torch.randn(batch_size, num_heads, length, key_dim) * torch.rand(key_dim) + torch.randn(key_dim)
@@ -40,8 +45,8 @@ def make_part(case: str, padding: list[int] | None = None, start: int = 4, frequ
     at = [Angles.at(layouts[0], start, length, shift, keys.device)]
     keys = layouts[0].rotate(keys, at[0].cosines, at[0].sines)
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, layouts, at, key_total)
-    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total), layouts[0])
+    table, _ = make_key_table(keys, valid, None, layouts, at, key_total, quantizer)
+    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total, quantizer), layouts[0])
     rows = coder.encode(keys, values, start, shift)
     return CodedPart(*rows, coder, start, shift, length, None)
 
@@ -56,9 +61,10 @@ def both(monkeypatch, case, parts):
     return outputs["torch"], outputs["compiled"]
 
 
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_is_that_of_pytorch(monkeypatch, case):
-    expected, output = both(monkeypatch, case, [make_part(case)])
+def test_attention_is_that_of_pytorch(monkeypatch, case, quantizer):
+    expected, output = both(monkeypatch, case, [make_part(case, quantizer=quantizer)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache_plugins.ops.transform_coding.allocation import num_blocks
-from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
 
 BACKBONE = "transform"
@@ -23,20 +23,26 @@ class TransformConfig:
         key_nbits, value_nbits (`float`): bits a channel on average; rounded to a bit for eight channels.
         residual_length (`int`): decoded tokens that wait in exact form.
         num_sink_tokens (`int`): first tokens that stay exact.
+        quantizer (`str`): `"lloyd-max"` or `"trellis"`.
     """
 
     key_nbits: float
     value_nbits: float
     residual_length: int = 8
     num_sink_tokens: int = 4
+    quantizer: str = "lloyd-max"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.quantizer, str) or self.quantizer not in QUANTIZERS:
+            names = " or ".join(f'"{name}"' for name in QUANTIZERS)
+            raise ValueError(f"`quantizer` has to be {names} but got {self.quantizer!r}")
+        most = self.max_width
         for name in ("key_nbits", "value_nbits"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WIDTH:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
                 raise ValueError(
-                    f"`{name}`/`nbits` has to be a number above 0 and of at most {MAX_WIDTH} with the `transform` "
-                    f"backbone, but got {value!r}"
+                    f"`{name}`/`nbits` has to be a number above 0 and of at most {most} with the `transform` "
+                    f"backbone and the `{self.quantizer}` quantizer, but got {value!r}"
                 )
         for name, least in (("residual_length", 1), ("num_sink_tokens", 0)):
             number = getattr(self, name)
@@ -54,16 +60,21 @@ class TransformConfig:
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes that the codes of a key take: the sum of its blocks' widths."""
-        return _bytes(self.key_nbits, head_dim)
+        return _bytes(self.key_nbits, head_dim, self.max_width)
 
     def value_bytes(self, head_dim: int) -> int:
         """The same of a value."""
-        return _bytes(self.value_nbits, head_dim)
+        return _bytes(self.value_nbits, head_dim, self.max_width)
+
+    @property
+    def max_width(self) -> int:
+        """The most bits that a channel may have."""
+        return len(QUANTIZERS[self.quantizer].distortions) - 1
 
 
-def _bytes(nbits: float, head_dim: int) -> int:
+def _bytes(nbits: float, head_dim: int, max_width: int) -> int:
     count = num_blocks(head_dim)
-    return min(max(round(nbits * count), _LEAST_BYTES), MAX_WIDTH * count)
+    return min(max(round(nbits * count), _LEAST_BYTES), max_width * count)
 
 
 def transform_config(options: dict[str, Any]) -> TransformConfig:
@@ -73,14 +84,14 @@ def transform_config(options: dict[str, Any]) -> TransformConfig:
     Raises:
         ValueError: if an option is given that this backbone does not have.
     """
-    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens")}
+    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens", "quantizer")}
     nbits = options.pop("nbits")
     key_nbits, value_nbits = options.pop("key_nbits"), options.pop("value_nbits")
     foreign = sorted(name for name, value in options.items() if value is not None)
     if foreign:
         raise ValueError(
             f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
-            "`value_nbits`, `residual_length` and `num_sink_tokens`"
+            "`value_nbits`, `residual_length`, `num_sink_tokens` and `quantizer`"
         )
     return TransformConfig(
         key_nbits=nbits if key_nbits is None else key_nbits,

@@ -210,8 +210,10 @@ class TransformLayer(PromptLayer):
         valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
         angles = [Angles.at(layout, first, length - first, self.padding, device) for layout in self.layouts]
         tail, size = (keys[:, :, first:], values[:, :, first:]), self.config.key_bytes(keys.shape[3])
-        key_table, number = make_key_table(tail[0], valid.to(device), self._moments, self.layouts, angles, size)
-        value_table = make_value_table(rotate(tail[1]), valid.to(device), self.config.value_bytes(values.shape[3]))
+        name = self.config.quantizer
+        key_table, number = make_key_table(tail[0], valid.to(device), self._moments, self.layouts, angles, size, name)
+        size = self.config.value_bytes(values.shape[3])
+        value_table = make_value_table(rotate(tail[1]), valid.to(device), size, name)
         self.coder = RowCoder(key_table, value_table, self.layouts[number])
         self._is_open = False
         start = padding.to(device, copy=True)
@@ -249,8 +251,9 @@ class TransformLayer(PromptLayer):
         moments = None if self._moments is None else self._moments.map(lambda sums: sums[item, None])
         number, angles = self.layouts.index(layout), Angles.at(layout, 0, count, None, keys.device)
         size = self.config.key_bytes(keys.shape[3]), self.config.value_bytes(values.shape[3])
-        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0])
-        value_table = make_value_table(rotate(values), valid, size[1])
+        name = self.config.quantizer
+        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0], name)
+        value_table = make_value_table(rotate(values), valid, size[1], name)
         self.coder.keys.set_item(item, key_table)
         self.coder.values.set_item(item, value_table)
 

@@ -11,7 +11,6 @@ import torch
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.ops.transform_coding.allocation import num_blocks
-from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import RowTable, order_dtype
@@ -61,8 +60,8 @@ def read_coder(
     heads = sizes["batch_size"], sizes["num_heads"]
     keys, values = sizes["key_head_dim"], sizes["value_head_dim"]
     return RowCoder(
-        _read_key_table(stored.below("keys."), heads, keys, config.key_bytes(keys)),
-        _read_value_table(stored.below("values."), heads, values, config.value_bytes(values)),
+        _read_key_table(stored.below("keys."), heads, keys, config),
+        _read_value_table(stored.below("values."), heads, values, config),
         layout,
     )
 
@@ -90,7 +89,8 @@ def _read_layout(document: Document, stored: StoredTensors, layouts: list[Rotary
     raise ValueError("its keys were coded with another rotary embedding than the model's config describes")
 
 
-def _read_key_table(stored: StoredTensors, heads: tuple[int, int], head_dim: int, num_bytes: int) -> RowTable:
+def _read_key_table(stored: StoredTensors, heads: tuple[int, int], head_dim: int, config: TransformConfig) -> RowTable:
+    num_bytes = config.key_bytes(head_dim)
     order = stored.take("order", (*heads, head_dim), order_dtype(head_dim))
     if not bool((order.sort(dim=-1).values == torch.arange(head_dim)).all()):
         raise ValueError("`order` has to name every channel once")
@@ -98,22 +98,27 @@ def _read_key_table(stored: StoredTensors, heads: tuple[int, int], head_dim: int
         order=order,
         mean=_finite("mean", stored.take("mean", (*heads, head_dim), torch.float16)),
         deviation=_read_deviation(stored, (*heads, head_dim)),
-        widths=_read_widths(stored, heads, head_dim, num_bytes),
+        widths=_read_widths(stored, heads, head_dim, num_bytes, config.max_width),
         row_size=1 + num_bytes,
         head_dim=head_dim,
         is_weighted=True,
+        quantizer=config.quantizer,
     )
 
 
-def _read_value_table(stored: StoredTensors, heads: tuple[int, int], head_dim: int, num_bytes: int) -> RowTable:
+def _read_value_table(
+    stored: StoredTensors, heads: tuple[int, int], head_dim: int, config: TransformConfig
+) -> RowTable:
+    num_bytes = config.value_bytes(head_dim)
     return RowTable(
         order=None,
         mean=None,
         deviation=_read_deviation(stored, (*heads, 1)),
-        widths=_read_widths(stored, heads, head_dim, num_bytes),
+        widths=_read_widths(stored, heads, head_dim, num_bytes, config.max_width),
         row_size=1 + num_bytes,
         head_dim=head_dim,
         is_weighted=False,
+        quantizer=config.quantizer,
     )
 
 
@@ -124,10 +129,12 @@ def _read_deviation(stored: StoredTensors, shape: tuple[int, ...]) -> torch.Tens
     return deviation
 
 
-def _read_widths(stored: StoredTensors, heads: tuple[int, int], head_dim: int, num_bytes: int) -> torch.Tensor:
+def _read_widths(
+    stored: StoredTensors, heads: tuple[int, int], head_dim: int, num_bytes: int, max_width: int
+) -> torch.Tensor:
     widths = stored.take("widths", (*heads, num_blocks(head_dim)), torch.uint8)
-    if bool((widths > MAX_WIDTH).any()) or bool((widths.sum(dim=-1) != num_bytes).any()):
-        raise ValueError(f"`widths` have to be at most {MAX_WIDTH}, and {num_bytes} together in every head")
+    if bool((widths > max_width).any()) or bool((widths.sum(dim=-1) != num_bytes).any()):
+        raise ValueError(f"`widths` have to be at most {max_width}, and {num_bytes} together in every head")
     return widths
 
 

@@ -7,8 +7,9 @@ within the four from byte `w // 2` on: two loads, one shift of its own for every
 from typing import Any
 
 from llvmlite import ir
+from numba import int32
 
-from .vectors import _BYTE, _INT, _INTS, LANES, _make_load, _of, _pointer, untyped_intrinsic
+from .vectors import _BYTE, _INT, _INTS, LANES, _make_load, _of, _pointer, _splat, untyped_intrinsic
 
 
 # Int32 values from `array[row, column]` on
@@ -41,3 +42,13 @@ def shift_right(typing_context: Any, words: Any, shifts: Any) -> Any:
         return builder.lshr(args[0], args[1])
 
     return _INTS(_INTS, _INTS), generate
+
+
+@untyped_intrinsic
+def multiply_ints(typing_context: Any, words: Any, factor: Any) -> Any:
+    """Every lane times one number, modulo 2^32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.mul(args[0], _splat(builder, _INT, args[1]))
+
+    return _INTS(_INTS, int32), generate

@@ -181,14 +181,15 @@ def _run(
     coefficients = floats_at(codebook[0], (9, 3))
     unshrunk = floats_at(codebook[1], (9, 3))
     scales = floats_at(codebook[2], (256,))
+    multipliers = longs_at(codebook[3], (9,))
     sides = batch_size * num_heads
     key_rows = bytes_at(key_side[0], (sides, key_side[1], key_side[2]))[matrix]
     value_rows = bytes_at(value_side[0], (sides, value_side[1], value_side[2]))[matrix]
     key_count, value_count = -(-key_dim // LANES), -(-value_dim // LANES)
     key_widths = bytes_at(key_side[3], (sides, key_count))[matrix]
     value_widths = bytes_at(value_side[3], (sides, value_count))[matrix]
-    key_blocks = make_blocks(key_widths, key_side[2], coefficients)
-    value_blocks = make_blocks(value_widths, value_side[2], unshrunk)
+    key_blocks = make_blocks(key_widths, key_side[2], coefficients, multipliers)
+    value_blocks = make_blocks(value_widths, value_side[2], unshrunk, multipliers)
     channels = _load_channels(key_side[4:], rotary, matrix, key_dim, key_count)
     frequencies = doubles_at(rotary[3], (key_dim,))
     position = rotary[5] - longs_at(rotary[4], (batch_size,))[b]
@@ -244,7 +245,8 @@ def attend_rows_block(
         query: `[B, H * G, Q, D]`, float32.
         key_side: rows, their capacity and R; widths; order, whether it is of 16 bits, means and deviations.
         value_side: rows, their capacity and R; widths; deviations; channels that are rotated together.
-        codebook: coefficients of the points of keys and of values `[9, 3]`; scales of all bytes `[256]`.
+        codebook: coefficients of the points of keys and of values `[9, 3]`; scales of all bytes `[256]`; multipliers
+            of states `[9]`.
         rotary: partners `[D]`; cosines and signed sines of offsets `[T + 1, D]`; frequencies `[D]`, float64; padding
             `[B]`; index of the first token.
         mask: address of what is added to the scores, and its four dimensions; no columns mean no mask.

@@ -14,11 +14,14 @@ import torch
 from numba import float32, int64, njit, prange, uint64
 
 from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH, levels, thresholds
+from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 
-from .arrays import bytes_at, floats_at, halves_at, longs_at
+from . import trellis_coder
+from .arrays import bytes_at, floats_at, longs_at
 from .primitives import OPTIONS
 from .threads import use_threads
-from .vectors import LANES, float_of_half
+from .transform_tokens import Normalization, final_scale, load_normalization, normalize
+from .vectors import LANES
 
 
 if TYPE_CHECKING:
@@ -28,8 +31,6 @@ if TYPE_CHECKING:
 _GRID_END, _GRID_STEPS = 4.5, 64.0
 _GRID_CELLS = int(2 * _GRID_END * _GRID_STEPS)
 _CODES = 2**MAX_WIDTH
-_SCALE_STEPS, _SCALE_OFFSET = 16.0, 128
-_LEAST_GAIN = 0.3
 # Tokens of a task
 _TASK_TOKENS = 256
 
@@ -60,30 +61,12 @@ def _code(number: Any, width: int, bounds: Any, first_codes: Any) -> int:
 
 
 @njit(**OPTIONS)
-def _stored_scale(scale: float) -> int:
-    return int(min(max(np.round(np.log2(max(scale, 1e-6)) * _SCALE_STEPS) + _SCALE_OFFSET, 0.0), 255.0))
-
-
-@njit(**OPTIONS)
-def _scale_of(stored: int) -> Any:
-    return float32(np.exp2((stored - _SCALE_OFFSET) / _SCALE_STEPS))
-
-
-@njit(**OPTIONS)
 def _encode_token(
-    state: Any, own: Any, means: Any, inverses: Any, widths: Any, weighted: bool, tables: Any, normal: Any, row: Any
+    state: Any, normalization: Normalization, weighted: bool, tables: Any, normal: Any, row: Any
 ) -> None:
     bounds, points, first_codes, factors = tables
-    energy, coded_energy, num_coded = float32(0), float32(0), 0
-    for v in range(widths.shape[0]):
-        for i in range(v * LANES, (v + 1) * LANES):
-            number = (state[own[i]] - means[i]) * inverses[i] if own[i] >= 0 else float32(0)
-            normal[i] = number
-            energy += number * number
-            if widths[v] > 0:
-                coded_energy += number * number
-                num_coded += 1
-    scale = _scale_of(_stored_scale(np.sqrt(coded_energy / max(num_coded, 1))))
+    widths = normalization.widths
+    energy, scale = normalize(state, normalization, normal)
     inverse = float32(1) / scale
     over, under, place = float32(0), float32(0), 1
     for v in range(widths.shape[0]):
@@ -102,11 +85,7 @@ def _encode_token(
         for byte in range(width):
             row[place] = (bits >> uint64(8 * byte)) & uint64(255)
             place += 1
-    if weighted:
-        scale = over / max(under, float32(1e-9))
-    elif over > float32(_LEAST_GAIN) * energy * inverse:
-        scale = energy / over
-    row[0] = _stored_scale(scale)
+    row[0] = final_scale(weighted, energy, over, under, scale)
 
 
 @njit(**OPTIONS)
@@ -114,32 +93,19 @@ def _encode_task(
     task: int, shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: Any
 ) -> None:
     num_matrices, length, head_dim, row_size = shape
-    order, mean_address, deviation_address, num_deviations, width_address = table
     matrix, part = task % num_matrices, task // num_matrices
-    count = -(-head_dim // LANES)
-    widths = np.zeros(count, dtype=np.int64)
-    widths[:] = bytes_at(width_address, (num_matrices, count))[matrix]
-    deviations = halves_at(deviation_address, (num_matrices, num_deviations))[matrix]
-    own = np.full(count * LANES, -1, dtype=np.int64)
-    means, inverses = np.zeros(count * LANES, dtype=np.float32), np.zeros(count * LANES, dtype=np.float32)
-    for i in range(head_dim):
-        channel = longs_at(order, (num_matrices, head_dim))[matrix, i] if order else i
-        own[i] = channel
-        if mean_address:
-            means[i] = float_of_half(halves_at(mean_address, (num_matrices, head_dim))[matrix, channel])
-        deviation = float_of_half(deviations[channel if num_deviations > 1 else 0])
-        inverses[i] = float32(1) / deviation if deviation > 0 else float32(0)
+    normalization = load_normalization(num_matrices, head_dim, table, matrix)
     tables = (
         floats_at(codebook[0], (MAX_WIDTH + 1, _CODES)),
         floats_at(codebook[1], (MAX_WIDTH + 1, _CODES)),
         longs_at(codebook[2], (MAX_WIDTH + 1, _GRID_CELLS)),
         floats_at(codebook[3], (MAX_WIDTH + 1,)),
     )
-    normal = np.zeros(count * LANES, dtype=np.float32)
+    normal = np.zeros(normalization.own.shape[0], dtype=np.float32)
     all_states = floats_at(states, (num_matrices, length, head_dim))[matrix]
     all_rows = bytes_at(rows, (num_matrices, length, row_size))[matrix]
     for t in range(part * span, min((part + 1) * span, length)):
-        _encode_token(all_states[t], own, means, inverses, widths, weighted, tables, normal, all_rows[t])
+        _encode_token(all_states[t], normalization, weighted, tables, normal, all_rows[t])
 
 
 @njit(**OPTIONS)
@@ -168,13 +134,8 @@ def _encode_in_parallel(
         _encode_task(task, shape, states, table, weighted, codebook, rows, span)
 
 
-def encode_rows(states: torch.Tensor, table: "RowTable", factors: torch.Tensor) -> torch.Tensor:
-    """
-    Rows `[B, H, T, R]` of states `[B, H, T, D]`, float32; see `RowTable.encode`.
-
-    Args:
-        factors (`torch.Tensor` of shape `[9]`): what the points of every width are multiplied by.
-    """
+def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
+    """Rows `[B, H, T, R]` of states `[B, H, T, D]`, float32; see `RowTable.encode`."""
     batch_size, num_heads, length, head_dim = states.shape
     states = states.contiguous()
     rows = torch.empty(batch_size, num_heads, length, table.row_size, dtype=torch.uint8)
@@ -182,7 +143,15 @@ def encode_rows(states: torch.Tensor, table: "RowTable", factors: torch.Tensor) 
     mean = None if table.mean is None else table.mean.contiguous()
     deviation, widths = table.deviation.contiguous(), table.widths.contiguous()
     num_tasks = batch_size * num_heads * -(-length // _TASK_TOKENS)
-    encode = _encode_in_parallel if use_threads(num_tasks) else _encode
+    is_trellis = table.quantizer == "trellis"
+    codebook = (trellis_coder.points(),) if is_trellis else _tables()
+    factors = unshrunk(table.quantizer)
+    if table.is_weighted:
+        factors = torch.ones_like(factors)
+    if use_threads(num_tasks):
+        encode = trellis_coder.encode_in_parallel if is_trellis else _encode_in_parallel
+    else:
+        encode = trellis_coder.encode if is_trellis else _encode
     encode(
         (batch_size * num_heads, length, head_dim, table.row_size),
         states.data_ptr(),
@@ -194,7 +163,7 @@ def encode_rows(states: torch.Tensor, table: "RowTable", factors: torch.Tensor) 
             widths.data_ptr(),
         ),
         table.is_weighted,
-        (*(each.data_ptr() for each in _tables()), factors.data_ptr()),
+        (*(each.data_ptr() for each in codebook), factors.data_ptr()),
         rows.data_ptr(),
         _TASK_TOKENS,
     )

@@ -7,10 +7,11 @@ import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotation_size
-from kvcache_plugins.ops.transform_coding.codebooks import COEFFICIENTS
+from kvcache_plugins.ops.transform_coding import codebooks, trellis
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import scale_of, unshrunk
+from kvcache_plugins.ops.transform_coding.rows import scale_of
 
 from .door import Arguments
 from .exact import attend_exact, merge
@@ -22,14 +23,22 @@ from .transform_attention import TILE, attend_rows_block, attend_rows_block_in_p
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 16
 _TASKS_PER_THREAD = 4
+# From 0 to the most bits that any quantizer has
+_NUM_WIDTHS = codebooks.MAX_WIDTH + 1
 
 
 @cache
-def _codebook() -> tuple[torch.Tensor, ...]:
-    """Coefficients of the points of keys and of values, and the scales of all bytes."""
-    coefficients = torch.tensor(COEFFICIENTS)
-    factors = unshrunk(torch.arange(len(COEFFICIENTS)))
-    return coefficients, coefficients * factors[:, None], scale_of(torch.arange(256)).contiguous()
+def _codebook(quantizer: str) -> tuple[torch.Tensor, ...]:
+    """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
+    coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
+    is_trellis = quantizer == "trellis"
+    own = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS)
+    coefficients[: len(own)] = own
+    if is_trellis:
+        multipliers[: len(own)] = torch.tensor(trellis.MULTIPLIERS)
+    of_values = coefficients.clone()
+    of_values[: len(own)] *= unshrunk(quantizer)[:, None]
+    return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
 
 
 @cache
@@ -78,7 +87,7 @@ def attend_rows(
         if isinstance(part, CodedPart):
             span = (part.length, tiles_per_task, num_tasks)
             attend_to = attend_rows_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_rows_block
-            codebook = tuple(map(_address, _codebook()))
+            codebook = tuple(map(_address, _codebook(part.coder.keys.quantizer)))
             sides = _key_side(part, arguments), _value_side(part, arguments)
             attend_to(shape, scale, queries, *sides, codebook, _angles(part, arguments), mask, span, first, results)
         else:

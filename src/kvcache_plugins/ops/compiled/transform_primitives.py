@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .fields import load_halves_of_block, load_ints, shift_right
+from .fields import load_halves_of_block, load_ints, multiply_ints, shift_right
 from .primitives import OPTIONS, ROWS
 from .vectors import (
     LANES,
@@ -32,61 +32,71 @@ from .vectors import (
 # What is called in one place, with more arrays than a call should hand over
 INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 _ZERO = np.float32(0)
-# The widest block whose points two coefficients give
-_TWO_COEFFICIENTS = 4
+_STATE_BITS = 8
 
 
 class Blocks(NamedTuple):
     """
     Where the blocks of a head's rows are and what their codes mean.
 
-    `widths`, `low`, `high` `[N]`: bits, and where the two loads begin; `masks` `[N]`; `shifts` `[1, 8 N]`; `points`
-    `[N, 5]`: what makes a code lie between -1 and 1, a factor and a term, and the coefficients.
+    `widths`, `low`, `high` `[N]`: bits, and where the two loads begin; `multipliers` `[N]`: of states, 0 for codes,
+    which are taken as they are; `masks` `[N]`; `shifts` `[1, 8 N]`; `points` `[N, 5]`: what makes a code lie between
+    -1 and 1, a factor and a term, and the coefficients.
     """
 
     widths: Any
     low: Any
     high: Any
+    multipliers: Any
     masks: Any
     shifts: Any
     points: Any
 
 
 @njit(**OPTIONS)
-def make_blocks(widths: Any, row_size: int, coefficients: Any) -> Blocks:
-    """Those of `widths` `[N]`; `coefficients` `[9, 3]` of points."""
+def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any) -> Blocks:
+    """
+    Those of `widths` `[N]`; `coefficients` `[9, 3]` of points, `multipliers` `[9]` of states.
+
+    A state (`ops.transform_coding.trellis`) begins where its code does, and reaches beyond it.
+    """
     count = widths.shape[0]
     low, high = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     masks, shifts = np.zeros(count, dtype=np.int32), np.zeros((1, count * LANES), dtype=np.int32)
     points, wide = np.zeros((count, 5), dtype=np.float32), np.zeros(count, dtype=np.int64)
+    of_states = np.zeros(count, dtype=np.int32)
     offset = 1
     half = LANES // 2
     for v in range(count):
         width = wide[v] = int(widths[v])
+        of_states[v] = multipliers[width]
         # A load must not reach beyond the row; what it then begins with is shifted out
         low[v] = min(offset, row_size - half)
         high[v] = min(offset + width // 2, row_size - half)
-        masks[v] = (1 << width) - 1
         for lane in range(half):
             shifts[0, v * LANES + lane] = 8 * (offset - low[v]) + lane * width
             shifts[0, v * LANES + half + lane] = 8 * (offset - high[v]) + (half + lane) * width
-        points[v, 0] = 2.0 / (1 << width)
-        points[v, 1] = 1.0 / (1 << width) - 1.0
+        num_codes = 1 << (_STATE_BITS if of_states[v] else width)
+        masks[v] = num_codes - 1
+        points[v, 0] = 2.0 / num_codes
+        points[v, 1] = 1.0 / num_codes - 1.0
         points[v, 2:] = coefficients[width]
         offset += width
-    return Blocks(wide, low, high, masks, shifts, points)
+    return Blocks(wide, low, high, of_states, masks, shifts, points)
 
 
 @njit(**INLINED)
 def _points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
     """The points of a block of a token, of 1 bit at least."""
     words = load_halves_of_block(rows, token, blocks.low[v], blocks.high[v])
-    codes = masked_to_floats(shift_right(words, load_ints(blocks.shifts, 0, v * LANES)), blocks.masks[v])
-    points = blocks.points
+    words = shift_right(words, load_ints(blocks.shifts, 0, v * LANES))
+    if blocks.multipliers[v] > 0:
+        words = multiply_ints(words, blocks.multipliers[v])
+    codes, points = masked_to_floats(words, blocks.masks[v]), blocks.points
     centred = multiply_add(codes, broadcast(points[v, 0]), broadcast(points[v, 1]))
     square = multiply(centred, centred)
     inner = broadcast(points[v, 3])
-    if blocks.widths[v] > _TWO_COEFFICIENTS:
+    if points[v, 4] != _ZERO:
         inner = multiply_add(square, broadcast(points[v, 4]), inner)
     return multiply(centred, multiply_add(square, inner, broadcast(points[v, 2])))
 

@@ -283,6 +283,16 @@ def larger(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @untyped_intrinsic
+def smaller(typing_context: Any, a: Any, b: Any) -> Any:
+    """The smaller of two lanes; `b` where one is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", *args), *args)
+
+    return a(a, a), generate
+
+
+@untyped_intrinsic
 def fold(typing_context: Any, a: Any) -> Any:
     """The first four lanes plus the last four."""
 

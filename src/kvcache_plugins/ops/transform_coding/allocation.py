@@ -20,20 +20,21 @@ def num_blocks(head_dim: int) -> int:
     return -(-head_dim // BLOCK)
 
 
-def allocate_widths(energies: torch.Tensor, total: int) -> torch.Tensor:
+def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...] = DISTORTIONS) -> torch.Tensor:
     """
     Widths of blocks, so that the sum of `energy * distortion(width)` is least.
 
     Args:
         energies (`torch.Tensor` of shape `[B, H, N]`): summed energies of the blocks' channels.
-        total (`int`): sum of a head's widths, at most `8 N`.
+        total (`int`): sum of a head's widths, at most the largest width for every block.
+        distortions (`tuple[float, ...]`, *optional*): of a normal variable at all widths from 0 on.
 
     Returns:
-        `torch.Tensor` of shape `[B, H, N]`, int64, 0 to 8.
+        `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
     """
-    distortions = torch.tensor(DISTORTIONS, device=energies.device, dtype=energies.dtype)
+    errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
     # No block gets more than the most; of equals, as where nothing has energy, all get the same first
-    gains = torch.cat([distortions[:-1] - distortions[1:], distortions.new_full((1,), -1.0)])
+    gains = torch.cat([errors[:-1] - errors[1:], errors.new_full((1,), -1.0)])
     energies = energies.clamp(min=torch.finfo(energies.dtype).tiny)
     widths = torch.zeros(energies.shape, dtype=torch.int64, device=energies.device)
     for _ in range(total):
@@ -42,10 +43,12 @@ def allocate_widths(energies: torch.Tensor, total: int) -> torch.Tensor:
     return widths
 
 
-def expected_distortion(energies: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def expected_distortion(
+    energies: torch.Tensor, widths: torch.Tensor, distortions: tuple[float, ...] = DISTORTIONS
+) -> torch.Tensor:
     """The squared error to be expected of every head, `[B, H]`."""
-    distortions = torch.tensor(DISTORTIONS, device=energies.device, dtype=energies.dtype)
-    return (energies * distortions[widths]).sum(dim=-1)
+    errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
+    return (energies * errors[widths]).sum(dim=-1)
 
 
 def even_widths(head_dim: int, total: int) -> list[int]:

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from kvcache_plugins.ops.dispatch import choose_coding_kernel
 
 from .allocation import BLOCK
-from .codebooks import DISTORTIONS, MAX_WIDTH, coefficients, thresholds
-from .packing import pack_rows, unpack_rows
+from .quantizers import QUANTIZERS, Quantizer, unshrunk
 
 
 _SCALE_STEPS = 16.0
@@ -48,6 +47,7 @@ class RowTable:
         row_size (`int`): R, one byte more than the sum of a head's widths.
         head_dim (`int`): D.
         is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
 
     order: torch.Tensor | None
@@ -57,6 +57,7 @@ class RowTable:
     row_size: int
     head_dim: int
     is_weighted: bool
+    quantizer: str = "lloyd-max"
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything stored."""
@@ -84,8 +85,7 @@ class RowTable:
             # Imported late, as it needs a package that may not be there
             from kvcache_plugins.ops.compiled import encode_transform_rows
 
-            factors = torch.ones(MAX_WIDTH + 1) if self.is_weighted else unshrunk(torch.arange(MAX_WIDTH + 1))
-            return encode_transform_rows(states.float(), self, factors)
+            return encode_transform_rows(states.float(), self)
         return torch.cat([self._encode(part) for part in self._split(states)], dim=2)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class RowTable:
         has_bits = (self.widths > 0).float()[:, :, None, :, None]
         count = (has_bits.sum(dim=(-1, -2), keepdim=True) * BLOCK).clamp(min=1)
         scale, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
-        codes = self._nearest_codes(normal / scale)
+        codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted)
         points = self._points(codes)
         if self.is_weighted:
             # What reverse waterfilling has given bits to has energies in inverse proportion to its distortions
@@ -113,10 +113,10 @@ class RowTable:
             product = (normal * points).sum(dim=(-1, -2), keepdim=True)
             factor = torch.where(product > _LEAST_GAIN * energy / scale, energy / product, scale)
         _, stored = _stored_scale(factor)
-        return pack_rows(codes, stored.flatten(3), self.widths, self.row_size)
+        return self._quantizer.pack(codes, stored.flatten(3), self.widths, self.row_size)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
-        points = self._points(unpack_rows(rows, self.widths)).flatten(3)[..., : self.head_dim]
+        points = self._points(self._quantizer.unpack(rows, self.widths)).flatten(3)[..., : self.head_dim]
         if self.order is not None:
             order = self.order.long()[:, :, None].expand_as(points)
             points = torch.empty_like(points).scatter_(3, order, points)
@@ -134,21 +134,16 @@ class RowTable:
             normal = normal.gather(3, self.order.long()[:, :, None].expand_as(normal))
         return F.pad(normal, (0, -self.head_dim % BLOCK)).unflatten(3, (-1, BLOCK))
 
-    def _nearest_codes(self, normal: torch.Tensor) -> torch.Tensor:
-        """The codes `[B, H, T, N, 8]`, int64, of the nearest points."""
-        bounds = thresholds(normal.device)[self.widths.long()]
-        by_block = normal.transpose(2, 3).flatten(3).contiguous()
-        codes = torch.searchsorted(bounds, by_block)
-        return codes.unflatten(3, (-1, BLOCK)).transpose(2, 3)
+    @property
+    def _quantizer(self) -> Quantizer:
+        return QUANTIZERS[self.quantizer]
 
     def _points(self, codes: torch.Tensor) -> torch.Tensor:
-        """The points of codes `[B, H, T, N, 8]`."""
-        widths = self.widths.long()
-        first, second, third = coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
-        centred = (2 * codes + 1).float() * 0.5 ** widths.float()[:, :, None, :, None] - 1
-        square = centred * centred
-        points = centred * (first + square * (second + square * third))
-        return points if self.is_weighted else points * unshrunk(widths)[:, :, None, :, None]
+        """The points of codes `[B, H, T, N, 8]`, of values as large as what they stand for."""
+        points = self._quantizer.points(codes, self.widths)
+        if self.is_weighted:
+            return points
+        return points * unshrunk(self.quantizer).to(points.device)[self.widths.long()][:, :, None, :, None]
 
 
 def order_dtype(head_dim: int) -> torch.dtype:
@@ -166,12 +161,3 @@ def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def scale_of(stored: torch.Tensor) -> torch.Tensor:
     """The scales that bytes stand for."""
     return torch.exp2((stored.float() - _SCALE_OFFSET) / _SCALE_STEPS)
-
-
-def unshrunk(widths: torch.Tensor) -> torch.Tensor:
-    """
-    What the points of every width are multiplied by, so that they are as large as what they stand for: a quantizer's
-    points are means, which lie further in.
-    """
-    factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
-    return torch.tensor(factors, device=widths.device)[widths]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
+from .quantizers import QUANTIZERS
 from .rotary import RotaryLayout
 from .rows import RowTable, order_dtype
 
@@ -87,6 +88,7 @@ def make_key_table(
     layouts: Sequence[RotaryLayout],
     angles: Sequence[Angles],
     total: int,
+    quantizer: str = "lloyd-max",
 ) -> tuple[RowTable, int]:
     """
     The table of a prompt's keys, and which of the layouts they have: the one of the least error to be expected, if
@@ -99,20 +101,23 @@ def make_key_table(
         layouts (`Sequence[RotaryLayout]`): candidates.
         angles (`Sequence[Angles]`): theirs, at the positions of the tokens.
         total (`int`): sum of a head's widths.
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
     if keys.is_meta:
         # Nothing is known of what has no data but how large its table is
-        return key_table_of_layout(keys.float(), valid, None, 0, layouts[0], angles[0], total)[0], 0
+        return key_table_of_layout(keys.float(), valid, None, 0, layouts[0], angles[0], total, quantizer)[0], 0
     logarithms = []
     for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
         newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
         states, counting = keys[:, :, -_NUM_NEWEST:].float(), valid[:, -_NUM_NEWEST:]
-        logarithms.append(key_table_of_layout(states, counting, moments, number, layout, newest, total)[1])
+        table = key_table_of_layout(states, counting, moments, number, layout, newest, total, quantizer)
+        logarithms.append(table[1])
     # Where it makes no difference the first is taken, so that items do not choose for each other
     errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
     errors[1:] += _LEAST_GAIN
     best = int(errors.argmin())
-    return key_table_of_layout(keys.float(), valid, moments, best, layouts[best], angles[best], total)[0], best
+    layout, at = layouts[best], angles[best]
+    return key_table_of_layout(keys.float(), valid, moments, best, layout, at, total, quantizer)[0], best
 
 
 def key_table_of_layout(
@@ -123,6 +128,7 @@ def key_table_of_layout(
     layout: RotaryLayout,
     angles: Angles,
     total: int,
+    quantizer: str = "lloyd-max",
 ) -> tuple[RowTable, torch.Tensor]:
     """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
@@ -135,7 +141,8 @@ def key_table_of_layout(
         energy = variance * _turned_back(moments, number, layout, angles, share)
     energy, order = energy.sort(dim=-1, descending=True)
     by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
-    widths = allocate_widths(by_block, total)
+    distortions = QUANTIZERS[quantizer].distortions
+    widths = allocate_widths(by_block, total, distortions)
     table = RowTable(
         order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
@@ -144,8 +151,9 @@ def key_table_of_layout(
         row_size=1 + total,
         head_dim=keys.shape[3],
         is_weighted=True,
+        quantizer=quantizer,
     )
-    error = expected_distortion(by_block, widths)
+    error = expected_distortion(by_block, widths, distortions)
     return table, error.clamp(min=torch.finfo(error.dtype).tiny).log().sum()
 
 
@@ -163,7 +171,7 @@ def _turned_back(
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
 
-def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowTable:
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
     """
     The table of a prompt's rotated values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
     """
@@ -179,4 +187,5 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> R
         row_size=1 + total,
         head_dim=head_dim,
         is_weighted=False,
+        quantizer=quantizer,
     )

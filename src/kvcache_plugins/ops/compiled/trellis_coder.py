@@ -1,0 +1,134 @@
+"""Coding of tokens on a CPU with trellis codes: `ops.transform_coding.trellis`, eight tokens of a head at a time.
+
+Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, S coded numbers, R bytes of a row.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import float32, njit, prange, uint64
+
+from kvcache_plugins.ops.transform_coding import trellis
+
+from .arrays import bytes_at, floats_at
+from .primitives import OPTIONS
+from .transform_tokens import Normalization, final_scale, load_normalization, normalize
+from .trellis_search import NUM_STATES, make_room, search
+from .vectors import LANES
+
+
+_NUM_WIDTHS = trellis.MAX_WIDTH + 1
+_SEARCH_STEPS, _SEARCH_END = trellis.SEARCH_STEPS, np.float32(trellis.SEARCH_END)
+
+
+@cache
+def points() -> torch.Tensor:
+    """Those of all states at all widths, `[7, 256]`."""
+    return trellis.all_points(torch.device("cpu")).contiguous()
+
+
+@njit(**OPTIONS)
+def _search_factors(widths: Any, weighted: bool) -> Any:
+    """`trellis.search_factors` of all widths, `[7]`."""
+    factors, finest = np.zeros(_NUM_WIDTHS, dtype=np.float32), 0
+    for v in range(widths.shape[0]):
+        finest = max(finest, widths[v])
+    for width in range(_NUM_WIDTHS):
+        factors[width] = _SEARCH_STEPS << (width if weighted else finest)
+    return factors
+
+
+@njit(**OPTIONS)
+def _write_row(
+    lane: int, weighted: bool, energy: Any, scale: Any, widths: Any, normal: Any, states: Any, tables: Any, row: Any
+) -> None:
+    """One token's row of its states, which begin with the last channel, and of the scale that suits them."""
+    all_points, factors = tables
+    over, under, step, place = float32(0), float32(0), states.shape[0], 1
+    for v in range(widths.shape[0]):
+        width = widths[v]
+        if width == 0:
+            continue
+        weight = float32(1 << (2 * width)) if weighted else float32(1)
+        bits = uint64(0)
+        for i in range(LANES):
+            step -= 1
+            state = states[step, lane]
+            point = all_points[width, state] * factors[width]
+            over += weight * normal[v * LANES + i] * point
+            under += weight * point * point
+            bits |= uint64(state & ((1 << width) - 1)) << uint64(i * width)
+        for byte in range(width):
+            row[place] = (bits >> uint64(8 * byte)) & uint64(255)
+            place += 1
+    row[0] = final_scale(weighted, energy, over, under, scale)
+
+
+@njit(**OPTIONS)
+def _encode_tokens(
+    states: Any, first: int, last: int, weighted: bool, normalization: Normalization, tables: Any, rows: Any
+) -> None:
+    all_points, factors = tables
+    widths = normalization.widths
+    search_factors = _search_factors(widths, weighted)
+    grids = np.round(all_points * search_factors.reshape(-1, 1))
+    by_number = np.repeat(widths, LANES)
+    # The last channel is the first to be coded
+    places = np.nonzero(by_number)[0][::-1].copy()
+    by_number = by_number[places]
+    minima = make_room(by_number)
+    numbers = np.zeros((places.shape[0], LANES), dtype=np.float32)
+    found = np.zeros((places.shape[0], LANES), dtype=np.int64)
+    normal = np.zeros((LANES, widths.shape[0] * LANES), dtype=np.float32)
+    energies, scales = np.zeros(LANES, dtype=np.float32), np.zeros(LANES, dtype=np.float32)
+    for start in range(first, last, LANES):
+        count = min(LANES, last - start)
+        for lane in range(count):
+            energies[lane], scales[lane] = normalize(states[start + lane], normalization, normal[lane])
+            inverse = float32(1) / scales[lane]
+            for step in range(places.shape[0]):
+                number = min(max(normal[lane, places[step]] * inverse, -_SEARCH_END), _SEARCH_END)
+                numbers[step, lane] = np.round(number * search_factors[by_number[step]])
+        search(numbers, by_number, grids, minima, found)
+        for lane in range(count):
+            _write_row(
+                lane, weighted, energies[lane], scales[lane], widths, normal[lane], found, tables, rows[start + lane]
+            )
+
+
+@njit(**OPTIONS)
+def _encode_task(
+    task: int, shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: Any
+) -> None:
+    num_matrices, length, head_dim, row_size = shape
+    matrix, part = task % num_matrices, task // num_matrices
+    _encode_tokens(
+        floats_at(states, (num_matrices, length, head_dim))[matrix],
+        part * span,
+        min((part + 1) * span, length),
+        weighted,
+        load_normalization(num_matrices, head_dim, table, matrix),
+        (floats_at(codebook[0], (_NUM_WIDTHS, NUM_STATES)), floats_at(codebook[1], (_NUM_WIDTHS,))),
+        bytes_at(rows, (num_matrices, length, row_size))[matrix],
+    )
+
+
+@njit(**OPTIONS)
+def encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int) -> None:
+    """
+    All tasks; the arguments are those of `transform_coder`'s, but for the codebook: points `[7, 256]`, and what those
+    of every width are multiplied by.
+    """
+    for task in range(shape[0] * -(-shape[1] // span)):
+        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+
+
+@njit(parallel=True, **OPTIONS)
+def encode_in_parallel(
+    shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int
+) -> None:
+    """The same by as many threads as Numba is set to."""
+    for task in prange(shape[0] * -(-shape[1] // span)):
+        _encode_task(task, shape, states, table, weighted, codebook, rows, span)

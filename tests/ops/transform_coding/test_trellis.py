@@ -1,0 +1,92 @@
+"""Trellis codes: the search finds the best path, errors are those known of such trellises, rows give states back."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvcache_plugins.ops.transform_coding.trellis import (
+    DISTORTIONS,
+    MAX_WIDTH,
+    NUM_STATES,
+    all_points,
+    find_states,
+    pack_states,
+    points_of,
+    unpack_states,
+)
+
+
+# Mean squared error over the Gaussian bound of the best known trellises of 256 states, without end
+KNOWN = {2: 1.26, 3: 1.39, 4: 1.58}
+WIDTHS = range(1, MAX_WIDTH + 1)
+
+
+def squared_errors(num_rows: int, num_blocks: int, width: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    normal = torch.randn(1, 1, num_rows, num_blocks, 8)
+    widths = torch.full((1, 1, num_blocks), width)
+    return (points_of(find_states(normal, widths, True), widths) - normal).square()
+
+
+@pytest.mark.parametrize("width", KNOWN)
+def test_long_streams_err_by_no_more_than_is_known(width):
+    assert float(squared_errors(100, 60, width).mean()) * 4**width < 1.03 * KNOWN[width]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_distortions_are_those_of_rows(width):
+    # Without a scale that is found after the codes
+    assert float(squared_errors(700, 8, width).mean()) == pytest.approx(1.025 * DISTORTIONS[width], rel=0.035)
+
+
+def test_further_bits_are_worth_less_and_less():
+    gains = -torch.tensor(DISTORTIONS).diff()
+    assert bool((gains.diff() < 0).all())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_states_have_points_of_their_own(width):
+    points = all_points(torch.device("cpu"))[width]
+    assert len(points.unique()) == NUM_STATES
+    torch.testing.assert_close(points.sort().values, -points.sort().values.flip(0))
+
+
+def test_no_path_is_nearer():
+    """Of all 65536 paths through a block of eight numbers."""
+    torch.manual_seed(1)
+    normal = torch.randn(1, 1, 5, 1, 8)
+    widths = torch.tensor([[[2]]])
+    # The search counts in eighths of what is 1 / 4 here
+    grid = (all_points(torch.device("cpu"))[2] * 32).round()
+    numbers = (normal.flatten(0, 3) * 32).round()
+    found = grid[find_states(normal, widths, False).flatten(0, 3)]
+    codes = torch.tensor(list(itertools.product(range(4), repeat=8)))
+    states, state = torch.zeros_like(codes), torch.zeros(len(codes), dtype=torch.int64)
+    for place in reversed(range(8)):
+        state = (state * 4 + codes[:, place]) % NUM_STATES
+        states[:, place] = state
+    for own, number in zip(found, numbers, strict=True):
+        least = (grid[states] - number).square().sum(dim=1).min()
+        assert float((own - number).square().sum()) == float(least)
+
+
+@pytest.mark.parametrize(
+    "widths", [[6, 4, 0, 0], [1, 1, 1, 1], [5, 3, 2, 1], [0, 6, 0, 1]], ids=lambda each: "".join(map(str, each))
+)
+def test_states_come_back_from_rows(widths):
+    both = torch.tensor([widths, widths[::-1]], dtype=torch.uint8)[None].expand(2, 2, 4).contiguous()
+    states = find_states(torch.randn(2, 2, 9, 4, 8), both, True)
+    rows = pack_states(states, torch.randint(0, 256, (2, 2, 9, 1), dtype=torch.uint8), both, 1 + sum(widths))
+    assert rows.shape == (2, 2, 9, 1 + sum(widths))
+    has_bits = (both > 0)[:, :, None, :, None]
+    assert torch.equal(unpack_states(rows, both) * has_bits, states)
+
+
+def test_tokens_and_heads_are_searched_for_by_themselves():
+    normal = torch.randn(2, 3, 7, 4, 8)
+    widths = torch.tensor([[4, 2, 1, 0], [4, 2, 1, 0], [3, 3, 1, 0]]).expand(2, 3, 4)
+    for is_weighted in (True, False):
+        states = find_states(normal, widths, is_weighted)
+        alone = find_states(normal[1:, 2:, 4:5], widths[1:, 2:], is_weighted)
+        assert torch.equal(alone, states[1:, 2:, 4:5])
