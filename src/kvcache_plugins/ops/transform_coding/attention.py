@@ -7,7 +7,6 @@ import torch
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 from kvcache_plugins.ops.parts import DensePart
 
-from .basis_coder import BasisCoder
 from .parts import CodedPart
 
 
@@ -25,12 +24,11 @@ def attend(
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    parts = list(parts)
-    if kernel == "compiled" and not any(isinstance(getattr(part, "coder", None), BasisCoder) for part in parts):
+    if kernel == "compiled":
         # Imported late, as it needs a package that may not be there
         from kvcache_plugins.ops.compiled import attend_transform_rows
 
-        return attend_transform_rows(query, parts, num_key_value_heads, scale)
+        return attend_transform_rows(query, list(parts), num_key_value_heads, scale)
     attention = OnlineAttention(query, num_key_value_heads, scale)
     for part in parts:
         for tile in part.tiles() if isinstance(part, CodedPart) else (part,):
