@@ -11,16 +11,16 @@ Legend: H key/value heads, D head dim, N blocks of eight components.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.refusal import RefusedFile, refusals
-from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
+from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
@@ -31,6 +31,8 @@ from .config import LEAST_BYTES, TransformConfig
 from .observation import LayerSums, observe_window
 
 
+# How near a weight is to itself in bfloat16, and in float16 where it is small
+_TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
 # Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
@@ -41,22 +43,22 @@ _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 _TEMPER = 0.7
 
 
-@dataclass(frozen=True, eq=False)
-class TransformCalibration:
+class TransformCalibration(nn.Module):
     """
-    What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it.
+    What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it: as a part
+    of the model it is a module, and no cache counts it as what it holds.
 
-    Attributes:
-        model (`str`): fingerprint of the model.
-        config (`str`): that of its config.
+    Args:
+        config (`str`): fingerprint of the model's config.
+        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
         layers (`dict[int, LayerCalibration]`): by the index of the layer, those of full attention.
     """
 
-    model: str
-    config: str
-    layers: dict[int, LayerCalibration]
-    _coders: dict[tuple[float, int], BasisCoder] = field(default_factory=dict, repr=False)
-    _shares: dict[float, list[int]] = field(default_factory=dict, repr=False)
+    def __init__(self, config: str, weights: torch.Tensor, layers: dict[int, LayerCalibration]):
+        super().__init__()
+        self.config, self.weights, self.layers = config, weights, layers
+        self._coders: dict[tuple[float, int], BasisCoder] = {}
+        self._shares: dict[float, list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
@@ -110,7 +112,7 @@ class TransformCalibration:
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""
-        write_calibration(path, self.model, self.config, self.layers)
+        write_calibration(path, self.config, self.weights, self.layers)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
@@ -125,20 +127,32 @@ class TransformCalibration:
         Raises:
             ValueError: naming the file, if it is damaged, of another version, or of another model.
         """
+        calibration = cls.read(path)
         with refusals("calibration", path):
-            calibration = _read_once(Path(path).resolve(), Path(path).stat().st_mtime_ns)
             problem = calibration.mismatch(model)
             if problem:
                 raise RefusedFile(problem)
         return calibration
 
+    @classmethod
+    def read(cls, path: str | Path) -> TransformCalibration:
+        """The same of whatever model."""
+        with refusals("calibration", path):
+            return _read_once(Path(path).resolve(), Path(path).stat().st_mtime_ns)
+
     def mismatch(self, model: PreTrainedModel | PreTrainedConfig) -> str | None:
-        """What tells that a model, or the one of a config, is not the one that was calibrated."""
+        """What tells that a model, or the one of a config, is not the one that was calibrated, in whatever dtype."""
+        config = model if isinstance(model, PreTrainedConfig) else model.config
+        if self.config != config_fingerprint(config):
+            return "was made for a model of another config"
         if isinstance(model, PreTrainedConfig):
-            return None if self.config == config_fingerprint(model) else "was made for a model of another config"
-        if self.model == fingerprint(model):
             return None
-        return "was made for another model, or for the same one in another dtype"
+        weights = weight_samples(model)
+        if weights.shape != self.weights.shape:
+            return "was made for another model, of other parameters"
+        known = ~(weights.isnan() | self.weights.isnan())
+        is_near = torch.isclose(weights[known], self.weights[known], rtol=_TOLERANCE, atol=_LEAST_WEIGHT)
+        return None if bool(is_near.all()) else "was made for another model, of other weights"
 
 
 # So that the caches of a model share one, and what is made of it
@@ -179,7 +193,7 @@ def calibrate_transform(
         prefix_length = 2 * window.numel() // 3
         observe_window(model, window, prefix_length, _NUM_SINKS, num_draws, sums, generator)
     layers = {index: _calibrate_layer(own) for index, own in sorted(sums.items())}
-    return TransformCalibration(fingerprint(model), config_fingerprint(model.config), layers)
+    return TransformCalibration(config_fingerprint(model.config), weight_samples(model), layers)
 
 
 def _calibrate_layer(sums: LayerSums) -> LayerCalibration:

@@ -39,19 +39,21 @@ class LayerCalibration:
     values: SideCalibration
 
 
-def write_calibration(path: str | Path, model: str, config: str, layers: Mapping[int, LayerCalibration]) -> None:
-    """Writes fingerprints and layers of a calibration; see `TransformCalibration`."""
-    rows, tensors = [], {}
+def write_calibration(
+    path: str | Path, config: str, weights: torch.Tensor, layers: Mapping[int, LayerCalibration]
+) -> None:
+    """Writes what a model is known by, and layers of its calibration; see `TransformCalibration`."""
+    rows, tensors = [], {"weights": weights}
     for index, layer in layers.items():
         name, first = layer.layout
         rows.append({"layer_idx": index, "layout": name, "first_channel": first})
         for side in ("keys", "values"):
             for part in ("mean", "basis", "energies"):
                 tensors[f"layers.{index}.{side}.{part}"] = getattr(getattr(layer, side), part)
-    write_tensor_file(path, FORMAT, VERSION, {"model": model, "config": config, "layers": rows}, tensors)
+    write_tensor_file(path, FORMAT, VERSION, {"config": config, "layers": rows}, tensors)
 
 
-def read_calibration(path: str | Path) -> tuple[str, str, dict[int, LayerCalibration]]:
+def read_calibration(path: str | Path) -> tuple[str, torch.Tensor, dict[int, LayerCalibration]]:
     """
     What `write_calibration` wrote, to be called within `refusals`.
 
@@ -59,8 +61,8 @@ def read_calibration(path: str | Path) -> tuple[str, str, dict[int, LayerCalibra
         ValueError: if the file is damaged, or of another version.
     """
     document, tensors = read_tensor_file(path, FORMAT, VERSION, _ADVICE)
-    digest, config_digest = document.text("model"), document.text("config")
-    stored, layers = StoredTensors(tensors), {}
+    config, stored = document.text("config"), StoredTensors(tensors)
+    weights, layers = stored.take("weights", (None,), torch.float32), {}
     for row in document.rows("layers"):
         index = row.integer("layer_idx", 0, _MAX_LAYERS)
         if index in layers:
@@ -70,7 +72,7 @@ def read_calibration(path: str | Path) -> tuple[str, str, dict[int, LayerCalibra
         raise ValueError("`layers` is empty")
     document.finish()
     stored.finish()
-    return digest, config_digest, layers
+    return config, weights, layers
 
 
 def _read_layer(row: Document, stored: StoredTensors) -> LayerCalibration:

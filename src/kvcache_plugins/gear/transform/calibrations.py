@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.registry import get_config, unwrap_model
 
@@ -16,12 +16,31 @@ from .calibration import TransformCalibration
 
 # Takes the model's own, if it was calibrated, and none otherwise
 AUTO = "auto"
-_DIGITS = 32
+_DIGITS = 16
 
 
 def calibration_path(model: PreTrainedModel) -> Path:
-    """The file in the user's cache folder that a model's calibration is kept in, there or not."""
-    return models_folder().parent / "calibrations" / f"gear-{fingerprint(model)[:_DIGITS]}.safetensors"
+    """Where in the user's cache folder a model's calibration is written to."""
+    name = f"{_prefix(model.config)}{fingerprint(model)[:_DIGITS]}.safetensors"
+    return _folder() / name
+
+
+def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
+    """The calibration in that folder that was made for a model, in whatever dtype, the newest if there are several."""
+    paths = sorted(_folder().glob(f"{_prefix(model.config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reversed(paths):
+        calibration = TransformCalibration.read(path)
+        if calibration.mismatch(model) is None:
+            return calibration
+    return None
+
+
+def _folder() -> Path:
+    return models_folder().parent / "calibrations"
+
+
+def _prefix(config: PreTrainedConfig) -> str:
+    return f"gear-{config_fingerprint(config)[:_DIGITS]}-"
 
 
 def check_calibrated(calibration: object, backbone: str | None, options: dict[str, Any]) -> None:
@@ -66,9 +85,10 @@ def resolve_calibration(
         return calibration
     if calibration != AUTO:
         return TransformCalibration.load(calibration, own)
-    path = None if isinstance(own, PreTrainedConfig) else calibration_path(own)
-    if path is not None and path.is_file():
-        return TransformCalibration.load(path, own)
+    # A config cannot tell whose weights they are
+    found = None if own is None or isinstance(own, PreTrainedConfig) else find_calibration(own)
+    if found is not None:
+        return found
     warnings.warn(
         "this model has no calibration: its prompts alone say how they are coded, and less is kept at the same bytes; "
         "`kvcache-plugins calibrate --cache gear` makes one",
