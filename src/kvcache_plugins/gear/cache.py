@@ -272,7 +272,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
         Raises:
             OSError: naming `path`, if it cannot be written.
+            NotImplementedError: if the cache has a calibration.
         """
+        if self.calibration is not None:
+            raise NotImplementedError("not supported yet: caches with a `calibration` have no `save`")
         write_snapshot(
             path,
             self.layers,

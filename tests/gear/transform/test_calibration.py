@@ -13,6 +13,9 @@ from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform.calibrations import calibration_path
 
 
+ROOT = Path(__file__).resolve().parents[3]
+
+
 def make_model(seed: int = 0, num_heads: int = 2) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=97,
@@ -180,3 +183,17 @@ def test_a_preset_finds_the_models_own_calibration(model, calibration, tmp_path,
 def test_save_is_refused(model, calibration, tmp_path):
     with pytest.raises(NotImplementedError, match="not supported yet"):
         make_cache(model, calibration).save(tmp_path / "cache", model)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_real_models_calibration_carries_over_to_another_text(smollm2):
+    """At the same bits the KL is far from what it is where prompts alone say how they are coded."""
+    model, tokenizer = smollm2
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("LICENSE", "README.md")]
+    known, other = (tokenizer(text, return_tensors="pt").input_ids[0] for text in texts)
+    calibrated = calibrate_transform(model, list(known[:1000].split(500)), num_draws=1)
+    window = other[:400]
+    coded = divergence(model, make_cache(model, calibrated, 2.25), window)
+    plain = divergence(model, GEARCache(model, backbone="transform", nbits=2.25), window)
+    assert 0 < coded < 0.75 * plain
