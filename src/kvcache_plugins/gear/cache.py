@@ -222,7 +222,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(1 for layer in layers if layer.blocks)
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
-        if self.calibration is not None:
+        if self.calibration is not None and isinstance(self.gear_config, TransformConfig):
             choice["calibration_bytes"] = self.calibration.num_bytes(self.gear_config.key_nbits)
         return {"num_layers": len(self.layers), "layers_compressing": compressing, **total, **choice}
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder
-from kvcache_plugins.registry import get_config, unwrap_model
+from kvcache_plugins.registry import unwrap_model
 
 from .calibration import TransformCalibration
 
@@ -77,7 +77,7 @@ def resolve_calibration(
         return None
     if model is None:
         raise ValueError("`calibration` needs `config`: the model that it was made for, or its config")
-    own = get_config(model, "config") if isinstance(model, PreTrainedConfig) else unwrap_model(model)
+    own = model if isinstance(model, PreTrainedConfig) else unwrap_model(model)
     if isinstance(calibration, TransformCalibration):
         problem = calibration.mismatch(own)
         if problem:
@@ -86,7 +86,7 @@ def resolve_calibration(
     if calibration != AUTO:
         return TransformCalibration.load(calibration, own)
     # A config cannot tell whose weights they are
-    found = None if own is None or isinstance(own, PreTrainedConfig) else find_calibration(own)
+    found = None if isinstance(own, PreTrainedConfig) else find_calibration(own)
     if found is not None:
         return found
     warnings.warn(

@@ -135,11 +135,9 @@ def _add_states(
         raise ValueError("`model` has layers of full attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in layer.states)
     if index not in sums:
-        shapes = keys.shape[::2], values.shape[::2]
-        sums[index] = LayerSums(
-            _find_layout(layer, num_sinks), *(SideSums.zeros(*shape) for shape in shapes), 0,
-            torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64),
-        )  # fmt: skip
+        square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
+        own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
+        sums[index] = LayerSums(_find_layout(layer, num_sinks), own_keys, own_values, 0, square)
     own = sums[index]
     angles = Angles.at(own.layout, num_sinks, keys.shape[1], None, keys.device)
     cosines, sines = angles.cosines[0].double(), -angles.sines[0].double()

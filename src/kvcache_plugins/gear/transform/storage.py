@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 
 
@@ -45,7 +46,9 @@ class CodedBlock:
         self.keys, self.values = (_resized(rows, length, length) for rows in (self.keys, self.values))
         self.length = length
 
-    def write_dense(self, side: str, coder: RowCoder, padding: torch.Tensor | None, output: torch.Tensor) -> None:
+    def write_dense(
+        self, side: str, coder: RowCoder | BasisCoder, padding: torch.Tensor | None, output: torch.Tensor
+    ) -> None:
         """Writes the dense states of one side to their places in `output` `[B, H, tokens, D]`."""
         if side == "keys":
             states = coder.decode_keys(self.keys[:, :, : self.length], self.start, padding)
