@@ -19,21 +19,15 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import (
-    Angles,
-    QueryMoments,
-    key_table_of_layout,
-    make_key_table,
-    make_value_table,
-)
+from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .config import TransformConfig
 from .layer_state import TransformLayerState
+from .prompt_coder import make_prompt_coder, replace_item
 from .storage import CodedBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -213,7 +207,16 @@ class TransformLayer(PromptLayer):
         count = torch.where(has_enough, sinks, (length - padding).clamp(min=0))
         first = int((padding + count)[has_enough].min())
         valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
-        self.coder = self.calibrated or self._make_coder(keys[:, :, first:], values[:, :, first:], valid, first)
+        self.coder = self.calibrated or make_prompt_coder(
+            self.config,
+            self.layouts,
+            self._moments,
+            keys[:, :, first:],
+            values[:, :, first:],
+            valid,
+            first,
+            self.padding,
+        )
         self._is_open = False
         start = padding.to(device, copy=True)
         slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
@@ -227,14 +230,6 @@ class TransformLayer(PromptLayer):
         self._set_waiting(~has_enough)
         return first
 
-    def _make_coder(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, first: int) -> RowCoder:
-        """Tables of tokens from index `first` on, those that are `valid` `[batch_size, tokens]`."""
-        angles = [Angles.at(layout, first, keys.shape[2], self.padding, keys.device) for layout in self.layouts]
-        valid, size = valid.to(keys.device), self.config.key_bytes(keys.shape[3])
-        key_table, number = make_key_table(keys, valid, self._moments, self.layouts, angles, size)
-        value_table = make_value_table(rotate(values), valid, self.config.value_bytes(values.shape[3]))
-        return RowCoder(key_table, value_table, self.layouts[number])
-
     def _serve_waiting(
         self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
     ) -> None:
@@ -244,25 +239,13 @@ class TransformLayer(PromptLayer):
         held = join_prefix(self.prefix, keys, values, first, padding, waiting)
         for item in (waiting & has_enough).nonzero().flatten().tolist():
             tokens = slice(int(held.count[item]))
-            self._replace_table(item, held.keys[item, None, :, tokens], held.values[item, None, :, tokens])
+            own = held.keys[item, None, :, tokens], held.values[item, None, :, tokens]
+            if isinstance(self.coder, RowCoder):
+                replace_item(self.coder, item, self.config, self.layouts, self._moments, *own)
         kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
         self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())
         self._set_waiting(waiting & ~has_enough)
-
-    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes an item's tables of all its tokens `[1, H, T, D]`."""
-        if not isinstance(self.coder, RowCoder):
-            return
-        count, layout = keys.shape[2], self.coder.layout
-        valid = (torch.arange(count, device=keys.device) >= self.config.num_sink_tokens)[None]
-        moments = None if self._moments is None else self._moments.map(lambda sums: sums[item, None])
-        number, angles = self.layouts.index(layout), Angles.at(layout, 0, count, None, keys.device)
-        size = self.config.key_bytes(keys.shape[3]), self.config.value_bytes(values.shape[3])
-        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0])
-        value_table = make_value_table(rotate(values), valid, size[1])
-        self.coder.keys.set_item(item, key_table)
-        self.coder.values.set_item(item, value_table)
 
     def _set_waiting(self, waiting: torch.Tensor) -> None:
         self._waiting = bool(waiting.any())
@@ -373,6 +356,8 @@ class TransformLayer(PromptLayer):
         """All that it holds, as it is: nothing is copied."""
         self.settle_prompt()
         (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
+        # A calibrated cache has no file
+        assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(
             dtype=self.dtype,
             batch_size=batch_size,
