@@ -71,9 +71,9 @@ def _scale_of(stored: int) -> Any:
 
 @njit(**OPTIONS)
 def _encode_token(
-    state: Any, own: Any, means: Any, inverses: Any, widths: Any, weighted: bool, tables: Any, normal: Any, row: Any
-) -> None:
-    bounds, points, first_codes, factors = tables
+    state: Any, own: Any, means: Any, inverses: Any, widths: Any, rule: tuple[bool, bool, int], tables: Any,
+    normal: Any, row: Any,
+) -> None:  # fmt: skip
     energy, coded_energy, num_coded = float32(0), float32(0), 0
     for v in range(widths.shape[0]):
         for i in range(v * LANES, (v + 1) * LANES):
@@ -84,13 +84,29 @@ def _encode_token(
                 coded_energy += number * number
                 num_coded += 1
     scale = _scale_of(_stored_scale(np.sqrt(coded_energy / max(num_coded, 1))))
+    for _ in range(1 + rule[2]):
+        row[0] = _stored_scale(_encode_channels(normal, widths, rule, tables, energy, scale, row))
+        found = _scale_of(int64(row[0]))
+        if found == scale:
+            break
+        scale = found
+
+
+@njit(**OPTIONS)
+def _encode_channels(
+    normal: Any, widths: Any, rule: tuple[bool, bool, int], tables: Any, energy: Any, scale: Any, row: Any
+) -> Any:
+    """Writes the codes of a token for a scale, and returns the one that fits them."""
+    bounds, points, first_codes, factors = tables
+    weighted, by_energy, _ = rule
+    energy = float32(0) if by_energy else energy
     inverse = float32(1) / scale
     over, under, place = float32(0), float32(0), 1
     for v in range(widths.shape[0]):
         width = widths[v]
         if width == 0:
             continue
-        weight = float32(1 << (2 * width)) if weighted else float32(1)
+        weight = float32(1 << (2 * width)) if weighted or by_energy else float32(1)
         bits = uint64(0)
         for lane in range(LANES):
             number = normal[v * LANES + lane]
@@ -98,20 +114,20 @@ def _encode_token(
             point = points[width, code] * factors[width]
             over += weight * number * point
             under += weight * point * point
+            if by_energy:
+                energy += weight * number * number
             bits |= uint64(code) << uint64(lane * width)
         for byte in range(width):
             row[place] = (bits >> uint64(8 * byte)) & uint64(255)
             place += 1
     if weighted:
-        scale = over / max(under, float32(1e-9))
-    elif over > float32(_LEAST_GAIN) * energy * inverse:
-        scale = energy / over
-    row[0] = _stored_scale(scale)
+        return over / max(under, float32(1e-9))
+    return energy / over if over > float32(_LEAST_GAIN) * energy * inverse else scale
 
 
 @njit(**OPTIONS)
 def _encode_task(
-    task: int, shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: Any
+    task: int, shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: Any
 ) -> None:
     num_matrices, length, head_dim, row_size = shape
     order, mean_address, deviation_address, num_deviations, width_address = table
@@ -139,11 +155,13 @@ def _encode_task(
     all_states = floats_at(states, (num_matrices, length, head_dim))[matrix]
     all_rows = bytes_at(rows, (num_matrices, length, row_size))[matrix]
     for t in range(part * span, min((part + 1) * span, length)):
-        _encode_token(all_states[t], own, means, inverses, widths, weighted, tables, normal, all_rows[t])
+        _encode_token(all_states[t], own, means, inverses, widths, rule, tables, normal, all_rows[t])
 
 
 @njit(**OPTIONS)
-def _encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int) -> None:
+def _encode(
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
+) -> None:
     """
     All tasks; everything comes by address, see `arrays`.
 
@@ -151,21 +169,21 @@ def _encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, 
         shape: B H, T, D, R.
         states: `[B H, T, D]`, float32.
         table: order, int64, or 0; means or 0; deviations and how many a head; widths.
-        weighted: how the scale is found.
+        rule: how the scale is found: `is_weighted`, `by_energy` and `num_refits` of `RowTable`.
         codebook: what `_tables` returned, and what points are multiplied by `[9]`.
         rows: `[B H, T, R]`, filled.
         span: tokens of a task.
     """
     for task in range(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)
 
 
 @njit(parallel=True, **OPTIONS)
 def _encode_in_parallel(
-    shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
 ) -> None:
     for task in prange(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)
 
 
 def encode_rows(states: torch.Tensor, table: "RowTable", factors: torch.Tensor) -> torch.Tensor:
@@ -193,7 +211,7 @@ def encode_rows(states: torch.Tensor, table: "RowTable", factors: torch.Tensor) 
             deviation.shape[2],
             widths.data_ptr(),
         ),
-        table.is_weighted,
+        (table.is_weighted, table.by_energy, table.num_refits),
         (*(each.data_ptr() for each in _tables()), factors.data_ptr()),
         rows.data_ptr(),
         _TASK_TOKENS,
