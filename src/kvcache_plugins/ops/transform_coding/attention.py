@@ -29,6 +29,13 @@ def attend(
         from kvcache_plugins.ops.compiled import attend_transform_rows
 
         return attend_transform_rows(query, list(parts), num_key_value_heads, scale)
+    if kernel == "triton":
+        parts = list(parts)
+        # Without rows PyTorch's own steps are the fast ones
+        if any(isinstance(part, CodedPart) for part in parts):
+            from .triton_attention import attend as attend_with_triton
+
+            return attend_with_triton(query, parts, num_key_value_heads, scale)
     attention = OnlineAttention(query, num_key_value_heads, scale)
     for part in parts:
         for tile in part.tiles() if isinstance(part, CodedPart) else (part,):
