@@ -20,7 +20,7 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.attention import attend
+from kvcache_plugins.ops.transform_coding.attention import attend, has_triton_kernel
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
@@ -115,6 +115,8 @@ class TransformLayer(PromptLayer):
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
         kernel, is_fallback = choose_kernel(query)
+        if kernel == "triton" and not has_triton_kernel(self.coder):
+            kernel, is_fallback = "torch", True
         output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.models.layer_types import replace_full_attention
+from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table
