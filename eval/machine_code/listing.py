@@ -75,9 +75,9 @@ class Listing:
                 self.operations.append(instruction["operation"])
         # Branches to one place may leave its loop from several: the last of them ends it
         ends: dict[int, int] = {}
-        for place, label in branches:
-            if labels.get(label, place + 1) <= place:
-                ends[labels[label]] = max(place, ends.get(labels[label], 0))
+        for place, target_label in branches:
+            if labels.get(target_label, place + 1) <= place:
+                ends[labels[target_label]] = max(place, ends.get(labels[target_label], 0))
         # A kernel ends in a branch to itself, which fills its last line
         self.loops = [Loop(first, last) for first, last in sorted(ends.items()) if last > first]
 

@@ -29,6 +29,8 @@ QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
 LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
 TRANSFORM = ("gear-t16", "gear-t22", "gear-t25", "gear-t30")
+# Without a calibration, as random models have none, the same; with one: tests/gear/transform/test_calibration.py
+CALIBRATED = ("gear-c12", "gear-c16", "gear-c20", "gear-c28")
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
@@ -146,7 +148,7 @@ def require_available(entry: CacheEntry) -> None:
     "cache",
     # Caches that differ from `gear-k3v2` or `gear-t16` in nothing but bits and groups are left to `make test-long`
     [
-        pytest.param(name, marks=pytest.mark.long if name in (*LIKE_K3V2, *TRANSFORM[1:]) else ())
+        pytest.param(name, marks=pytest.mark.long if name in (*LIKE_K3V2, *TRANSFORM[1:], *CALIBRATED) else ())
         for name in ENTRIES
         if name not in ALIASES
     ],

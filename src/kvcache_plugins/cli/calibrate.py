@@ -1,4 +1,4 @@
-"""`kvcache-plugins calibrate`: what InfiniGen can be told about a model beforehand."""
+"""`kvcache-plugins calibrate`: what InfiniGen, or GEAR's transform coding, can be told about a model beforehand."""
 
 from __future__ import annotations
 
@@ -11,59 +11,103 @@ import typer
 from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.option_checks import check_choice
 
 from .options import DeviceOption, DtypeOption, ModelOption
 
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
     from kvcache_plugins.infinigen.calibration import LayerReport
 
 
+_CACHES = ("infinigen", "gear")
+
+
 def main(
-    text_file: Annotated[Path, typer.Option(help="Text that is like what the model will read.")],
-    out: Annotated[Path, typer.Option(help="safetensors file to write.")],
+    text_file: Annotated[list[Path], typer.Option(help="Text that is like what the model will read; repeatable.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="safetensors file to write; for gear by default where `create_cache` looks for it."),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
     model: ModelOption = "smollm2",
-    windows: Annotated[int, typer.Option(help="Windows of the text; every other one is only measured.", min=2)] = 8,
+    windows: Annotated[int, typer.Option(help="Windows of every text.", min=1)] = 8,
     length: Annotated[int, typer.Option(help="Tokens a window.", min=4)] = 1024,
-    rank: Annotated[int, typer.Option(help="Rank of the corrections; 0 for none.", min=0)] = 128,
+    rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
     min_recall: Annotated[
-        float, typer.Option(help="A layer of which less is captured stays whole.", min=0, max=1)
+        float, typer.Option(help="infinigen: a layer of which less is captured stays whole.", min=0, max=1)
     ] = 0.9,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how well InfiniGen speculates; fit corrections.
+    """Calibrate InfiniGen or GEAR's transform coding.
 
-    The figures are, of each layer, the attention mass that a tenth of the tokens captures, chosen by the true queries
-    (oracle), by the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file
-    as `InfiniGenCache(model, calibration="FILE")`.
+    InfiniGen: measures how well it speculates, and fits corrections; every other window is only measured. The figures
+    are, of each layer, the attention mass that a tenth of the tokens captures, chosen by the true queries (oracle), by
+    the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file as
+    `InfiniGenCache(model, calibration="FILE")`.
+
+    GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
+    errors cost. The first two thirds of a window are coded, the others say what an error does. Without --out the file
+    is kept where those presets find it; with it they take it as `gear-c16:calibration=FILE`.
 
     \b
     Examples:
         kvcache-plugins calibrate --model smollm2 --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
+        kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt --windows 6 --length 1536
+        kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
     """
-    text = read_text(text_file, "text_file")
-    prepare_file(out)
+    check_choice("cache", cache, _CACHES)
+    if out is None and cache == "infinigen":
+        raise ValueError("`out` has to be given with `cache` infinigen: a safetensors file to write")
+    texts = [read_text(path, "text_file") for path in text_file]
+    if out is not None:
+        prepare_file(out)
     from kvcache_plugins.console.loading import load_for_evaluation
     from kvcache_plugins.console.progress import track_progress
-    from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+    from kvcache_plugins.gear.transform.calibration import calibrate_transform
+    from kvcache_plugins.gear.transform.calibrations import calibration_path
     from kvcache_plugins.infinigen.calibration import calibrate
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    token_ids, start_ids = encode_text(tokenizer, text)
-    cut = spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+    cut = _windows(tokenizer, texts, windows, length)
+    settings: dict[str, object] = {"model": model, "text_file": ",".join(path.name for path in text_file)}
+    settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
+    layers: list[dict[str, object]] = []
     with track_progress(len(cut)) as announce:
-        calibration = calibrate(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
-    calibration.save(out)
+        if cache == "gear":
+            path = calibration_path(loaded) if out is None else out
+            path.parent.mkdir(parents=True, exist_ok=True)
+            calibrate_transform(loaded, cut, on_progress=announce).save(path)
+        else:
+            assert out is not None
+            path = out
+            calibration = calibrate(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
+            calibration.save(path)
+            settings |= {"rank": rank, "min_recall": min_recall}
+            layers = [asdict(report) for report in calibration.reports]
     if as_json:
-        settings = {"model": model, "text_file": text_file.name, "windows": windows, "length": length, "rank": rank}
-        settings |= {"min_recall": min_recall, "dtype": str(loaded.dtype).removeprefix("torch.")}
-        layers = [asdict(report) for report in calibration.reports]
-        print_json({**provenance(loaded.device), "settings": settings, "file": str(out), "layers": layers})
+        print_json({**provenance(loaded.device), "settings": settings, "file": str(path), "layers": layers})
+    elif cache == "gear":
+        typer.echo(f"{model}: {path}")
     else:
-        _show(f"{model}: {out}", calibration.reports)
+        _show(f"{model}: {path}", calibration.reports)
+
+
+def _windows(tokenizer: PreTrainedTokenizerBase, texts: list[str], windows: int, length: int) -> list[torch.Tensor]:
+    """Windows of all texts, as many of each."""
+    from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+
+    cut = []
+    for text in texts:
+        token_ids, start_ids = encode_text(tokenizer, text)
+        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+    return cut
 
 
 def _show(title: str, reports: tuple[LayerReport, ...]) -> None:

@@ -25,7 +25,7 @@ class RootGroup(LazyGroup):
         "generate": LazyCommand("kvcache_plugins.cli.generate:main", "Continue a prompt through a cache."),
         "compare": LazyCommand("kvcache_plugins.cli.compare:main", "Run several caches on one prompt, side by side."),
         "calibrate": LazyCommand(
-            "kvcache_plugins.cli.calibrate:main", "Measure how well InfiniGen speculates; fit corrections."
+            "kvcache_plugins.cli.calibrate:main", "Calibrate InfiniGen or GEAR's transform coding."
         ),
         "plan": LazyCommand("kvcache_plugins.cli.plan:main", "Plan the slices of a prompt for KV-Runahead's ranks."),
         "recommend": LazyCommand("kvcache_plugins.cli.recommend:main", "Tell which caches fit a memory budget."),

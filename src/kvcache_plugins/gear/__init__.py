@@ -8,15 +8,24 @@ from kvcache_plugins.registry import register_cache
 
 if TYPE_CHECKING:
     from .cache import GEARCache
+    from .transform.calibration import TransformCalibration, calibrate_transform
 
 
-__all__ = ["GEARCache"]
+__all__ = ["GEARCache", "TransformCalibration", "calibrate_transform"]
 
-__getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})
+_CALIBRATION = "kvcache_plugins.gear.transform.calibration"
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "GEARCache": "kvcache_plugins.gear.cache:GEARCache",
+        "TransformCalibration": f"{_CALIBRATION}:TransformCalibration",
+        "calibrate_transform": f"{_CALIBRATION}:calibrate_transform",
+    },
+)
 
 _FACTORY = "kvcache_plugins.gear.factory:create_gear"
 # Made without a model it has checked its options
-_CHECK = "kvcache_plugins.gear.cache:GEARCache"
+_CHECK = "kvcache_plugins.gear.factory:check_gear"
 _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 for _nbits in (4, 2):
     register_cache(
@@ -82,5 +91,16 @@ for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), 
         backbone="transform",
         key_nbits=_bits_a_key,
         value_nbits=_bits_a_value,
+    )
+# The same, bases and means of the model aside, which all caches share
+for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (20, 2.87), (28, 4.15)):
+    register_cache(
+        f"gear-c{_percent}",
+        _FACTORY,
+        check=_CHECK,
+        summary=f"Transform-coded in calibrated bases: {_percent} % of 16 bits",
+        backbone="transform",
+        nbits=_mean_nbits,
+        calibration="auto",
     )
 register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

@@ -23,6 +23,8 @@ from .choice import PresetChoice
 from .config import GEARConfig
 from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
+from .transform.calibration import TransformCalibration
+from .transform.calibrations import check_calibrated, resolve_calibration
 from .transform.config import TransformConfig, transform_config
 from .transform.layer import TransformLayer
 
@@ -83,6 +85,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity,
         value_rank, value_decode_rank (*optional*):
             The same options for keys or values alone.
+        calibration (`TransformCalibration`, `str` or `Path`, *optional*):
+            Of the `transform` backbone: what `calibrate_transform` found out about the model, or its file; `nbits` are
+            then shared between all layers, heads, keys and values. `"auto"` takes the file that
+            `kvcache-plugins calibrate --cache gear` keeps of the model, and goes without one where there is none.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -131,8 +137,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         value_sparsity: float | None = None,
         value_rank: int | None = None,
         value_decode_rank: int | None = None,
+        calibration: TransformCalibration | str | Path | None = None,
     ):
-        config = get_config(config, "config")
+        model, config = config, get_config(config, "config")
         check_mask("attention_mask", attention_mask)
         options: dict[str, Any] = {
             "nbits": nbits,
@@ -157,6 +164,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "value_rank": value_rank,
             "value_decode_rank": value_decode_rank,
         }
+        check_calibrated(calibration, backbone, options)
+        self.calibration = resolve_calibration(calibration, model)
         self.gear_config: GEARConfig | TransformConfig = (
             transform_config(options) if backbone == "transform" else GEARConfig.from_flat(backbone, options)
         )
@@ -177,7 +186,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     def _make_layer(self, index: int, config: PreTrainedConfig | None) -> GEARLayer | TransformLayer:
         if isinstance(self.gear_config, TransformConfig):
             frequencies = None if config is None else rotary_frequencies(config, index)
-            return TransformLayer(self.gear_config, index, self._given_mask, frequencies)
+            coder = None
+            if self.calibration is not None:
+                coder = self.calibration.coder(index, self.gear_config.key_nbits, frequencies)
+            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder)
         return GEARLayer(self.gear_config, index, self._given_mask)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
@@ -207,6 +219,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             not be had), `dense_reads` (times a side of a layer was made dense for something other than attention) and
             `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
             `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
+            Only with a calibration `calibration_bytes`: of bases and means, which belong to the model, as its weights
+            do, and are shared by all of its caches. `memory()` does not count them.
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
         total: Counter[str] = Counter()
@@ -214,7 +228,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(1 for layer in layers if layer.blocks)
-        choice = {} if self.choice is None else self.choice.stats()
+        choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
+        if self.calibration is not None and isinstance(self.gear_config, TransformConfig):
+            choice["calibration_bytes"] = self.calibration.num_bytes(self.gear_config.key_nbits)
         return {"num_layers": len(self.layers), "layers_compressing": compressing, **total, **choice}
 
     def fork(self, count: int) -> list[GEARCache]:
@@ -263,7 +279,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
         Raises:
             OSError: naming `path`, if it cannot be written.
+            NotImplementedError: if the cache has a calibration.
         """
+        if self.calibration is not None:
+            raise NotImplementedError("not supported yet: caches with a `calibration` have no `save`")
         write_snapshot(
             path,
             self.layers,

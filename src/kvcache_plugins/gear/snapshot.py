@@ -167,8 +167,9 @@ def _name_of(layer: CacheLayerMixin) -> str:
 
 
 def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    is_own = isinstance(layer, GEARLayer | TransformLayer)
-    keeps_more = is_own and (type(layer) not in (GEARLayer, TransformLayer) or layer.has_index)
+    keeps_more = isinstance(layer, GEARLayer | TransformLayer) and (
+        type(layer) not in (GEARLayer, TransformLayer) or layer.has_index
+    )
     if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     # A GEAR layer that all tokens were cropped from still counts what it did

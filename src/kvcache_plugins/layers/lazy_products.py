@@ -108,7 +108,7 @@ def attend_views(
     if not is_four or keys.token_dim != 2 or values.token_dim != 2 or not _is_newest(keys) or not _is_newest(values):
         return None
     if keys.exact is not None and values.exact is not None:
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         output = F.scaled_dot_product_attention(query, keys.exact, values.exact, attn_mask=attn_mask, **options)
     elif keys.exact is not None or values.exact is not None or keys.shape[1] != values.shape[1]:
         return None

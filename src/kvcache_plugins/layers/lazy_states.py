@@ -83,14 +83,14 @@ class LazyStates(torch.Tensor):
     def num_tokens(self) -> int:
         return self._size[self.token_dim]
 
-    def layout(self) -> Layout:
+    def step_layout(self) -> Layout:
         """What steps ask of them."""
         with torch._C.DisableTorchFunctionSubclass():
             return Layout(tuple(self._size), self.dtype, self.device, self.token_dim)
 
     def seen_through(self, step: TokenStep, origin: View | None = None) -> "LazyStates":
         """What a step makes of them; its view can be given."""
-        layout = self.layout()
+        layout = self.step_layout()
         exact = None if self.exact is None else step.function(self.exact)
         shape, dtype = step.shape, layout.dtype
         if exact is not None:
@@ -273,7 +273,7 @@ def _see(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], kw
         return _copy_into(states, *args)
     if any(isinstance(each, LazyStates) for each in (*args, *kwargs.values())):
         return None
-    steps = find_steps(func, states.layout(), args, kwargs)
+    steps = find_steps(func, states.step_layout(), args, kwargs)
     if isinstance(steps, list):
         return tuple(states.seen_through(step) for step in steps)
     return None if steps is None else _seen_once(func, states, args, steps)
@@ -283,7 +283,7 @@ def _seen_once(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ..
     if isinstance(states.origin, Blank) and func is torch.Tensor.__getitem__:
         return states.seen_through(step, BlankPart(states.origin, args[0]))
     seen = states.seen_through(step)
-    if seen.shape == states.shape and seen.dtype == states.layout().dtype and func in _KEEPING:
+    if seen.shape == states.shape and seen.dtype == states.step_layout().dtype and func in _KEEPING:
         return states
     seen.num_repeats = _num_repeats(func, states, args, seen)
     return seen
@@ -309,7 +309,7 @@ def _num_repeats(func: Callable[..., Any], states: LazyStates, args: tuple[Any, 
 def _new_empty(states: LazyStates, *sizes: Any, **options: Any) -> LazyStates | None:
     """Room for what is made of the same tokens."""
     shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    layout = states.layout()
+    layout = states.step_layout()
     if options or len(shape) <= layout.token_dim or shape[layout.token_dim] != layout.num_tokens:
         return None
     exact = None if states.exact is None else states.exact.new_empty(shape)
@@ -331,7 +331,7 @@ def _join(parts: Any, dim: int = 0) -> LazyStates | None:
     first = parts[0]
     if not all(isinstance(part, LazyStates) and part.layer is first.layer for part in parts):
         return None
-    layouts = [part.layout() for part in parts]
+    layouts = [part.step_layout() for part in parts]
     if len({(each.token_dim, each.num_tokens, each.dtype) for each in layouts}) > 1:
         return None
     place = dim % len(layouts[0].shape)

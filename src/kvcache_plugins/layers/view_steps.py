@@ -182,7 +182,7 @@ def _split(layout: Layout, sizes: Any, dim: int = 0) -> Steps:
     lengths = [min(sizes, whole - start) for start in range(0, whole, sizes)] if isinstance(sizes, int) else sizes
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     return [
-        TokenStep(lambda states, start=start, length=length: states.narrow(dim, start, length), layout.token_dim)
+        TokenStep(partial(torch.narrow, dim=dim, start=start, length=length), layout.token_dim)
         for start, length in zip(starts, lengths, strict=True)
     ]
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -34,9 +35,25 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         # Weights that accelerate keeps elsewhere are not worth loading for this
         if not parameter.is_meta:
-            stride = max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
-            digest.update(parameter.detach().flatten()[::stride].float().cpu().numpy().tobytes())
+            digest.update(_samples(parameter).numpy().tobytes())
     return digest.hexdigest()
+
+
+def weight_samples(model: PreTrainedModel) -> torch.Tensor:
+    """A few weights of every parameter one behind the other, float32; not a number where they are kept elsewhere."""
+    samples = [
+        torch.full((len(range(0, each.numel(), _stride(each))),), torch.nan) if each.is_meta else _samples(each)
+        for each in model.parameters()
+    ]
+    return torch.cat(samples)
+
+
+def _stride(parameter: torch.Tensor) -> int:
+    return max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
+
+
+def _samples(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().flatten()[:: _stride(parameter)].float().cpu()
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:

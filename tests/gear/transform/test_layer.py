@@ -10,6 +10,7 @@ from kvcache_plugins import measure_memory
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.ops.transform_coding.attention import has_triton_kernel
 
 
 NUM_HEADS, HEAD_DIM, SINKS, BUFFER = 2, 32, 4, 8
@@ -67,6 +68,35 @@ def test_what_is_attended_to_is_what_is_held(length, dtype):
         )
         limit = 1e-4 if dtype == torch.float32 else 0.03
         assert float((output.float() - expected).abs().max()) < limit
+
+
+def test_trellis_codes_are_attended_to_as_they_are_held():
+    """Items of different lengths, one of which waits for its table; tokens that are decoded are coded too."""
+    errors = {}
+    prompt, steps = states(2, 150), [states(2, count) for count in (1, 9, 60, 1)]
+    for quantizer in ("lloyd-max", "trellis"):
+        cache = GEARCache(
+            backbone="transform", key_nbits=3, value_nbits=2, residual_length=BUFFER, quantizer=quantizer
+        )
+        cache.layers.append(layer := cache._next_layer())
+        feed(layer, *prompt, padding=[0, 100])
+        for keys, values in steps:
+            query, before = torch.randn(2, NUM_HEADS * 2, keys.shape[2], HEAD_DIM), num_coded(layer)
+            output = feed(layer, keys, values, padding=[0, 100], query=query)
+            held = [layer.materialize(side) for side in ("keys", "values")]
+            if keys.shape[2] < 4 * BUFFER:
+                mask = torch.arange(held[0].shape[2]) >= torch.tensor([0, 100])[:, None]
+                mask = mask[:, None, None].expand(-1, 1, keys.shape[2], -1).tril(held[0].shape[2] - keys.shape[2])
+                expected = F.scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
+                assert float((output - expected).abs().max()) < 1e-4
+            assert num_coded(layer) >= before > 0
+        assert layer.coder.keys.quantizer == layer.coder.values.quantizer == quantizer
+        assert has_triton_kernel(layer.coder) == (quantizer == "lloyd-max")
+        exact = (torch.cat(each, dim=2)[0] for each in zip(prompt, *steps, strict=True))
+        errors[quantizer] = [float((a[0] - b).square().mean()) for a, b in zip(held, exact, strict=True)]
+    assert all(
+        trellis < 0.85 * other for trellis, other in zip(errors["trellis"], errors["lloyd-max"], strict=True)
+    ), errors
 
 
 def test_life_of_a_token():

@@ -48,7 +48,7 @@ def test_rows_of_64_are_within_five_percent_of_endless_trellises(monkeypatch, wi
     torch.manual_seed(0)
     states = torch.randn(1, 1, 10000, 64)
     widths = torch.full((1, 1, 8), width, dtype=torch.uint8)
-    table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, "trellis")
+    table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, quantizer="trellis")
     error = (table.decode(table.encode(states)) - states).square().mean()
     assert float(error) * 4**width < 1.05 * known
     assert float(error) == pytest.approx(trellis.DISTORTIONS[width], rel=0.02)

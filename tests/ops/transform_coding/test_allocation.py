@@ -10,6 +10,7 @@ from kvcache_plugins.ops.transform_coding.allocation import (
     even_widths,
     expected_distortion,
     num_blocks,
+    share_bytes,
 )
 
 
@@ -40,3 +41,24 @@ def test_without_energy_all_bits_are_given_all_the_same(energies):
 def test_even_widths(head_dim, total):
     widths = even_widths(head_dim, total)
     assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1
+
+
+def test_bytes_go_to_the_sides_where_they_are_worth_most():
+    energies = [torch.rand(2, 4) + 0.1, 100 * (torch.rand(2, 4) + 0.1), torch.rand(1, 3) * 1e-6 + 1e-9]
+    total, least = 2 * 9 + 2 * 14 + 1 * 3, 3
+    counts = share_bytes(energies, total, least)
+    assert min(counts) == counts[2] == least and counts[0] < counts[1]
+    spent = sum(count * len(side) for count, side in zip(counts, energies, strict=True))
+    assert total - 2 <= spent <= total
+
+    def error(counts: list[int]) -> float:
+        widths = [allocate_widths(side[None], count) for side, count in zip(energies, counts, strict=True)]
+        pairs = zip(energies, widths, strict=True)
+        return sum(float(expected_distortion(side[None], own).sum()) for side, own in pairs)
+
+    for shift in (-2, -1, 1, 2):
+        assert error(counts) <= error([counts[0] + shift, counts[1] - shift, counts[2]])
+
+
+def test_all_bytes_are_given_where_there_is_room_for_all():
+    assert share_bytes([torch.rand(2, 3), torch.rand(2, 5)], 2 * 8 * 8, 3) == [24, 40]

@@ -36,5 +36,5 @@ def cases_of(specs: list[str]) -> dict[str, Case]:
     cases = {}
     for spec in specs:
         name, options = parse_cache_spec(spec)
-        cases[spec] = Case(make_cache=partial(create_cache, name, **options), limit=_LOSSY)
+        cases[spec] = Case(make_cache=partial(create_cache, name, **options), limit=_LOSSY)  # type: ignore[arg-type]
     return cases

@@ -9,6 +9,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from logging import CRITICAL
 from multiprocessing.connection import Connection
 
 import torch
@@ -128,6 +129,6 @@ def _try_apart(family: str, cases: Mapping[str, Case], seconds: float) -> Family
 def _send_result(family: str, cases: Mapping[str, Case], sender: Connection) -> None:
     # Of random models with odd settings there is much to be said, which is not what was asked
     warnings.simplefilter("ignore")
-    logging.set_verbosity(logging.CRITICAL)
+    logging.set_verbosity(CRITICAL)
     torch.set_num_threads(1)
     sender.send(try_family(family, cases))

@@ -11,7 +11,7 @@ BACKBONE = "transform"
 # Tokens that a table is made of, at least; before that all are exact
 MIN_TOKENS = 64
 # With its scale a row is a word at least, which is what compiled code loads
-_LEAST_BYTES = 3
+LEAST_BYTES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class TransformConfig:
 
 def _bytes(nbits: float, head_dim: int, max_width: int) -> int:
     count = num_blocks(head_dim)
-    return min(max(round(nbits * count), _LEAST_BYTES), max_width * count)
+    return min(max(round(nbits * count), LEAST_BYTES), max_width * count)
 
 
 def transform_config(options: dict[str, Any]) -> TransformConfig:

@@ -20,20 +20,15 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
-from kvcache_plugins.ops.transform_coding.attention import attend
+from kvcache_plugins.ops.transform_coding.attention import attend, has_triton_kernel
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import (
-    Angles,
-    QueryMoments,
-    key_table_of_layout,
-    make_key_table,
-    make_value_table,
-)
+from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .config import TransformConfig
 from .layer_state import TransformLayerState
+from .prompt_coder import make_prompt_coder, replace_item
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -57,6 +52,8 @@ class TransformLayer(PromptLayer):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
         frequencies (`tuple[float, ...]`, *optional*):
             Of the keys' rotary embedding, radians a token of every pair of channels.
+        calibrated (`BasisCoder`, *optional*):
+            How tokens are coded, if a calibration says so. Otherwise it is the prompt that does.
     """
 
     counter_names = (
@@ -75,14 +72,15 @@ class TransformLayer(PromptLayer):
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
         frequencies: tuple[float, ...] | None = None,
+        calibrated: BasisCoder | None = None,
     ):
-        self.config, self.frequencies = config, frequencies
+        self.config, self.frequencies, self.calibrated = config, frequencies, calibrated
         super().__init__(layer_idx, attention_mask)
 
     def _clear(self) -> None:
         super()._clear()
         self.prefix: ExactPrefix | None = None
-        self.coder: RowCoder | None = None
+        self.coder: RowCoder | BasisCoder | None = None
         self.blocks: list[CodedBlock] = []
         self.buffer: ResidualBuffer | None = None
         self._moments: QueryMoments | None = None
@@ -95,6 +93,8 @@ class TransformLayer(PromptLayer):
         self._is_open = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if self.calibrated is not None:
+            self.calibrated.check_shapes(key_states, value_states, self.layer_idx)
         super().lazy_initialization(key_states, value_states)
         self.layouts: list[RotaryLayout] = candidate_layouts(self.frequencies, key_states.shape[3])
 
@@ -115,6 +115,8 @@ class TransformLayer(PromptLayer):
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
         kernel, is_fallback = choose_kernel(query)
+        if kernel == "triton" and not has_triton_kernel(self.coder):
+            kernel, is_fallback = "torch", True
         output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
@@ -126,7 +128,7 @@ class TransformLayer(PromptLayer):
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Adds the newest queries to what the table will be made of, until there is one."""
-        if self.coder is not None and not self._waiting:
+        if self.calibrated is not None or (self.coder is not None and not self._waiting):
             return
         query = query.detach()[:, :, -_NUM_QUERIES:]
         valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
@@ -187,7 +189,8 @@ class TransformLayer(PromptLayer):
         """
         start, length = self._length - keys.shape[2], self._length
         padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-        has_enough = length - padding >= self.config.shortest_prompt
+        least = self.config.shortest_prompt if self.calibrated is None else self.config.num_sink_tokens + 1
+        has_enough = length - padding >= least
         if self.coder is None and not bool(has_enough.any()):
             return False
         check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
@@ -208,13 +211,16 @@ class TransformLayer(PromptLayer):
         count = torch.where(has_enough, sinks, (length - padding).clamp(min=0))
         first = int((padding + count)[has_enough].min())
         valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
-        angles = [Angles.at(layout, first, length - first, self.padding, device) for layout in self.layouts]
-        tail, size = (keys[:, :, first:], values[:, :, first:]), self.config.key_bytes(keys.shape[3])
-        name = self.config.quantizer
-        key_table, number = make_key_table(tail[0], valid.to(device), self._moments, self.layouts, angles, size, name)
-        size = self.config.value_bytes(values.shape[3])
-        value_table = make_value_table(rotate(tail[1]), valid.to(device), size, name)
-        self.coder = RowCoder(key_table, value_table, self.layouts[number])
+        self.coder = self.calibrated or make_prompt_coder(
+            self.config,
+            self.layouts,
+            self._moments,
+            keys[:, :, first:],
+            values[:, :, first:],
+            valid,
+            first,
+            self.padding,
+        )
         self._is_open = False
         start = padding.to(device, copy=True)
         slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
@@ -237,25 +243,13 @@ class TransformLayer(PromptLayer):
         held = join_prefix(self.prefix, keys, values, first, padding, waiting)
         for item in (waiting & has_enough).nonzero().flatten().tolist():
             tokens = slice(int(held.count[item]))
-            self._replace_table(item, held.keys[item, None, :, tokens], held.values[item, None, :, tokens])
+            own = held.keys[item, None, :, tokens], held.values[item, None, :, tokens]
+            if isinstance(self.coder, RowCoder):
+                replace_item(self.coder, item, self.config, self.layouts, self._moments, *own)
         kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
         self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())
         self._set_waiting(waiting & ~has_enough)
-
-    def _replace_table(self, item: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes an item's tables of all its tokens `[1, H, T, D]`."""
-        assert self.coder is not None
-        count, layout = keys.shape[2], self.coder.layout
-        valid = (torch.arange(count, device=keys.device) >= self.config.num_sink_tokens)[None]
-        moments = None if self._moments is None else self._moments.map(lambda sums: sums[item, None])
-        number, angles = self.layouts.index(layout), Angles.at(layout, 0, count, None, keys.device)
-        size = self.config.key_bytes(keys.shape[3]), self.config.value_bytes(values.shape[3])
-        name = self.config.quantizer
-        key_table, _ = key_table_of_layout(keys.float(), valid, moments, number, layout, angles, size[0], name)
-        value_table = make_value_table(rotate(values), valid, size[1], name)
-        self.coder.keys.set_item(item, key_table)
-        self.coder.values.set_item(item, value_table)
 
     def _set_waiting(self, waiting: torch.Tensor) -> None:
         self._waiting = bool(waiting.any())
@@ -362,6 +356,8 @@ class TransformLayer(PromptLayer):
         """All that it holds, as it is: nothing is copied."""
         self.settle_prompt()
         (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
+        # A calibrated cache has no file
+        assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(
             dtype=self.dtype,
             batch_size=batch_size,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import TILE_TOKENS, RowCoder
 
 
@@ -46,7 +47,7 @@ class CodedBlock:
         self.length = length
 
     def dense_tiles(
-        self, sides: Collection[str], coder: RowCoder, padding: torch.Tensor | None
+        self, sides: Collection[str], coder: RowCoder | BasisCoder, padding: torch.Tensor | None
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
         for first in range(0, self.length, TILE_TOKENS):
@@ -68,7 +69,7 @@ class DecodableBlock:
     """A block with what its rows mean: the coder, and tokens at the start of every item that have no position."""
 
     block: CodedBlock
-    coder: RowCoder | None
+    coder: RowCoder | BasisCoder | None
     padding: torch.Tensor | None
 
     @property

@@ -34,7 +34,7 @@ from .vectors import (
 
 TILE = 32
 # Tiles after which the queries are turned back from where they were, and not from the last tile
-_ANCHOR_TILES = 64
+ANCHOR_TILES = 64
 # Of a key, so that a channel that does not vary has a deviation to be divided by
 _LEAST_DEVIATION = np.float32(1e-6)
 _MINUS = np.float32(-1)
@@ -83,7 +83,7 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
 
 
 @njit(**OPTIONS)
-def _turn_back(
+def turn_back(
     query: Any, rows: int, scale: Any, channels: Channels, frequencies: Any, position: int, own: Any, partners: Any
 ) -> None:
     """Queries `[rows, D]` turned back by the angles of a position: own channels and partners', times deviations."""
@@ -99,7 +99,7 @@ def _turn_back(
 
 
 @njit(**OPTIONS)
-def _turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
+def turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
     """The same from one tile to the next."""
     for i in range(0, own.shape[1], LANES):
         cosine, minus_sine = load_floats(channels.cosines, TILE, i), load_floats(channels.sines, TILE, i)
@@ -143,10 +143,10 @@ def _run_tiles(
         key_scales[t] = scales[key_rows[t, 0]]
     for start in range(first, last, TILE):
         tokens, tile = min(TILE, last - start), start // TILE
-        if (tile - tiles[0]) % _ANCHOR_TILES == 0:
-            _turn_back(query, rows, scale, channels, frequencies, position + start, own, partners)
+        if (tile - tiles[0]) % ANCHOR_TILES == 0:
+            turn_back(query, rows, scale, channels, frequencies, position + start, own, partners)
         else:
-            _turn_on(rows, channels, own, partners)
+            turn_on(rows, channels, own, partners)
         span = (start, tokens)
         dot_rows(
             rows, own, partners, key_rows, key_blocks, channels.means, key_scales, channels.cosines, channels.sines,

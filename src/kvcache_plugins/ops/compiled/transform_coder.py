@@ -20,7 +20,7 @@ from . import trellis_coder
 from .arrays import bytes_at, floats_at, longs_at
 from .primitives import OPTIONS
 from .threads import use_threads
-from .transform_tokens import Normalization, final_scale, load_normalization, normalize
+from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, scale_of, stored_scale
 from .vectors import LANES
 
 
@@ -62,18 +62,33 @@ def _code(number: Any, width: int, bounds: Any, first_codes: Any) -> int:
 
 @njit(**OPTIONS)
 def _encode_token(
-    state: Any, normalization: Normalization, weighted: bool, tables: Any, normal: Any, row: Any
+    state: Any, normalization: Normalization, rule: tuple[bool, bool, int], tables: Any, normal: Any, row: Any
 ) -> None:
-    bounds, points, first_codes, factors = tables
-    widths = normalization.widths
     energy, scale = normalize(state, normalization, normal)
+    for _ in range(1 + rule[2]):
+        fitting = _encode_channels(normal, normalization.widths, rule, tables, energy, scale, row)
+        row[0] = stored_scale(fitting)
+        found = scale_of(int64(row[0]))
+        if found == scale:
+            break
+        scale = found
+
+
+@njit(**OPTIONS)
+def _encode_channels(
+    normal: Any, widths: Any, rule: tuple[bool, bool, int], tables: Any, energy: Any, scale: Any, row: Any
+) -> Any:
+    """Writes the codes of a token for a scale, and returns the one that fits them."""
+    bounds, points, first_codes, factors = tables
+    weighted, by_energy, _ = rule
+    energy = float32(0) if by_energy else energy
     inverse = float32(1) / scale
     over, under, place = float32(0), float32(0), 1
     for v in range(widths.shape[0]):
         width = widths[v]
         if width == 0:
             continue
-        weight = float32(1 << (2 * width)) if weighted else float32(1)
+        weight = float32(1 << (2 * width)) if weighted or by_energy else float32(1)
         bits = uint64(0)
         for lane in range(LANES):
             number = normal[v * LANES + lane]
@@ -81,16 +96,18 @@ def _encode_token(
             point = points[width, code] * factors[width]
             over += weight * number * point
             under += weight * point * point
+            if by_energy:
+                energy += weight * number * number
             bits |= uint64(code) << uint64(lane * width)
         for byte in range(width):
             row[place] = (bits >> uint64(8 * byte)) & uint64(255)
             place += 1
-    row[0] = final_scale(weighted, energy, over, under, scale)
+    return fitting_scale(weighted, energy, over, under, scale)
 
 
 @njit(**OPTIONS)
 def _encode_task(
-    task: int, shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: Any
+    task: int, shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: Any
 ) -> None:
     num_matrices, length, head_dim, row_size = shape
     matrix, part = task % num_matrices, task // num_matrices
@@ -105,11 +122,13 @@ def _encode_task(
     all_states = floats_at(states, (num_matrices, length, head_dim))[matrix]
     all_rows = bytes_at(rows, (num_matrices, length, row_size))[matrix]
     for t in range(part * span, min((part + 1) * span, length)):
-        _encode_token(all_states[t], normalization, weighted, tables, normal, all_rows[t])
+        _encode_token(all_states[t], normalization, rule, tables, normal, all_rows[t])
 
 
 @njit(**OPTIONS)
-def _encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int) -> None:
+def _encode(
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
+) -> None:
     """
     All tasks; everything comes by address, see `arrays`.
 
@@ -117,21 +136,21 @@ def _encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, 
         shape: B H, T, D, R.
         states: `[B H, T, D]`, float32.
         table: order, int64, or 0; means or 0; deviations and how many a head; widths.
-        weighted: how the scale is found.
+        rule: how the scale is found: `is_weighted`, `by_energy` and `num_refits` of `RowTable`.
         codebook: what `_tables` returned, and what points are multiplied by `[9]`.
         rows: `[B H, T, R]`, filled.
         span: tokens of a task.
     """
     for task in range(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)
 
 
 @njit(parallel=True, **OPTIONS)
 def _encode_in_parallel(
-    shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
 ) -> None:
     for task in prange(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)
 
 
 def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
@@ -144,6 +163,9 @@ def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
     deviation, widths = table.deviation.contiguous(), table.widths.contiguous()
     num_tasks = batch_size * num_heads * -(-length // _TASK_TOKENS)
     is_trellis = table.quantizer == "trellis"
+    # A search finds codes for one scale: only tables of calibrations ask for more, and those have no trellis
+    assert not is_trellis or not (table.by_energy or table.num_refits)
+    rule = table.is_weighted if is_trellis else (table.is_weighted, table.by_energy, table.num_refits)
     codebook = (trellis_coder.points(),) if is_trellis else _tables()
     factors = unshrunk(table.quantizer)
     if table.is_weighted:
@@ -162,7 +184,7 @@ def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
             deviation.shape[2],
             widths.data_ptr(),
         ),
-        table.is_weighted,
+        rule,
         (*(each.data_ptr() for each in codebook), factors.data_ptr()),
         rows.data_ptr(),
         _TASK_TOKENS,

@@ -8,11 +8,13 @@ import torch
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding import codebooks, trellis
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable
+from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import scale_of
 
+from .basis_attention import attend_basis_block, attend_basis_block_in_parallel
 from .door import Arguments
 from .exact import attend_exact, merge
 from .primitives import ROWS
@@ -25,6 +27,13 @@ _MIN_TILES_PER_TASK = 16
 _TASKS_PER_THREAD = 4
 # From 0 to the most bits that any quantizer has
 _NUM_WIDTHS = codebooks.MAX_WIDTH + 1
+# By whether rows are in calibrated bases, and whether several threads share the tasks
+_KERNELS = {
+    (False, False): attend_rows_block,
+    (False, True): attend_rows_block_in_parallel,
+    (True, False): attend_basis_block,
+    (True, True): attend_basis_block_in_parallel,
+}
 
 
 @cache
@@ -86,9 +95,17 @@ def attend_rows(
         mask = arguments.mask(part.mask, part.length)
         if isinstance(part, CodedPart):
             span = (part.length, tiles_per_task, num_tasks)
-            attend_to = attend_rows_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_rows_block
-            codebook = tuple(map(_address, _codebook(part.coder.keys.quantizer)))
-            sides = _key_side(part, arguments), _value_side(part, arguments)
+            is_calibrated = isinstance(part.coder, BasisCoder)
+            attend_to = _KERNELS[is_calibrated, use_threads(num_row_blocks * num_tasks)]
+            sides: tuple[tuple[int, ...], ...]
+            if isinstance(part.coder, BasisCoder):
+                quantizer = "lloyd-max"
+                rows_and_tables = zip((part.keys, part.values), part.coder.tables.on(query.device), strict=True)
+                sides = tuple(_basis_side(rows, table, arguments) for rows, table in rows_and_tables)
+            else:
+                quantizer = part.coder.keys.quantizer
+                sides = _key_side(part, part.coder, arguments), _value_side(part, part.coder, arguments)
+            codebook = tuple(map(_address, _codebook(quantizer)))
             attend_to(shape, scale, queries, *sides, codebook, _angles(part, arguments), mask, span, first, results)
         else:
             states = arguments.address(part.keys), arguments.address(part.values)
@@ -99,11 +116,21 @@ def attend_rows(
 
 
 def _value_dim(part: DensePart | CodedPart) -> int:
-    return part.coder.values.head_dim if isinstance(part, CodedPart) else part.values.shape[3]
+    if not isinstance(part, CodedPart):
+        return part.values.shape[3]
+    if isinstance(part.coder, BasisCoder):
+        return part.coder.tables.on(part.values.device)[1].head_dim
+    return part.coder.values.head_dim
 
 
-def _key_side(part: CodedPart, arguments: Arguments) -> tuple[int, ...]:
-    table, rows = part.coder.keys, arguments.keep(part.keys)
+def _basis_side(rows: torch.Tensor, table: BasisTable, arguments: Arguments) -> tuple[int, ...]:
+    rows = arguments.keep(rows)
+    addresses = map(_address, (table.widths, table.basis, table.mean))
+    return rows.data_ptr(), rows.shape[2], rows.shape[3], *addresses, table.widths.shape[1]
+
+
+def _key_side(part: CodedPart, coder: RowCoder, arguments: Arguments) -> tuple[int, ...]:
+    table, rows = coder.keys, arguments.keep(part.keys)
     assert table.order is not None and table.mean is not None
     is_wide = int(table.order.dtype != torch.uint8)
     numbers = (arguments.keep(tensor).data_ptr() for tensor in (table.widths, table.order))
@@ -112,8 +139,8 @@ def _key_side(part: CodedPart, arguments: Arguments) -> tuple[int, ...]:
     return rows.data_ptr(), rows.shape[2], rows.shape[3], widths, order, is_wide, *others
 
 
-def _value_side(part: CodedPart, arguments: Arguments) -> tuple[int, ...]:
-    table, rows = part.coder.values, arguments.keep(part.values)
+def _value_side(part: CodedPart, coder: RowCoder, arguments: Arguments) -> tuple[int, ...]:
+    table, rows = coder.values, arguments.keep(part.values)
     widths, deviation = (arguments.keep(tensor).data_ptr() for tensor in (table.widths, table.deviation))
     return rows.data_ptr(), rows.shape[2], rows.shape[3], widths, deviation, rotation_size(table.head_dim)
 

@@ -86,7 +86,7 @@ def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any)
 
 
 @njit(**INLINED)
-def _points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
+def points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
     """The points of a block of a token, of 1 bit at least."""
     words = load_halves_of_block(rows, token, blocks.low[v], blocks.high[v])
     words = shift_right(words, load_ints(blocks.shifts, 0, v * LANES))
@@ -116,8 +116,8 @@ def _make_dot_rows(num_rows: int) -> Callable[..., None]:
                 place = v * LANES
                 a = b = load_floats(means, 0, place)
                 if blocks.widths[v] > 0:
-                    a = multiply_add(_points_of(rows, first + t, blocks, v), scale_a, a)
-                    b = multiply_add(_points_of(rows, first + u, blocks, v), scale_b, b)
+                    a = multiply_add(points_of(rows, first + t, blocks, v), scale_a, a)
+                    b = multiply_add(points_of(rows, first + u, blocks, v), scale_b, b)
                 a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
                 a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
                 q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
@@ -152,7 +152,7 @@ def _make_accumulate_rows(num_rows: int) -> Callable[..., None]:
             place = v * LANES
             a0 = a1 = a2 = a3 = broadcast(_ZERO)
             for t in range(count):
-                a = _points_of(rows, first + t, blocks, v)
+                a = points_of(rows, first + t, blocks, v)
                 a0 = multiply_add(a, broadcast(weights[0, t * ROWS]), a0)
                 if num_rows > 1:
                     a1 = multiply_add(a, broadcast(weights[0, t * ROWS + 1]), a1)

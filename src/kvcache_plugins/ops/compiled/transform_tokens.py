@@ -14,7 +14,7 @@ from .vectors import LANES, float_of_half
 
 
 # Below that share of what it would be without error, `z.q` says nothing
-LEAST_GAIN = 0.3
+_LEAST_GAIN = 0.3
 _SCALE_STEPS, _SCALE_OFFSET = 16.0, 128
 
 
@@ -67,13 +67,14 @@ def normalize(state: Any, normalization: Normalization, normal: Any) -> tuple[An
 
 
 @njit(**OPTIONS)
-def final_scale(weighted: bool, energy: Any, over: Any, under: Any, scale: Any) -> int:
-    """The byte of the scale, given sums of numbers times their points and of squared points."""
+def fitting_scale(weighted: bool, energy: Any, over: Any, under: Any, scale: Any) -> Any:
+    """
+    The scale that suits points found with `scale`, given sums of numbers squared, of numbers times their points and of
+    squared points.
+    """
     if weighted:
-        scale = over / max(under, float32(1e-9))
-    elif over > float32(LEAST_GAIN) * energy / scale:
-        scale = energy / over
-    return stored_scale(scale)
+        return over / max(under, float32(1e-9))
+    return energy / over if over > float32(_LEAST_GAIN) * energy / scale else scale
 
 
 @njit(**OPTIONS)

@@ -14,7 +14,7 @@ from kvcache_plugins.ops.transform_coding import trellis
 
 from .arrays import bytes_at, floats_at
 from .primitives import OPTIONS
-from .transform_tokens import Normalization, final_scale, load_normalization, normalize
+from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, stored_scale
 from .trellis_search import NUM_STATES, make_room, search
 from .vectors import LANES
 
@@ -63,7 +63,7 @@ def _write_row(
         for byte in range(width):
             row[place] = (bits >> uint64(8 * byte)) & uint64(255)
             place += 1
-    row[0] = final_scale(weighted, energy, over, under, scale)
+    row[0] = stored_scale(fitting_scale(weighted, energy, over, under, scale))
 
 
 @njit(**OPTIONS)
@@ -118,8 +118,8 @@ def _encode_task(
 @njit(**OPTIONS)
 def encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int) -> None:
     """
-    All tasks; the arguments are those of `transform_coder`'s, but for the codebook: points `[7, 256]`, and what those
-    of every width are multiplied by.
+    All tasks; the arguments are those of `transform_coder`'s, but for `is_weighted` alone instead of a rule, and the
+    codebook: points `[7, 256]`, and what those of every width are multiplied by.
     """
     for task in range(shape[0] * -(-shape[1] // span)):
         _encode_task(task, shape, states, table, weighted, codebook, rows, span)

@@ -6,6 +6,8 @@ they lessen most, which is the best there is, as every further bit of a block le
 Legend: B batch, H heads, N blocks.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .codebooks import DISTORTIONS
@@ -55,3 +57,32 @@ def even_widths(head_dim: int, total: int) -> list[int]:
     """The widths of blocks that all have the same energy: two neighbouring ones, the wider first."""
     count = num_blocks(head_dim)
     return [total // count + (block < total % count) for block in range(count)]
+
+
+def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int) -> list[int]:
+    """
+    Shares bytes between sides of layers, in each of which every head has as many, so that the sum of
+    `energy * distortion(width)` over all is least.
+
+    Args:
+        energies (`Sequence[torch.Tensor]`): of every side, summed energies of the blocks' channels, `[H, N]`.
+        total (`int`): bytes in all, those of every head counted.
+        least (`int`): of a head, at least.
+
+    Returns:
+        `list[int]`: of every side the bytes of a head.
+    """
+    distortions = torch.tensor(DISTORTIONS, dtype=torch.float64)
+    gains, owners = [], []
+    for number, side in enumerate(energies):
+        each = side.double().cpu()[..., None] * (distortions[:-1] - distortions[1:])
+        # The byte that a head takes next gains less than the one before, and so does its mean over heads
+        ordered = each.flatten(1).sort(dim=1, descending=True).values.mean(dim=0)
+        ordered[:least] = torch.inf
+        gains.append(ordered)
+        owners.append(torch.full_like(ordered, number, dtype=torch.int64))
+    order = torch.cat(gains).argsort(descending=True, stable=True)
+    taken = torch.cat(owners)[order]
+    costs = torch.tensor([side.shape[0] for side in energies])[taken].cumsum(dim=0)
+    counts: list[int] = torch.bincount(taken[costs <= total], minlength=len(energies)).tolist()
+    return [max(count, least) for count in counts]

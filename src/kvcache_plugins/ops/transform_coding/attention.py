@@ -7,7 +7,13 @@ import torch
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 from kvcache_plugins.ops.parts import DensePart
 
-from .parts import CodedPart
+from .basis_coder import BasisCoder
+from .parts import CodedPart, RowCoder
+
+
+def has_triton_kernel(coder: RowCoder | BasisCoder | None) -> bool:
+    """Whether rows of a coder can be read by Triton's kernels; what has no coder yet is exact."""
+    return coder is None or (isinstance(coder, RowCoder) and coder.keys.quantizer == "lloyd-max")
 
 
 def attend(
@@ -29,6 +35,13 @@ def attend(
         from kvcache_plugins.ops.compiled import attend_transform_rows
 
         return attend_transform_rows(query, list(parts), num_key_value_heads, scale)
+    if kernel == "triton":
+        parts = list(parts)
+        # Without rows PyTorch's own steps are the fast ones
+        if any(isinstance(part, CodedPart) for part in parts):
+            from .triton_attention import attend as attend_with_triton
+
+            return attend_with_triton(query, parts, num_key_value_heads, scale)
     attention = OnlineAttention(query, num_key_value_heads, scale)
     for part in parts:
         for tile in part.tiles() if isinstance(part, CodedPart) else (part,):

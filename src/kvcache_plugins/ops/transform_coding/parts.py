@@ -12,6 +12,7 @@ from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotate
 
+from .basis_coder import BasisCoder
 from .rotary import RotaryLayout
 from .rows import RowTable
 from .statistics import Angles
@@ -75,7 +76,7 @@ class CodedPart:
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be room for more.
-        coder (`RowCoder`): what they mean.
+        coder (`RowCoder` or `BasisCoder`): what they mean.
         start (`int`): index of the first token.
         padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
         length (`int`): tokens in use, T.
@@ -84,7 +85,7 @@ class CodedPart:
 
     keys: torch.Tensor
     values: torch.Tensor
-    coder: RowCoder
+    coder: RowCoder | BasisCoder
     start: int
     padding: torch.Tensor | None
     length: int

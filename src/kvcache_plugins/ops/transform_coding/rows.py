@@ -47,6 +47,10 @@ class RowTable:
         row_size (`int`): R, one byte more than the sum of a head's widths.
         head_dim (`int`): D.
         is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
+        by_energy (`bool`): whether channels count by their energy in a scale that shrinks nothing, too.
+        num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those of
+            which one channel is far larger than the others. Their codes would end before it, and they are the ones
+            that many others attend to.
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
 
@@ -57,6 +61,8 @@ class RowTable:
     row_size: int
     head_dim: int
     is_weighted: bool
+    by_energy: bool = False
+    num_refits: int = 0
     quantizer: str = "lloyd-max"
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,20 +106,28 @@ class RowTable:
         normal = self._normalize(states.float())
         has_bits = (self.widths > 0).float()[:, :, None, :, None]
         count = (has_bits.sum(dim=(-1, -2), keepdim=True) * BLOCK).clamp(min=1)
-        scale, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
-        codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted)
-        points = self._points(codes)
-        if self.is_weighted:
-            # What reverse waterfilling has given bits to has energies in inverse proportion to its distortions
-            weights = has_bits * 4.0 ** self.widths.float()[:, :, None, :, None]
-            over, under = weights * normal * points, weights * points * points
-            factor = over.sum(dim=(-1, -2), keepdim=True) / under.sum(dim=(-1, -2), keepdim=True).clamp(min=1e-9)
-        else:
-            energy = (normal * normal).sum(dim=(-1, -2), keepdim=True)
-            product = (normal * points).sum(dim=(-1, -2), keepdim=True)
-            factor = torch.where(product > _LEAST_GAIN * energy / scale, energy / product, scale)
-        _, stored = _stored_scale(factor)
+        found, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
+        for _ in range(1 + self.num_refits):
+            scale = found
+            codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted)
+            found, stored = _stored_scale(self._fitting_scale(normal, has_bits, self._points(codes), scale))
+            if bool((found == scale).all()):
+                break
         return self._quantizer.pack(codes, stored.flatten(3), self.widths, self.row_size)
+
+    def _fitting_scale(
+        self, normal: torch.Tensor, has_bits: torch.Tensor, points: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """The scale `[B, H, T, 1, 1]` for points that were found with `scale`."""
+        # What reverse waterfilling has given bits to has energies in inverse proportion to its distortions
+        weights = has_bits * 4.0 ** self.widths.float()[:, :, None, :, None]
+        if self.is_weighted:
+            over, under = weights * normal * points, weights * points * points
+            return over.sum(dim=(-1, -2), keepdim=True) / under.sum(dim=(-1, -2), keepdim=True).clamp(min=1e-9)
+        counted = weights * normal if self.by_energy else normal
+        energy = (counted * normal).sum(dim=(-1, -2), keepdim=True)
+        product = (counted * points).sum(dim=(-1, -2), keepdim=True)
+        return torch.where(product > _LEAST_GAIN * energy / scale, energy / product, scale)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         points = self._points(self._quantizer.unpack(rows, self.widths)).flatten(3)[..., : self.head_dim]

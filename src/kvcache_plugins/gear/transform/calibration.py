@@ -1,0 +1,235 @@
+"""What transform coding can be told about a model once: bases of keys and values, and what their errors cost.
+
+Of each layer and head the Karhunen-Loeve basis of keys before the rotary embedding, their mean taken off, and of
+values with theirs, both in a metric in which an error counts by what it does to the model's output. Energies of the
+components then are comparable over the whole model, so that bytes can be given to where they are worth most, at any
+rate: that is left to when a cache is made.
+
+Legend: H key/value heads, D head dim, N blocks of eight components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcache_plugins.files.refusal import RefusedFile, refusals
+from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
+from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
+from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+
+from .calibration_file import LayerCalibration, SideCalibration, read_calibration, write_calibration
+from .config import LEAST_BYTES, TransformConfig
+from .observation import LayerSums, observe_window
+
+
+# How near a weight is to itself in bfloat16, and in float16 where it is small
+_TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
+# First tokens that stay exact
+_NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
+# Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
+_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
+# Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
+_QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
+# Heads and sides differ by this power of what they were seen to differ by
+_TEMPER = 0.7
+
+
+class TransformCalibration(nn.Module):
+    """
+    What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it: as a part
+    of the model it is a module, and no cache counts it as what it holds.
+
+    Args:
+        config (`str`): fingerprint of the model's config.
+        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
+        layers (`dict[int, LayerCalibration]`): by the index of the layer, those of full attention.
+    """
+
+    def __init__(self, config: str, weights: torch.Tensor, layers: dict[int, LayerCalibration]):
+        super().__init__()
+        self.config, self.weights, self.layers = config, weights, layers
+        self._coders: dict[tuple[float, int], BasisCoder] = {}
+        self._shares: dict[float, list[int]] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
+        return self
+
+    def coder(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> BasisCoder:
+        """
+        How a layer is coded.
+
+        Args:
+            layer_idx (`int`): the layer.
+            nbits (`float`): bits a number, on average over all layers, heads and both sides.
+            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding.
+        """
+        if (nbits, layer_idx) not in self._coders:
+            self._coders[nbits, layer_idx] = self._make_coder(layer_idx, nbits, frequencies)
+        return self._coders[nbits, layer_idx]
+
+    def num_bytes(self, nbits: float) -> int:
+        """Bytes of the matrices and means that all caches of these many bits share."""
+        return sum(coder.tables.num_bytes for (own, _), coder in self._coders.items() if own == nbits)
+
+    def _make_coder(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> BasisCoder:
+        layer = self.layers[layer_idx]
+        found = [
+            layout
+            for layout in candidate_layouts(frequencies, layer.keys.mean.shape[1])
+            if (layout.name, layout.first) == layer.layout
+        ]
+        if not found:
+            raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
+        sizes = self._bytes_of_heads(nbits)
+        place = 2 * list(self.layers).index(layer_idx)
+        tables = []
+        for number, side in enumerate((layer.keys, layer.values)):
+            widths = allocate_widths(_by_block(side.energies)[None], sizes[place + number])[0]
+            tables.append(BasisTable(side.mean, side.basis, widths, is_weighted=number == 0))
+        return BasisCoder(DeviceTables(*tables), found[0])
+
+    def _bytes_of_heads(self, nbits: float) -> list[int]:
+        """Bytes of a head's codes, of keys and values of every layer."""
+        if nbits not in self._shares:
+            sides = [side for layer in self.layers.values() for side in (layer.keys, layer.values)]
+            energies = [_by_block(side.energies) for side in sides]
+            mean = torch.cat([each.sum(dim=1).log() for each in energies]).mean()
+            tempered = [
+                each * torch.exp((_TEMPER - 1) * (each.sum(dim=1, keepdim=True).log() - mean)) for each in energies
+            ]
+            total = sum(each.numel() for each in energies) * nbits
+            self._shares[nbits] = share_bytes(tempered, round(total), LEAST_BYTES)
+        return self._shares[nbits]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the calibration to a safetensors file, which takes its place when it is complete."""
+        write_calibration(path, self.config, self.weights, self.layers)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
+        """
+        Reads a calibration that `save` wrote.
+
+        Args:
+            path (`str` or `Path`): the file.
+            model (`PreTrainedModel` or `PreTrainedConfig`): the model, or its config, which cannot tell whether the
+                weights are the same.
+
+        Raises:
+            ValueError: naming the file, if it is damaged, of another version, or of another model.
+        """
+        calibration = cls.read(path)
+        with refusals("calibration", path):
+            problem = calibration.mismatch(model)
+            if problem:
+                raise RefusedFile(problem)
+        return calibration
+
+    @classmethod
+    def read(cls, path: str | Path) -> TransformCalibration:
+        """The same of whatever model."""
+        with refusals("calibration", path):
+            return _read_once(Path(path).resolve(), Path(path).stat().st_mtime_ns)
+
+    def mismatch(self, model: PreTrainedModel | PreTrainedConfig) -> str | None:
+        """What tells that a model, or the one of a config, is not the one that was calibrated, in whatever dtype."""
+        config = model if isinstance(model, PreTrainedConfig) else model.config
+        if self.config != config_fingerprint(config):
+            return "was made for a model of another config"
+        if isinstance(model, PreTrainedConfig):
+            return None
+        weights = weight_samples(model)
+        if weights.shape != self.weights.shape:
+            return "was made for another model, of other parameters"
+        known = ~(weights.isnan() | self.weights.isnan())
+        is_near = torch.isclose(weights[known], self.weights[known], rtol=_TOLERANCE, atol=_LEAST_WEIGHT)
+        return None if bool(is_near.all()) else "was made for another model, of other weights"
+
+
+# So that the caches of a model share one, and what is made of it
+@lru_cache(maxsize=4)
+def _read_once(path: Path, changed: int) -> TransformCalibration:
+    return TransformCalibration(*read_calibration(path))
+
+
+def calibrate_transform(
+    model: PreTrainedModel,
+    windows: Sequence[torch.Tensor],
+    *,
+    num_draws: int = 2,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+) -> TransformCalibration:
+    """
+    Finds the bases of a model's keys and values, and what their errors cost.
+
+    Args:
+        model (`PreTrainedModel`): the model, in eval mode.
+        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`, of which the first two thirds fill a cache.
+        num_draws (`int`, *optional*, defaults to 2): backward passes a window.
+        seed (`int`, *optional*, defaults to 0): of the tokens that the model draws.
+        on_progress (`Callable[[str], None]`, *optional*): called before each window.
+
+    Raises:
+        ValueError: if there is no window, or one is too short, or the model has layers that cannot be coded.
+    """
+    least = 3 * BLOCK + _NUM_SINKS
+    if not windows or min(window.numel() for window in windows) < least:
+        raise ValueError(f"`windows` has to hold one window at least, of {least} tokens at least")
+    sums: dict[int, LayerSums] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for number, window in enumerate(windows, start=1):
+        if on_progress is not None:
+            on_progress(f"window {number}")
+        prefix_length = 2 * window.numel() // 3
+        observe_window(model, window, prefix_length, _NUM_SINKS, num_draws, sums, generator)
+    layers = {index: _calibrate_layer(own) for index, own in sorted(sums.items())}
+    return TransformCalibration(config_fingerprint(model.config), weight_samples(model), layers)
+
+
+def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
+    cost = _shrunk(sums.keys.gradients / sums.keys.num_gradients, _KEY_SHRINKAGE)
+    if sums.num_queries:
+        queries = sums.queries / sums.num_queries
+        cost = cost + _QUERY_SHARE * queries * (_trace(cost) / _trace(queries).clamp(min=_tiny(cost)))[:, None, None]
+    mean = sums.keys.states / sums.keys.count
+    moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
+    keys = _calibrate_side(cost, moments, mean)
+    cost = _shrunk(sums.values.gradients / sums.values.num_gradients, _VALUE_SHRINKAGE)
+    unit = torch.eye(cost.shape[1], dtype=cost.dtype)
+    cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
+    # A sum of values would lose what their mean has lost as often as there are tokens in it
+    values = _calibrate_side(cost, sums.values.products / sums.values.count, torch.zeros_like(sums.values.states))
+    return LayerCalibration((sums.layout.name, sums.layout.first), keys, values)
+
+
+def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tensor) -> SideCalibration:
+    basis, energies = karhunen_loeve(cost, moments)
+    return SideCalibration(mean.float(), basis.float(), energies.float())
+
+
+def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
+    diagonal = torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+    return torch.lerp(matrices, diagonal, share)
+
+
+def _trace(matrices: torch.Tensor) -> torch.Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+
+
+def _tiny(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).tiny
+
+
+def _by_block(energies: torch.Tensor) -> torch.Tensor:
+    """Summed energies of blocks `[H, N]` of those of components `[H, D]`."""
+    return F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1).double()

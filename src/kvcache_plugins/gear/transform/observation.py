@@ -1,0 +1,205 @@
+"""What a text shows of a model's keys and values: their moments, and what errors of them cost.
+
+A window's first tokens fill a dense cache, and the model goes on from it. The cost of an error of a key or a value is
+what it does to the distribution of the tokens that follow: to second order, the KL divergence is `e @ F @ e / 2`, with
+`F` the Fisher information, the mean outer product of gradients of the log-likelihood of tokens that the model itself
+draws. So one backward pass gives every layer and head at once.
+
+Legend: H key/value heads, D head dim, T tokens.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
+from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table
+
+from .config import TransformConfig
+from .layer import TransformLayer
+
+
+# Newest queries of a window, whose second moments stand for those of all that follow
+_NUM_QUERIES = 256
+# Positions of keys that queries are turned back by
+_NUM_POSITIONS = 64
+# Bytes of a key when layouts of the rotary embedding are told apart
+_TRIAL_BYTES = 16
+
+
+class ObservedLayer(TransformLayer):
+    """A layer that codes nothing, and keeps the states and queries of one prompt."""
+
+    states: tuple[torch.Tensor, torch.Tensor] | None = None
+    queries: torch.Tensor | None = None
+
+    def _note_queries(self, query: torch.Tensor) -> None:
+        self.queries = query.detach()[:, :, -_NUM_QUERIES:]
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        self.states = keys, values
+
+
+@dataclass(eq=False)
+class SideSums:
+    """Sums over tokens of one side: `count`; states `[H, D]`; their products, and those of gradients `[H, D, D]`."""
+
+    count: float
+    states: torch.Tensor
+    products: torch.Tensor
+    num_gradients: int
+    gradients: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_heads: int, head_dim: int) -> "SideSums":
+        square = torch.zeros(num_heads, head_dim, head_dim, dtype=torch.float64)
+        return cls(0.0, torch.zeros(num_heads, head_dim, dtype=torch.float64), square, 0, square.clone())
+
+    def add_states(self, states: torch.Tensor) -> None:
+        """Adds those of tokens `[H, T, D]`."""
+        self.count += states.shape[1]
+        self.states += states.sum(dim=1).cpu()
+        self.products += (states.mT @ states).cpu()
+
+    def add_gradients(self, gradients: torch.Tensor) -> None:
+        """Adds those of tokens `[H, T, D]`, of one draw."""
+        self.num_gradients += gradients.shape[1]
+        self.gradients += (gradients.mT @ gradients).cpu()
+
+
+@dataclass(eq=False)
+class LayerSums:
+    """What is known of a layer; `queries` `[H, D, D]` are products of queries, turned back by the angles of keys."""
+
+    layout: RotaryLayout
+    keys: SideSums
+    values: SideSums
+    num_queries: int
+    queries: torch.Tensor
+
+
+def observe_window(
+    model: PreTrainedModel,
+    window: torch.Tensor,
+    prefix_length: int,
+    num_sinks: int,
+    num_draws: int,
+    sums: dict[int, LayerSums],
+    generator: torch.Generator,
+) -> None:
+    """
+    Adds what a window shows to `sums`, by layer.
+
+    Args:
+        model (`PreTrainedModel`): the model, in eval mode.
+        window (`torch.Tensor` of shape `[tokens]`): token ids.
+        prefix_length (`int`): tokens whose keys and values are looked at; the others follow.
+        num_sinks (`int`): first tokens that are left out, as they stay exact.
+        num_draws (`int`): backward passes.
+        sums (`dict[int, LayerSums]`): added to.
+        generator (`torch.Generator`): draws tokens, on the host.
+    """
+    config = model.config.get_text_config(decoder=True)
+    options = TransformConfig(key_nbits=1.0, value_nbits=1.0, num_sink_tokens=num_sinks)
+
+    def make_layer(index: int) -> ObservedLayer:
+        return ObservedLayer(options, index, None, rotary_frequencies(config, index))
+
+    cache = Cache(layers=replace_full_attention(config, make_layer))
+    window = window.to(model.device)[None]
+    with torch.no_grad():
+        model(window[:, :prefix_length], past_key_values=cache, use_cache=True)
+    observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ObservedLayer)}
+    turned: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for index, layer in observed.items():
+        turned[index] = _add_states(layer, num_sinks, sums, index)
+    for _ in range(num_draws):
+        gradients = _gradients(model, window[:, prefix_length:], cache, observed, generator)
+        for index, (of_keys, of_values) in gradients.items():
+            sums[index].keys.add_gradients(turned[index](of_keys[0, :, num_sinks:].double()))
+            sums[index].values.add_gradients(of_values[0, :, num_sinks:].double())
+
+
+def _add_states(
+    layer: ObservedLayer, num_sinks: int, sums: dict[int, LayerSums], index: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Adds a layer's states and queries; returns what takes the rotary embedding off keys `[H, T, D]`."""
+    layer.settle_prompt()
+    if layer.states is None:
+        raise ValueError("`model` has layers of full attention that it did not call with a cache")
+    keys, values = (states.detach()[0, :, num_sinks:].double() for states in layer.states)
+    if index not in sums:
+        square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
+        own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
+        sums[index] = LayerSums(_find_layout(layer, num_sinks), own_keys, own_values, 0, square)
+    own = sums[index]
+    angles = Angles.at(own.layout, num_sinks, keys.shape[1], None, keys.device)
+    cosines, sines = angles.cosines[0].double(), -angles.sines[0].double()
+    own.keys.add_states(own.layout.rotate(keys, cosines, sines))
+    own.values.add_states(values)
+    if layer.queries is not None:
+        _add_queries(layer.queries[0].double(), own, keys.shape[1])
+    return lambda states: own.layout.rotate(states, cosines, sines)
+
+
+def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
+    """Adds products of queries `[H * G, Q, D]`, turned back by the angles of some of the keys in turn."""
+    num_heads, head_dim = sums.queries.shape[0], queries.shape[2]
+    queries = queries.unflatten(0, (num_heads, -1)).flatten(1, 2)
+    products = queries.mT @ queries
+    positions = torch.linspace(0, num_keys - 1, min(_NUM_POSITIONS, num_keys), device=queries.device).long()
+    cosines, sines = (angles.double()[:, None] for angles in sums.layout.angles(positions))
+    unit = torch.eye(head_dim, dtype=torch.float64, device=queries.device)
+    # Rows of it are the unit vectors, turned back
+    turns = sums.layout.rotate(unit.expand(len(positions), -1, -1), cosines, -sines)
+    sums.queries += torch.einsum("nac,hab,nbd->hcd", turns, products, turns).cpu() / len(positions)
+    sums.num_queries += queries.shape[1]
+
+
+def _find_layout(layer: ObservedLayer, num_sinks: int) -> RotaryLayout:
+    """The layout of the rotary embedding that a window's keys have."""
+    assert layer.states is not None
+    keys = layer.states[0].detach()[:, :, num_sinks:]
+    count, moments = keys.shape[2], None
+    if layer.queries is not None:
+        moments = QueryMoments.of(layer.queries, keys.shape[1], layer.layouts, None)
+    valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
+    angles = [Angles.at(layout, num_sinks, count, None, keys.device) for layout in layer.layouts]
+    _, number = make_key_table(keys, valid, moments, layer.layouts, angles, min(_TRIAL_BYTES, keys.shape[3]))
+    return layer.layouts[number]
+
+
+def _gradients(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    observed: dict[int, ObservedLayer],
+    generator: torch.Generator,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By layer, gradients for keys and values of the log-likelihood of tokens that the model draws."""
+    leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        if index not in observed:
+            layers.append(copy.deepcopy(layer))
+            continue
+        states = observed[index].states
+        assert states is not None
+        keys, values = (each.detach().clone().requires_grad_() for each in states)
+        leaves[index] = keys, values
+        dense = DynamicLayer()
+        dense.update(keys, values)
+        layers.append(dense)
+    with torch.enable_grad():
+        logits = model(token_ids, past_key_values=Cache(layers=layers), use_cache=True).logits[0].float()
+        logarithms = logits.log_softmax(dim=-1)
+        drawn = torch.multinomial(logarithms.detach().exp().cpu(), 1, generator=generator).to(logits.device)
+        total = logarithms.gather(1, drawn).sum()
+        flat = torch.autograd.grad(total, [states for pair in leaves.values() for states in pair])
+    return {index: (flat[2 * number], flat[2 * number + 1]) for number, index in enumerate(leaves)}

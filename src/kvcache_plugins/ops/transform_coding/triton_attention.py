@@ -1,0 +1,111 @@
+"""The door to the Triton attention over rows: parts of a cache in, tensors out.
+
+One launch a coded part, and one at the end that merges them and attends to the exact parts.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.triton_kernels.attention.combine import combine
+from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.transform_coding.attend import attend_rows
+from kvcache_plugins.triton_kernels.transform_coding.coded_rows import CodedRows, RotaryAngles
+
+from .codebooks import COEFFICIENTS
+from .parts import CodedPart, RowCoder
+from .quantizers import unshrunk
+from .rotary import RotaryLayout
+from .rows import RowTable
+
+
+# Positions whose angles are held one by one; of others the multiples, at least so many of them
+_NUM_NEAR = 256
+_LEAST_FAR = 64
+# Exact parts that `combine` takes
+_MAX_EXACT = 2
+
+
+def attend(query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_heads: int, scale: float) -> torch.Tensor:
+    """
+    Attention of a few queries over all parts, of which at least one is coded; see `attention.attend`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        parts (`Sequence[DensePart | CodedPart]`): what is attended to.
+        num_heads (`int`): H.
+        scale (`float`): factor of the scores.
+    """
+    batch_size, num_query_heads, num_queries, head_dim = query.shape
+    rows = query.reshape(batch_size, num_heads, -1, head_dim)
+    exact = [
+        KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length))
+        for part in parts
+        if isinstance(part, DensePart)
+    ]
+    # What stands behind the rows may be in two pieces, which follow each other and have columns of one mask
+    while len(exact) > _MAX_EXACT:
+        last = exact[-2:]
+        masks = [part.mask for part in last if part.mask is not None]
+        mask = torch.cat(masks, dim=3) if masks else None
+        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part[:2] for part in last), strict=True))
+        exact[-2:] = [KernelDensePart(keys, values, mask)]
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(query):
+        partials = [_attend_part(rows, part, scale) for part in parts if isinstance(part, CodedPart)]
+        output = combine(partials, exact, rows, scale)
+    return output.reshape(batch_size, num_query_heads, num_queries, -1)
+
+
+def _attend_part(rows: torch.Tensor, part: CodedPart, scale: float) -> Partials:
+    assert isinstance(part.coder, RowCoder)
+    layout = part.coder.layout
+    partials = attend_rows(
+        rows,
+        _coded_rows(part.keys, part.coder.keys),
+        _coded_rows(part.values, part.coder.values),
+        _rotary_angles(layout, part.start + part.length, rows.device) if layout.frequencies else None,
+        start=part.start,
+        length=part.length,
+        padding=None if part.padding is None else part.padding.to(rows.device),
+        mask=slice_mask(part.mask, 0, part.length),
+        scale=scale,
+    )
+    return partials._replace(output=rotate(partials.output))
+
+
+def _coded_rows(rows: torch.Tensor, table: RowTable) -> CodedRows:
+    coefficients = _coefficients(table.is_weighted, rows.device)
+    return CodedRows(rows, table.widths, table.order, table.mean, table.deviation, coefficients, table.head_dim)
+
+
+@cache
+def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
+    """Those of `CodedRows`, whose points are larger where scales shrink nothing."""
+    with torch.inference_mode(False):
+        widths = torch.arange(len(COEFFICIENTS))
+        factor = 0.5 ** widths.double()
+        points = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+        if not is_weighted:
+            points = points * unshrunk("lloyd-max")[:, None]
+        return torch.cat([torch.stack([factor, -1023 * factor - 1], dim=1), points], dim=1).float().to(device)
+
+
+def _rotary_angles(layout: RotaryLayout, num_positions: int, device: torch.device) -> RotaryAngles:
+    num_far = max(_LEAST_FAR, 1 << (-(-num_positions // _NUM_NEAR)).bit_length())
+    return _angles_of(layout, num_far, device)
+
+
+@cache
+def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> RotaryAngles:
+    with torch.inference_mode(False):
+        near, far = (
+            torch.stack(layout.angles(torch.arange(count) * step), dim=1).to(device)
+            for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
+        )
+        return RotaryAngles(layout.partners(device).int(), near, far)

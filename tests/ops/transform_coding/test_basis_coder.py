@@ -1,0 +1,85 @@
+"""Rows in calibrated bases: tokens by themselves, errors where they cost least, and tokens unlike all others."""
+
+import copy
+
+import pytest
+import torch
+
+from kvcache_plugins.ops.transform_coding.allocation import allocate_widths
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
+
+
+NUM_HEADS, HEAD_DIM = 2, 20
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def kernel(monkeypatch, request):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
+
+
+def make_states(batch_size: int, length: int) -> torch.Tensor:
+    mix = torch.randn(NUM_HEADS, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    mix = mix * torch.logspace(0, -1.5, HEAD_DIM)[:, None]
+    return torch.randn(batch_size, NUM_HEADS, length, HEAD_DIM) @ mix + 3
+
+
+def make_table(total: int, *, is_weighted: bool) -> BasisTable:
+    states = make_states(1, 4000)[0].double()
+    mean = states.mean(dim=1) if is_weighted else torch.zeros(NUM_HEADS, HEAD_DIM)
+    centred = states - mean[:, None]
+    unit = torch.eye(HEAD_DIM).expand(NUM_HEADS, -1, -1)
+    basis, energies = karhunen_loeve(unit, centred.mT @ centred / centred.shape[1])
+    by_block = torch.nn.functional.pad(energies, (0, 4)).unflatten(-1, (3, 8)).sum(dim=-1)
+    return BasisTable(mean, basis, allocate_widths(by_block[None], total)[0], is_weighted=is_weighted)
+
+
+@pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("total", [3, 7, 12, 24])
+def test_a_token_is_coded_by_itself(total, is_weighted):
+    table, states = make_table(total, is_weighted=is_weighted), make_states(3, 65)
+    rows = table.encode(states)
+    assert rows.shape == (3, NUM_HEADS, 65, 1 + total) and rows.dtype == torch.uint8
+    assert torch.equal(table.encode(states[1:2, :, 7:8]), rows[1:2, :, 7:8])
+    torch.testing.assert_close(table.decode(rows[1:2, :, 7:8]), table.decode(rows)[1:2, :, 7:8])
+    assert table.decode(rows).shape == states.shape
+
+
+@pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
+def test_more_bytes_are_nearer(is_weighted):
+    states, errors = make_states(2, 500), []
+    for total in (4, 8, 16, 24):
+        table = make_table(total, is_weighted=is_weighted)
+        difference = table.decode(table.encode(states)) - states
+        errors.append(float(difference.square().mean() / (states - states.mean()).square().mean()))
+    assert errors[0] < 0.5 and errors[-1] < 2e-3
+    assert all(more < 0.6 * few for few, more in zip(errors, errors[1:], strict=False))
+
+
+def test_a_token_unlike_all_others_is_not_cut_off():
+    """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
+    table = make_table(16, is_weighted=True)
+    states = table.mean[:, None] + 50 * table.basis[:, 2:3]
+    decoded = table.decode(table.encode(states[None]))[0]
+    assert float((decoded - states).norm() / (50 * table.basis[:, 2:3]).norm()) < 0.15
+
+
+def test_components_without_bits_are_not_held():
+    table = make_table(3, is_weighted=True)
+    num_components = 8 * int((table.widths > 0).sum(dim=1).max())
+    assert table.basis.shape == (NUM_HEADS, num_components, HEAD_DIM) and num_components < HEAD_DIM
+    assert table.forward_basis.shape == (NUM_HEADS, HEAD_DIM, num_components)
+
+
+def test_copies_share_tables_and_devices_have_their_own():
+    keys, values = (make_table(8, is_weighted=is_weighted) for is_weighted in (True, False))
+    tables = DeviceTables(keys, values)
+    assert copy.deepcopy(tables) is tables and copy.deepcopy(keys) is keys
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert tables.on(cpu) == (keys, values) and tables.on(meta)[0].basis.is_meta
+    assert tables.on(meta)[0] is tables.on(meta)[0]
+    rows = tables.on(meta)[0].encode(torch.zeros(1, NUM_HEADS, 5, HEAD_DIM, device=meta))
+    assert rows.shape == (1, NUM_HEADS, 5, 9)
+    assert tables.on(meta)[0].decode(rows).shape == (1, NUM_HEADS, 5, HEAD_DIM)

@@ -1,0 +1,183 @@
+"""Attention over transform-coded rows compiles without a GPU, spills nothing, and stays as short as it was counted.
+
+Compiled in a process of its own, because Triton decides when it is imported whether it interprets. Running this file
+(`python tests/triton_kernels/test_transform_attention_compiles.py 90`) prints the table.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+# Head dim, bytes of a key's and of a value's codes, query's dtype, rows, mask's dtype, padding
+VARIANTS = {
+    "t16-d64": (64, 19, 16, BRAIN, 3, None, False),
+    "t16-d128": (128, 38, 32, BRAIN, 4, None, False),
+    "t30-d128-rows16": (128, 80, 64, HALF, 16, BRAIN, True),
+    "t16-d256": (256, 76, 64, BRAIN, 4, torch.bool, False),
+    "t16-d128-float32": (128, 38, 32, SINGLE, 4, None, False),
+}
+NAMES = {80: ["t30-d128-rows16", "t16-d256"], 90: ["t16-d64", "t16-d128", "t16-d128-float32"]}
+# Warp instructions a cached number of the loop over whole tiles, and how much more is taken for the same
+COUNTS = {"t16-d64": 0.309, "t16-d128": 0.301}
+MARGIN = 0.05
+# The least that any GPU since sm_80 has for a program, in bytes
+MAX_SHARED = 99 * 1024
+TYPES = {
+    SINGLE: "*fp32",
+    HALF: "*fp16",
+    BRAIN: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __getitem__(self, grid):
+        return self.record
+
+    def record(self, **arguments):
+        self.arguments = arguments
+
+
+def launch(name):
+    """The kernel, and the arguments that it would be launched with on a GPU."""
+    from kvcache_plugins.triton_kernels.transform_coding import attend
+    from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.coded_rows import CodedRows, RotaryAngles
+
+    head_dim, key_bytes, value_bytes, dtype, num_rows, mask_dtype, is_padded = VARIANTS[name]
+    batch_size, num_heads, length = 2, 8, 1000
+
+    def side(num_bytes, is_keys):
+        rows = torch.empty(batch_size, num_heads, length, 1 + num_bytes, dtype=torch.uint8)
+        by_channel = torch.empty(batch_size, num_heads, head_dim, dtype=HALF)
+        deviation = by_channel if is_keys else by_channel[..., :1]
+        order, mean = (by_channel.to(torch.uint8), by_channel) if is_keys else (None, None)
+        return CodedRows(rows, rows[:, :, 0], order, mean, deviation, torch.empty(9, 5), head_dim)
+
+    angles = RotaryAngles(torch.empty(head_dim).int(), torch.empty(256, 2, head_dim), torch.empty(64, 2, head_dim))
+    recorder = Recorder()
+    attend.attend_kernel, attend._has_pairs = recorder, lambda device_type: True
+    attend.attend_rows(
+        torch.empty(batch_size, num_heads, num_rows, head_dim, dtype=dtype),
+        side(key_bytes, True),
+        side(value_bytes, False),
+        angles,
+        start=4,
+        length=length,
+        padding=torch.zeros(batch_size, dtype=torch.int64) if is_padded else None,
+        mask=None if mask_dtype is None else torch.empty(batch_size, 1, 1, length, dtype=mask_dtype),
+        scale=0.1,
+    )
+    return attend_kernel, recorder.arguments
+
+
+def compile_for(kernel, arguments, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and not parameter.do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def run_tool(tool, option, compiled):
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def count_loop(listing):
+    """Instructions of the shortest loop with products of tensor cores, which is the one over whole tiles."""
+    labels, operations, loops = {}, [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"^\s*(\.L_\w+):", line):
+            labels[label[1]] = len(operations)
+        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)([^;]*);", line):
+            target = re.search(r"(\.L_\w+)", instruction[2])
+            if (
+                instruction[1].startswith("BRA")
+                and target
+                and labels.get(target[1], len(operations)) < len(operations)
+            ):
+                first = labels[target[1]]
+                loops[first] = max(loops.get(first, 0), len(operations) + 1)
+            operations.append(instruction[1])
+    counts = [
+        last - first
+        for first, last in loops.items()
+        if any(operation.startswith(("HMMA", "HGMMA")) for operation in operations[first:last])
+    ]
+    return min(counts, default=None)
+
+
+def main(capability, names):
+    """Writes a line of JSON for each variant."""
+    for name in names or VARIANTS:
+        kernel, arguments = launch(name)
+        compiled = compile_for(kernel, arguments, capability)
+        text = run_tool("cuobjdump", "-res-usage", compiled)
+        registers, stack, local = (int(re.search(rf"{part}:(\d+)", text)[1]) for part in ("REG", "STACK", "LOCAL"))
+        count = count_loop(run_tool("nvdisasm", "-c", compiled))
+        numbers = arguments["BLOCK_T"] * 2 * VARIANTS[name][0]
+        line = {
+            "name": name,
+            "capability": capability,
+            "registers": registers,
+            "spilled": stack + local,
+            "shared": compiled.metadata.shared,
+            "instructions_per_number": None if count is None else round(count * arguments["num_warps"] / numbers, 3),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", NAMES)
+def test_attention_over_rows_stays_in_registers(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), *NAMES[capability]]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [line["name"] for line in lines] == NAMES[capability]
+    for line in lines:
+        assert line["spilled"] == 0, line
+        assert line["shared"] < MAX_SHARED, line
+        if line["name"] in COUNTS:
+            assert abs(line["instructions_per_number"] / COUNTS[line["name"]] - 1) < MARGIN, line
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

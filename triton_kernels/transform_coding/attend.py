@@ -1,0 +1,172 @@
+"""Decode attention over transform-coded rows: nothing dense is ever written to memory.
+
+A program takes one key/value head, up to 16 of its queries (8 where heads are wide) and one stretch of the sequence
+(a split), and goes through it in tiles of up to 64 tokens. A tile's codes become points in registers (`points`), keys
+over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
+values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
+they are coded, rotated by a Hadamard matrix, which whoever merges the splits turns back.
+
+Legend: B batch, H key/value heads, T tokens, D head dim.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
+from kvcache_plugins.triton_kernels.attention.partials import Partials
+
+from .attend_kernel import attend_kernel
+from .coded_rows import CodedRows, RotaryAngles
+
+
+# What a program loads before its first tile is worth as much work as one of its tiles
+_MIN_TOKENS_PER_SPLIT = 512
+_DEFAULT_NUM_SMS = 16
+_PROGRAMS_PER_SM = 2
+_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
+# Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
+_MOST_CHANNELS = 128
+_BLOCK_CHANNELS = 16
+# Of a key's channel, over its mean, where numbers are halves and where they are float32
+_LEAST_DEVIATION = (2.0**-11, 1e-6)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    keys: CodedRows,
+    values: CodedRows,
+    angles: RotaryAngles | None,
+    *,
+    start: int,
+    length: int,
+    padding: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float,
+    num_sms: int | None = None,
+) -> Partials:
+    """
+    Attends to rows: partial results, to be merged by `combine`, with values as they are coded.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, rows, D]`):
+            Queries. A row is `query head within the group * query tokens + query token`.
+        keys, values (`CodedRows`):
+            What to attend to.
+        angles (`RotaryAngles`, *optional*):
+            Of the keys' rotary embedding; without it they are coded as they come.
+        start (`int`):
+            Index of the first token.
+        length (`int`):
+            Tokens in use, T, at least one; there may be room for more.
+        padding (`torch.Tensor` of shape `[B]`, *optional*):
+            Tokens at the start of every item that have no position.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
+            Boolean (`True` attends) or added to the scores.
+        scale (`float`):
+            Factor of the scores.
+        num_sms (`int`, *optional*, defaults to the device's):
+            Multiprocessors to keep busy, which sets the number of splits.
+    """
+    batch_size, num_heads, num_rows, _ = query.shape
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    block_keys, block_values = _block_channels(keys.head_dim), _block_channels(values.head_dim)
+    most_rows = _MAX_BLOCK_ROWS if max(block_keys, block_values) <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
+    block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
+    is_float32 = query.dtype == torch.float32
+    num_row_blocks = triton.cdiv(num_rows, block_rows)
+    block_tokens, num_warps = _tile_shape(max(block_keys, block_values), block_rows, is_float32=is_float32)
+    num_sms = _device_num_sms(query.device) if num_sms is None else num_sms
+    num_tiles = triton.cdiv(length, block_tokens)
+    tiles_per_split = max(
+        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
+        triton.cdiv(num_tiles * batch_size * num_heads * num_row_blocks, _PROGRAMS_PER_SM * num_sms),
+    )
+    num_splits = triton.cdiv(num_tiles, tiles_per_split)
+    output = query.new_empty(batch_size, num_heads, num_splits, num_rows, values.head_dim, dtype=torch.float32)
+    maximum = query.new_empty(batch_size, num_heads, num_splits, num_rows, dtype=torch.float32)
+    total = torch.empty_like(maximum)
+    attend_kernel[(batch_size * num_heads, num_splits, num_row_blocks)](
+        query_ptr=query,
+        query_stride_b=query.stride(0),
+        query_stride_h=query.stride(1),
+        query_stride_r=query.stride(2),
+        **mask_arguments(mask, num_heads, num_rows),
+        output_ptr=output,
+        maximum_ptr=maximum,
+        total_ptr=total,
+        **_side_arguments("key", keys),
+        key_order_ptr=_contiguous(keys.order),
+        key_mean_ptr=_contiguous(keys.mean),
+        **_side_arguments("value", values),
+        partner_ptr=None if angles is None else angles.partners,
+        near_ptr=None if angles is None else angles.near,
+        far_ptr=None if angles is None else angles.far,
+        padding_ptr=padding,
+        num_heads=num_heads,
+        num_rows=num_rows,
+        position=start,
+        length=length,
+        tokens_per_split=tiles_per_split * block_tokens,
+        scale=scale,
+        NUM_NEAR=1 if angles is None else angles.near.shape[0],
+        ROTARY=angles is not None,
+        PADDED=padding is not None,
+        LEAST_DEVIATION=_LEAST_DEVIATION[is_float32],
+        DTYPE=tl.float32 if is_float32 else tl.float16,
+        PAIRS=not is_float32 and _has_pairs(query.device.type),
+        BLOCK_R=block_rows,
+        BLOCK_T=block_tokens,
+        BLOCK_K=block_keys,
+        BLOCK_V=block_values,
+        num_warps=num_warps,
+        num_stages=1,
+    )
+    return Partials(output, maximum, total)
+
+
+def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
+    """The kernel arguments that keys and values both have."""
+    row_size = side.rows.shape[3]
+    rows = side.rows if side.rows.stride()[2:] == (row_size, 1) else side.rows.contiguous()
+    return {
+        f"{name}_rows_ptr": rows,
+        f"{name}_rows_stride_b": rows.stride(0),
+        f"{name}_rows_stride_h": rows.stride(1),
+        f"{name}_width_ptr": _contiguous(side.widths),
+        f"{name}_deviation_ptr": _contiguous(side.deviation),
+        f"{name}_coefficient_ptr": side.coefficients,
+        f"{name.upper()}_DIM": side.head_dim,
+        f"{name.upper()}_ROW_SIZE": row_size,
+    }
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.contiguous()
+
+
+def _block_channels(head_dim: int) -> int:
+    return max(_BLOCK_CHANNELS, triton.next_power_of_2(head_dim))
+
+
+def _tile_shape(block_channels: int, block_rows: int, *, is_float32: bool) -> tuple[int, int]:
+    """Tokens of a tile, and warps that share it: registers have to hold the queries and the angles of its offsets."""
+    is_small = block_channels <= _MOST_CHANNELS and block_rows == _MIN_BLOCK_ROWS
+    if is_float32:
+        return (32 if is_small else 16), 8
+    return (64, 4) if is_small else (32, 8)
+
+
+def _has_pairs(device_type: str) -> bool:
+    """Whether kernels are compiled for a GPU by NVIDIA, whose instructions `halves` names."""
+    return device_type == "cuda" and torch.version.hip is None and isinstance(attend_kernel, triton.JITFunction)
+
+
+@functools.cache
+def _device_num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEFAULT_NUM_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

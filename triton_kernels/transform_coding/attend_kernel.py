@@ -1,0 +1,171 @@
+"""The kernel of `attend.py`: partial attention of one key/value head over one stretch of its rows.
+
+Everything is kept with tokens or channels first and queries last: tokens and channels fill the rows of tensor cores,
+of which a few queries would leave most empty.
+
+Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_K` and `BLOCK_V` channels of keys and
+values in the order of `points.row_slots`, an eighth as many blocks of them.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
+
+from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
+from .tiles import WEIGHT_FACTOR, attend_tile
+from .turned_queries import inverse_sizes, load_angles, load_offsets, load_query, turn_back
+
+
+# What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = [
+    "position",
+    "length",
+    "tokens_per_split",
+    "num_rows",
+    "num_queries",
+    *(f"mask_stride_{dimension}" for dimension in "bhq"),
+    *(f"{side}_rows_stride_{dimension}" for side in ("key", "value") for dimension in "bh"),
+]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def attend_kernel(
+    query_ptr,
+    query_stride_b,
+    query_stride_h,
+    query_stride_r,
+    mask_ptr,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_q,
+    mask_stride_t,
+    output_ptr,
+    maximum_ptr,
+    total_ptr,
+    key_rows_ptr,
+    key_rows_stride_b,
+    key_rows_stride_h,
+    key_width_ptr,
+    key_order_ptr,
+    key_mean_ptr,
+    key_deviation_ptr,
+    key_coefficient_ptr,
+    value_rows_ptr,
+    value_rows_stride_b,
+    value_rows_stride_h,
+    value_width_ptr,
+    value_deviation_ptr,
+    value_coefficient_ptr,
+    partner_ptr,
+    near_ptr,
+    far_ptr,
+    padding_ptr,
+    num_heads,
+    num_rows,
+    num_queries,
+    position,
+    length,
+    tokens_per_split,
+    scale,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_ROW_SIZE: tl.constexpr,
+    VALUE_ROW_SIZE: tl.constexpr,
+    NUM_NEAR: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    LEAST_DEVIATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Partial attention of up to `BLOCK_R` rows of one key/value head over one split."""
+    matrix = tl.program_id(0).to(tl.int64)
+    batch, head = matrix // num_heads, matrix % num_heads
+    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_in_use = rows < num_rows
+    key_slots = row_slots(BLOCK_K)
+    channel_in_use = key_slots < KEY_DIM
+    table_places = matrix * KEY_DIM + key_slots
+    channels = tl.load(key_order_ptr + table_places, mask=channel_in_use, other=0).to(tl.int32)
+    in_table = matrix * KEY_DIM + channels
+    mean = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
+    deviation = tl.load(key_deviation_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
+    # A channel that hardly varies still has to be a multiple of something, and that within half precision
+    deviation = tl.maximum(deviation, tl.maximum(tl.abs(mean) * LEAST_DEVIATION, 1e-9))
+    means = tl.reshape((mean / deviation).to(DTYPE), [BLOCK_K // 8, 8])
+    query_ptr += batch * query_stride_b + head * query_stride_h
+    first_token = tl.program_id(1) * tokens_per_split
+    last_token = tl.minimum(first_token + tokens_per_split, length)
+    own = load_query(query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use)
+    partners = own
+    if ROTARY:
+        partner_channels = tl.load(partner_ptr + channels)
+        partners = load_query(query_ptr, rows, query_stride_r, row_in_use, partner_channels, channel_in_use)
+    own, partners = own * deviation[:, None], partners * deviation[:, None]
+    to_one, size = inverse_sizes(own, partners)
+    own, partners, size = own * to_one[None, :], partners * to_one[None, :], size * (scale * 1.4426950408889634)
+    cosines, sines = deviation, deviation
+    offset_cosines, offset_sines = deviation, deviation
+    if ROTARY:
+        position += first_token
+        if PADDED:
+            position -= tl.load(padding_ptr + batch).to(tl.int32)
+        cosines, sines = load_angles(near_ptr, far_ptr, position, channels, KEY_DIM, NUM_NEAR)
+        own, partners = turn_back(own, partners, cosines, sines)
+        # From one tile to the next
+        cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, channels, KEY_DIM, NUM_NEAR)
+        offset_cosines, offset_sines = load_offsets(near_ptr, channels, KEY_DIM, BLOCK_T, DTYPE)
+
+    key_rows_ptr += batch * key_rows_stride_b + head * key_rows_stride_h
+    value_rows_ptr += batch * value_rows_stride_b + head * value_rows_stride_h
+    key_words_ptr, key_remainder = aligned_rows(key_rows_ptr)
+    value_words_ptr, value_remainder = aligned_rows(value_rows_ptr)
+    # fmt: off
+    key_codebook = load_codebook(
+        key_width_ptr + matrix * ((KEY_DIM + 7) // 8), key_coefficient_ptr, (KEY_DIM + 7) // 8, BLOCK_K // 8, DTYPE)
+    value_codebook = load_codebook(
+        value_width_ptr + matrix * ((VALUE_DIM + 7) // 8), value_coefficient_ptr, (VALUE_DIM + 7) // 8, BLOCK_V // 8,
+        DTYPE)
+    mask_rows = mask_row_offsets(
+        rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
+    maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    # Summed over tokens in the end
+    totals = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    output = tl.zeros([BLOCK_V, BLOCK_R], tl.float32)
+    # Tiles that lie among rows in use with all that is loaded, and at most one that may not
+    behind_whole = tl.minimum(last_token, length - TOKENS_BEHIND - BLOCK_T + 1)
+    num_whole = tl.cdiv(tl.maximum(behind_whole - first_token, 0), BLOCK_T)
+    for tile in range(0, num_whole):
+        own, partners, maximum, totals, output = attend_tile(
+            first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
+            value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
+            offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
+            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, True)
+    for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
+        own, partners, maximum, totals, output = attend_tile(
+            start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
+            value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
+            offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
+            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
+    # fmt: on
+
+    value_slots = row_slots(BLOCK_V)
+    value_deviation = tl.load(value_deviation_ptr + matrix).to(tl.float32)
+    split = matrix * tl.num_programs(1) + tl.program_id(1)
+    result = split * num_rows + rows
+    tl.store(maximum_ptr + result, maximum, mask=row_in_use)
+    tl.store(total_ptr + result, tl.sum(totals, axis=0), mask=row_in_use)
+    tl.store(
+        output_ptr + result[None, :] * VALUE_DIM + value_slots[:, None],
+        output * (value_deviation / WEIGHT_FACTOR),
+        mask=row_in_use[None, :] & (value_slots < VALUE_DIM)[:, None],
+    )

@@ -1,0 +1,129 @@
+"""Codes of a tile of rows, and the points that they stand for.
+
+A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
+it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
+Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
+through the polynomial together: on a GPU one instruction for both. Nothing depends on the widths but numbers that a
+thread, which has the same block of every token, keeps in registers. Loops over blocks of one width would need other
+loops for every head, and a table of points a load for every number.
+
+The kernel has its own order of a block's channels: what shares a word stands side by side.
+
+Legend: BLOCK_T tokens of a tile, BLOCK_N blocks.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from .halves import join_halves, multiply, multiply_add
+
+
+# Tokens in use behind a tile whose words are loaded without a look at where the rows end: three words of a block may
+# reach eleven bytes beyond a row, and a row has four at least
+TOKENS_BEHIND = tl.constexpr(3)
+
+
+@triton.jit
+def row_slots(BLOCK: tl.constexpr):
+    """Which channel of a row, in the row's order, stands at every place of a tile."""
+    places = tl.arange(0, BLOCK)
+    return places // 8 * 8 + (places & 1) * 4 + ((places >> 1) & 3)
+
+
+@triton.jit
+def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
+    """Of a head's blocks: widths, their first bytes, and the coefficients of their points, each `[BLOCK_N]`."""
+    blocks = tl.arange(0, BLOCK_N)
+    widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
+    first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
+    own_ptr = coefficient_ptr + widths * 5
+    factor = tl.load(own_ptr).to(DTYPE)
+    term = tl.load(own_ptr + 1).to(DTYPE)
+    first = tl.load(own_ptr + 2).to(DTYPE)
+    second = tl.load(own_ptr + 3).to(DTYPE)
+    third = tl.load(own_ptr + 4).to(DTYPE)
+    return widths, first_bytes, factor, term, first, second, third
+
+
+@triton.jit
+def aligned_rows(rows_ptr):
+    """The word that a pointer to bytes points into, and at which of its bytes."""
+    address = rows_ptr.to(tl.uint64)
+    remainder = address & 3
+    return (address - remainder).to(tl.pointer_type(tl.uint32)), remainder.to(tl.int32)
+
+
+@triton.jit
+def load_points(
+    word_ptr, remainder, first_token, length, codebook, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """
+    Points `[BLOCK_T, BLOCK_N, 8]` of the tile that begins at a token, in the order of `row_slots`; of tokens behind
+    the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use behind it.
+    """
+    widths, first_bytes, factor, term, first, second, third = codebook
+    start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
+    first_word = start >> 2
+    rows = tl.arange(0, BLOCK_T)[:, None] * (8 * ROW_SIZE)
+    bits = ((start & 3) << 3).to(tl.int32) + (rows + 8 * first_bytes[None, :])
+    words = bits >> 5
+    words_ptr = word_ptr + first_word + words
+    if IS_WHOLE:
+        word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
+    else:
+        # Of the words that hold rows in use the last: behind it may be no memory
+        last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
+        word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
+        word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
+        word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
+    shifts = bits & 31
+    block = _join_words(_shift_words(word_0, word_1, shifts), _shift_words(word_1, word_2, shifts))
+    quarter = 2 * widths[None, :]
+    even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
+    odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
+    # The bits of a half from 1024 on count in ones: the lowest stays empty, so that `term` is no odd half
+    fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]
+    next_code = tl.maximum(widths - 1, 0).to(tl.uint32)[None, :]
+    pairs_0 = ((even << 1) & fields) | 0x64006400
+    pairs_1 = ((even >> next_code) & fields) | 0x64006400
+    pairs_2 = ((odd << 1) & fields) | 0x64006400
+    pairs_3 = ((odd >> next_code) & fields) | 0x64006400
+    pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
+    # Halves of a word next to each other, so that arithmetic is on both at a time
+    numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
+    numbers = tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8]).to(DTYPE)
+    centred = multiply_add(numbers, factor[None, :, None], term[None, :, None], PAIRS)
+    square = multiply(centred, centred, PAIRS)
+    inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)
+    return multiply(centred, multiply_add(square, inner, first[None, :, None], PAIRS), PAIRS)
+
+
+@triton.jit
+def _join_words(low, high):
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
+@triton.jit
+def _shift(pair, count):
+    """The low word of a pair of words that is shifted right."""
+    return (pair >> tl.cast(count, tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
+def _shift_words(low, high, count):
+    return _shift(_join_words(low, high), count)
+
+
+@triton.jit
+def load_scales(
+    rows_ptr, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, IS_WHOLE: tl.constexpr
+):  # fmt: skip
+    """The scales of a tile's tokens `[BLOCK_T]`, float32; anything finite behind those in use."""
+    tokens = tl.arange(0, BLOCK_T)
+    rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE
+    stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + tokens < length, other=0)
+    return tl.exp2(stored.to(tl.float32) * 0.0625 - 8.0)

@@ -1,0 +1,106 @@
+"""What `attend_kernel` does with a tile: scores from keys, weights, and what they add to the output.
+
+Legend as in `attend.py`; a tile is `[BLOCK_T tokens, BLOCK channels]` of one head.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from .halves import multiply, multiply_add
+from .points import load_points, load_scales
+from .turned_queries import turn_back
+
+
+# Weights of values times their scales are at most 246: so much more of what is small are halves
+WEIGHT_FACTOR = tl.constexpr(128.0)
+
+
+@triton.jit
+def attend_tile(
+    start,
+    length,
+    key_rows_ptr,
+    key_words_ptr,
+    key_remainder,
+    key_codebook,
+    means,
+    value_rows_ptr,
+    value_words_ptr,
+    value_remainder,
+    value_codebook,
+    own,
+    partners,
+    size,
+    cosines,
+    sines,
+    offset_cosines,
+    offset_sines,
+    mask_ptr,
+    mask_rows,
+    mask_stride_t,
+    row_in_use,
+    maximum,
+    totals,
+    output,
+    KEY_ROW_SIZE: tl.constexpr,
+    VALUE_ROW_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    MASK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Carries the queries, as turned back to a tile's start, and the online softmax on through a tile."""
+    # fmt: off
+    scales = load_scales(key_rows_ptr, start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
+    keys = load_points(
+        key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, DTYPE, PAIRS,
+        IS_WHOLE)
+    keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
+    if ROTARY:
+        scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
+        scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")
+        own, partners = turn_back(own, partners, cosines, sines)
+    else:
+        scores = tl.dot(keys, own.to(DTYPE), input_precision="ieee")
+    scores *= size[None, :]
+    if MASK != 0 or not IS_WHOLE:
+        tokens = start + tl.arange(0, BLOCK_T)
+        in_use = (tokens < length)[:, None] & row_in_use[None, :]
+        mask_ptrs = mask_ptr
+        if MASK:
+            mask_ptrs = mask_ptr + mask_rows[None, :] + tl.cast(tokens, tl.int64)[:, None] * mask_stride_t
+        scores = _mask_scores(scores, mask_ptrs, in_use, MASK)
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
+    # A row that may attend to nothing so far has no maximum to subtract
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - reference[None, :])
+    decay = tl.exp2(maximum - reference)[None, :]
+    totals = totals * decay + weights
+    scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
+    values = load_points(
+        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, DTYPE,
+        PAIRS, IS_WHOLE)
+    values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
+    output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
+    # fmt: on
+    return own, partners, new_maximum, totals, output
+
+
+@triton.jit
+def _mask_scores(scores, mask_ptrs, in_use, MASK: tl.constexpr):
+    """Applies a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2, all of one shape."""
+    if MASK == 1:
+        scores = tl.where(tl.load(mask_ptrs, mask=in_use, other=0) != 0, scores, float("-inf"))
+    elif MASK == 2:
+        bias = tl.load(mask_ptrs, mask=in_use, other=0.0).to(tl.float32)
+        # The lowest float32, which Transformers masks with, must stay finite: such rows attend uniformly, as elsewhere
+        scaled = tl.maximum(bias * 1.4426950408889634, -3.0e38)
+        scores += tl.where(bias == float("-inf"), float("-inf"), scaled)
+    return tl.where(in_use, scores, float("-inf"))

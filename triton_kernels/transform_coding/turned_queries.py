@@ -1,0 +1,56 @@
+"""Queries turned back by the angles of a tile's first token, so that keys meet them before their rotary embedding.
+
+A key's score is `sum k (a cos - b sin)` over its channels, with the query's own channel `a` and its partner's `b` as
+turned back to the tile's start, and cosine and sine of the token's offset in the tile. The offsets are those of every
+tile: their cosines and sines are loaded once, in the order of the channels, which nothing has to restore.
+
+Legend: BLOCK_K channels, BLOCK_R rows of queries, BLOCK_T tokens of a tile, P near positions.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_query(query_ptr, rows, row_stride, row_in_use, channels, channel_in_use):
+    """Channels of queries, `[BLOCK_K, BLOCK_R]`, float32."""
+    in_use = channel_in_use[:, None] & row_in_use[None, :]
+    return tl.load(query_ptr + rows[None, :] * row_stride + channels[:, None], mask=in_use, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_angles(near_ptr, far_ptr, position, channels, KEY_DIM: tl.constexpr, NUM_NEAR: tl.constexpr):
+    """Cosines and signed sines of a position, which may be negative, `[BLOCK_K]`."""
+    distance = tl.abs(position)
+    near_ptr += distance % NUM_NEAR * (2 * KEY_DIM) + channels
+    far_ptr += distance // NUM_NEAR * (2 * KEY_DIM) + channels
+    near_cosines, near_sines = tl.load(near_ptr), tl.load(near_ptr + KEY_DIM)
+    far_cosines, far_sines = tl.load(far_ptr), tl.load(far_ptr + KEY_DIM)
+    cosines = near_cosines * far_cosines - near_sines * far_sines
+    sines = near_sines * far_cosines + near_cosines * far_sines
+    return cosines, tl.where(position < 0, -sines, sines)
+
+
+@triton.jit
+def load_offsets(near_ptr, channels, KEY_DIM: tl.constexpr, BLOCK_T: tl.constexpr, DTYPE: tl.constexpr):
+    """Cosines and signed sines of the offsets in a tile, `[BLOCK_T, BLOCK_K]`."""
+    near_ptr += tl.arange(0, BLOCK_T)[:, None] * (2 * KEY_DIM) + channels[None, :]
+    return tl.load(near_ptr).to(DTYPE), tl.load(near_ptr + KEY_DIM).to(DTYPE)
+
+
+@triton.jit
+def turn_back(own, partners, cosines, sines):
+    """Own and partners' channels of queries, turned back by angles of the own channels."""
+    cosines, sines = cosines[:, None], sines[:, None]
+    return own * cosines - partners * sines, partners * cosines + own * sines
+
+
+@triton.jit
+def inverse_sizes(own, partners):
+    """What rows are scaled by and back, so that no channel is above 1 however it is turned."""
+    largest = tl.max(tl.abs(own) + tl.abs(partners), axis=0)
+    # A row below that throughout counts as zero: the factor that scales it might be infinite
+    return tl.where(largest > 1e-30, 1.0 / tl.maximum(largest, 1e-30), 0.0), largest
