@@ -12,14 +12,11 @@ from . import codebooks, packing, trellis
 
 
 class Quantizer(Protocol):
-    """
-    A quantizer of normal variables at the widths of blocks `[B, H, N]`.
+    """A quantizer of normal variables at the widths of blocks `[B, H, N]`."""
 
-    Attributes:
-        distortions (`tuple[float, ...]`): mean squared errors at all widths from 0 on.
-    """
-
-    distortions: tuple[float, ...]
+    @property
+    def distortions(self) -> tuple[float, ...]:
+        """Mean squared errors at all widths from 0 on."""
 
     def quantize(self, normal: torch.Tensor, widths: torch.Tensor, is_weighted: bool) -> torch.Tensor:
         """Codes `[B, H, T, N, 8]`, int64, of numbers; `is_weighted` says that errors count by `4^width`."""
