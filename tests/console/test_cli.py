@@ -33,8 +33,19 @@ def assert_one_line_error(result: Result, message: str) -> None:
     assert result.stdout == ""
 
 
-BENCHMARKS = ["kernels", "step", "decode", "memory", "prefix", "compile", "infinigen", "predict", "gpu", "runahead"]
-BENCHMARKS += ["runahead-simulation", "lm-eval"]
+BENCHMARKS = [
+    "kernels",
+    "step",
+    "decode",
+    "memory",
+    "prefix",
+    "compile",
+    "infinigen",
+    "predict",
+    "machine-code",
+    "gpu",
+]
+BENCHMARKS += ["runahead", "runahead-simulation", "lm-eval"]
 
 
 def test_benchmarks_are_listed() -> None:

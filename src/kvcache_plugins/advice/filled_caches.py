@@ -12,9 +12,9 @@ from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 
 from .held_out_prompt import HeldOutPrompt
-from .listening_layer import ListeningLayer, listen
 
 
 # Of this many tokens groups of every usual size leave none over

@@ -11,7 +11,6 @@ import typer
 from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.option_checks import check_choice
 
 from .options import DeviceOption, DtypeOption, ModelOption
 
@@ -62,6 +61,8 @@ def main(
         kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt --windows 6 --length 1536
         kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
     """
+    from kvcache_plugins.option_checks import check_choice
+
     check_choice("cache", cache, _CACHES)
     if out is None and cache == "infinigen":
         raise ValueError("`out` has to be given with `cache` infinigen: a safetensors file to write")

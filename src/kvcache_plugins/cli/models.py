@@ -22,10 +22,11 @@ def main(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Try caches on a tiny random model of every decoder family of the installed Transformers.
+    """Try caches on a tiny random model of every decoder family.
 
-    Each cache is held against DynamicCache: one prompt and a second turn, and two prompts of unequal length. It works,
-    works and reads whole layers dense while decoding, refuses and says why, or fails. Prints Markdown.
+    The families are those of the installed Transformers. Each cache is held against DynamicCache: one prompt and a
+    second turn, and two prompts of unequal length. It works, works and reads whole layers dense while decoding,
+    refuses and says why, or fails. Prints Markdown.
 
     \b
     Examples:

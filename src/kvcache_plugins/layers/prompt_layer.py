@@ -236,7 +236,7 @@ class PromptLayer(LazyLayer):
 
     def on_weighted_sum(self, weights: torch.Tensor) -> None:
         self._count_written_out()
-        if self._pending is not None and not self._mask_seen:
+        if self._pending is not None and not self._mask_seen and self._given_mask is None:
             self._learn_padding_of(weights)
         self.settle_prompt()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .lazy_layer import LazyLayer
 
@@ -76,9 +76,9 @@ class HybridLayersMixin(Cache):
     @property
     def is_linear(self) -> list[bool]:
         """As `Cache.is_linear`: layers that have attention beside a recurrence are none of those without."""
-        return [
-            is_linear and not isinstance(self.layers[i], LazyLayer) for i, is_linear in enumerate(super().is_linear)
-        ]
+        # Not by `super()`: `torch.compile` knows no properties of bases
+        recurrent = LinearAttentionCacheLayerMixin
+        return [isinstance(layer, recurrent) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
 
 
 @cache

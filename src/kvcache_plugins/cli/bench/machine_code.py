@@ -14,7 +14,9 @@ def main(
     query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],  # noqa: B006
     capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
 ) -> dict[str, Any]:
-    """Count machine code of the decode attention. Compiles for a GPU that need not be there; not a measurement.
+    """Count the machine code of decode attention.
+
+    It is compiled for a GPU that need not be there: nothing is timed.
 
     \b
     Examples:

@@ -17,33 +17,16 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.listening_layer import ListeningLayer
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table
 
-from .config import TransformConfig
-from .layer import TransformLayer
 
-
-# Newest queries of a window, whose second moments stand for those of all that follow
-_NUM_QUERIES = 256
 # Positions of keys that queries are turned back by
 _NUM_POSITIONS = 64
 # Bytes of a key when layouts of the rotary embedding are told apart
 _TRIAL_BYTES = 16
-
-
-class ObservedLayer(TransformLayer):
-    """A layer that codes nothing, and keeps the states and queries of one prompt."""
-
-    states: tuple[torch.Tensor, torch.Tensor] | None = None
-    queries: torch.Tensor | None = None
-
-    def _note_queries(self, query: torch.Tensor) -> None:
-        self.queries = query.detach()[:, :, -_NUM_QUERIES:]
-
-    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        self.states = keys, values
 
 
 @dataclass(eq=False)
@@ -106,19 +89,14 @@ def observe_window(
         generator (`torch.Generator`): draws tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
-    options = TransformConfig(key_nbits=1.0, value_nbits=1.0, num_sink_tokens=num_sinks)
-
-    def make_layer(index: int) -> ObservedLayer:
-        return ObservedLayer(options, index, None, rotary_frequencies(config, index))
-
-    cache = Cache(layers=replace_full_attention(config, make_layer))
+    cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer()))
     window = window.to(model.device)[None]
     with torch.no_grad():
         model(window[:, :prefix_length], past_key_values=cache, use_cache=True)
-    observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ObservedLayer)}
+    observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
     turned: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for index, layer in observed.items():
-        turned[index] = _add_states(layer, num_sinks, sums, index)
+        turned[index] = _add_states(layer, rotary_frequencies(config, index), num_sinks, sums, index)
     for _ in range(num_draws):
         gradients = _gradients(model, window[:, prefix_length:], cache, observed, generator)
         for index, (of_keys, of_values) in gradients.items():
@@ -127,17 +105,20 @@ def observe_window(
 
 
 def _add_states(
-    layer: ObservedLayer, num_sinks: int, sums: dict[int, LayerSums], index: int
+    layer: ListeningLayer,
+    frequencies: tuple[float, ...] | None,
+    num_sinks: int,
+    sums: dict[int, LayerSums],
+    index: int,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Adds a layer's states and queries; returns what takes the rotary embedding off keys `[H, T, D]`."""
-    layer.settle_prompt()
-    if layer.states is None:
+    if layer.keys is None or layer.values is None:
         raise ValueError("`model` has layers of full attention that it did not call with a cache")
-    keys, values = (states.detach()[0, :, num_sinks:].double() for states in layer.states)
+    keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
     if index not in sums:
         square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
         own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
-        sums[index] = LayerSums(_find_layout(layer, num_sinks), own_keys, own_values, 0, square)
+        sums[index] = LayerSums(_find_layout(layer, frequencies, num_sinks), own_keys, own_values, 0, square)
     own = sums[index]
     angles = Angles.at(own.layout, num_sinks, keys.shape[1], None, keys.device)
     cosines, sines = angles.cosines[0].double(), -angles.sines[0].double()
@@ -162,24 +143,25 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     sums.num_queries += queries.shape[1]
 
 
-def _find_layout(layer: ObservedLayer, num_sinks: int) -> RotaryLayout:
+def _find_layout(layer: ListeningLayer, frequencies: tuple[float, ...] | None, num_sinks: int) -> RotaryLayout:
     """The layout of the rotary embedding that a window's keys have."""
-    assert layer.states is not None
-    keys = layer.states[0].detach()[:, :, num_sinks:]
+    assert layer.keys is not None
+    keys = layer.keys.detach()[:, :, num_sinks:]
+    layouts = candidate_layouts(frequencies, keys.shape[3])
     count, moments = keys.shape[2], None
     if layer.queries is not None:
-        moments = QueryMoments.of(layer.queries, keys.shape[1], layer.layouts, None)
+        moments = QueryMoments.of(layer.queries, keys.shape[1], layouts, None)
     valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
-    angles = [Angles.at(layout, num_sinks, count, None, keys.device) for layout in layer.layouts]
-    _, number = make_key_table(keys, valid, moments, layer.layouts, angles, min(_TRIAL_BYTES, keys.shape[3]))
-    return layer.layouts[number]
+    angles = [Angles.at(layout, num_sinks, count, None, keys.device) for layout in layouts]
+    _, number = make_key_table(keys, valid, moments, layouts, angles, min(_TRIAL_BYTES, keys.shape[3]))
+    return layouts[number]
 
 
 def _gradients(
     model: PreTrainedModel,
     token_ids: torch.Tensor,
     cache: Cache,
-    observed: dict[int, ObservedLayer],
+    observed: dict[int, ListeningLayer],
     generator: torch.Generator,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """By layer, gradients for keys and values of the log-likelihood of tokens that the model draws."""
@@ -189,9 +171,8 @@ def _gradients(
         if index not in observed:
             layers.append(copy.deepcopy(layer))
             continue
-        states = observed[index].states
-        assert states is not None
-        keys, values = (each.detach().clone().requires_grad_() for each in states)
+        states = observed[index].keys, observed[index].values
+        keys, values = (each.detach().clone().requires_grad_() for each in states if each is not None)
         leaves[index] = keys, values
         dense = DynamicLayer()
         dense.update(keys, values)

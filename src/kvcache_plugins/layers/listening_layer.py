@@ -1,10 +1,12 @@
 """A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
 
+from collections.abc import Collection, Iterator, Mapping
+
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.layers.lazy_states import LazyStates
+from .lazy_states import LazyStates
 
 
 # As many of the newest as any cache looks at
@@ -42,8 +44,17 @@ class ListeningLayer(DynamicLayer):
     ) -> None:
         self.queries = query[:, :, -_NUM_QUERIES:].clone()
 
+    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        """Says nothing of queries."""
+
+    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        """Says nothing of queries."""
+
     def on_dense_read(self, side: str) -> None:
         """Nothing to be done: it is dense."""
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+        yield slice(0, self.get_seq_length()), {side: self.materialize(side) for side in sides}
 
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcache_plugins.advice.listening_layer import ListeningLayer, listen
+from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
