@@ -26,11 +26,14 @@ def test_loss_and_gradients_of_a_prompt_are_exact(cache_name, tiny_llama, make_c
 
 
 @pytest.mark.parametrize("num_new", [1, 4])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+# H2O refuses `eager`
+@pytest.mark.parametrize(
+    ("cache_name", "attention"),
+    [("gear-2bit", "sdpa"), ("gear-2bit", "eager"), ("infinigen", "sdpa"), ("infinigen", "eager"), ("h2o", "sdpa")],
+    indirect=["cache_name"],
+)
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 def test_gradients_of_later_tokens_are_refused(attention, num_new, cache_name, tiny_model, make_cache, prompt):
-    if (cache_name, attention) == ("h2o", "eager"):
-        pytest.skip("H2O refuses `eager` attention")
     model = tiny_model("llama", attn_implementation=attention)
     caches = [make_cache(cache_name, model) for _ in range(2)]
     more = prompt(num_new, seed=1)
