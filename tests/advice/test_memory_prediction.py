@@ -81,6 +81,12 @@ def test_every_cache_after_a_prompt(
     assert_predicted(contract_model, tiny_sizer, name, context=setting[0], batch_size=setting[1])
 
 
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-gear", "gear-c16"])
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_nothing_is_said_of_results_that_there_are_not(name: str, tiny_sizer: CacheSizer) -> None:
+    assert tiny_sizer.measure(name, 200).total_bytes > 0
+
+
 # As many decoded tokens as one chunk of GEAR's and a run of InfiniGen's have, and a few more
 @pytest.mark.parametrize(
     "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "gear-t16", "infinigen", "h2o", "quanto-4bit"]

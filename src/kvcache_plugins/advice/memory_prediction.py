@@ -10,6 +10,7 @@ as many tokens as asked for. Layers that are alike are filled once.
 """
 
 import pickle
+import warnings
 from dataclasses import replace
 
 import torch
@@ -150,11 +151,14 @@ class CacheSizer:
     def _run(self, cache: str, context: int, batch_size: int, new_tokens: int) -> MemoryReport:
         name, options = parse_cache_spec(cache)
         try:
-            filled = create_cache(name, self._model, **options)
-            # Nothing is speculated here, and the model would remember every cache
-            if isinstance(filled, InfiniGenCache):
-                filled.detach()
-            self._fill(filled, batch_size, context - new_tokens, new_tokens)
+            # Caches warn of what they would do to results, and there are none
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                filled = create_cache(name, self._model, **options)
+                # Nothing is speculated here, and the model would remember every cache
+                if isinstance(filled, InfiniGenCache):
+                    filled.detach()
+                self._fill(filled, batch_size, context - new_tokens, new_tokens)
             report = filled.memory() if isinstance(filled, ReportingMixin) else measure_memory(filled)
         except NO_DATA_ERRORS as error:
             raise CacheSizingError(cache, error) from error
