@@ -28,7 +28,7 @@ FLOORS: tuple[set[str], ...] = (
     {"ops"},
     {"layers"},
     {"reports"},
-    {*METHODS, "contract"},
+    {*METHODS, "contract", "custom_generate"},
     # Made of several methods, which do not know of each other
     {"infinigen_gear", "advice"},
     {"__init__"},

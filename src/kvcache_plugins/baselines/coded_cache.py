@@ -1,4 +1,4 @@
-"""`CodedTokensCache`: layers that code every token by itself, beside Transformers' own for what is no full attention."""
+"""`CodedTokensCache`: layers that code every token by itself, beside Transformers' own for bounded ones."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ class TurboQuantCache(CodedTokensCache):
     rounded to the nearest point of a Lloyd-Max codebook.
 
     Implements [TurboQuant: Online Vector Quantization with Near-optimal Distortion
-    Rate](https://huggingface.co/papers/2504.19874), a baseline. It needs no calibration: a coordinate of a rotated unit
-    vector has a known distribution. Every token is coded as soon as it comes, only attention over a first prompt is
-    exact. The paper's split of channels into some with more bits than others (2.5 and 3.5 bits) is not here.
+    Rate](https://huggingface.co/papers/2504.19874), a baseline. It needs no calibration: a coordinate of a rotated
+    unit vector has a known distribution. Every token is coded as soon as it comes; only attention over a first prompt
+    is exact. The paper's split of channels into some with more bits than others (2.5 and 3.5 bits) is not here.
 
     The rotation is a constant that all layers, heads and caches share, as are the codebooks: `memory()` does not count
     them.
