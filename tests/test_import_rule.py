@@ -41,7 +41,7 @@ FLOORS: tuple[set[str], ...] = (
 EVAL_FLOORS: tuple[set[str], ...] = (
     {"harness", "machine_code"},
     {"continuations", "tables"},
-    {"lm_eval_requests", "measures", "report"},
+    {"lm_eval_ranks", "lm_eval_requests", "measures", "report"},
     {"lm_eval_model"},
     {"tasks", "runahead"},
     {"benchmarks", "sweeps", "lm_eval_commands"},
