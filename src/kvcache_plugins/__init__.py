@@ -1,4 +1,4 @@
-"""KV caches for Hugging Face Transformers that hold less, move less and start sooner.
+"""KV caches for Hugging Face Transformers: packed in few bits, in host memory, or filled by several processes.
 
 ```python
 >>> from kvcache_plugins import GEARCache, create_cache

@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`: the scores of one, and every request answered once."""
+"""Two processes, as `accelerate launch` starts them: the scores of one, and every request answered once."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from kvcache_plugins.eval.lm_eval_ranks import CacheRecord, find_rank
 
 
 CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
-LAUNCH = ("accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
-LAUNCH_OPTIONS = ("--num_cpu_threads_per_process=1", "--main_process_port=0", "--dynamo_backend=no", "-m")
+# What `accelerate launch` starts on GPUs; on CPUs it starts one process alone
+LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def evaluate(model: str, task: Path, folder: Path, launch: tuple[str, ...] = ())
         **os.environ,
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
         "KVCACHE_PLUGINS_KERNELS": "torch",
     }
     finished = subprocess.run(
@@ -66,7 +67,7 @@ def evaluate(model: str, task: Path, folder: Path, launch: tuple[str, ...] = ())
 @pytest.mark.long
 def test_two_processes_score_as_one(tiny_folder: str, task: Path, tmp_path: Path) -> None:
     one, alone = evaluate(tiny_folder, task, tmp_path / "one")
-    two, shared = evaluate(tiny_folder, task, tmp_path / "two", (*LAUNCH, *LAUNCH_OPTIONS))
+    two, shared = evaluate(tiny_folder, task, tmp_path / "two", LAUNCH)
     assert two["results"]["five"]["acc,none"] == one["results"]["five"]["acc,none"]
     assert sorted(sample["doc_id"] for sample in shared) == [0, 1, 2, 3, 4]
     by_document = {sample["doc_id"]: sample["filtered_resps"] for sample in shared}
