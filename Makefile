@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
-SOURCES := src triton_kernels eval tests docs/extensions docs/figures notebooks
+SOURCES := src triton_kernels eval tests docs/extensions docs/figures hub notebooks
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 40 --durations-min 5
 

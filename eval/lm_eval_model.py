@@ -7,7 +7,8 @@ generation every batch gets a fresh cache.
     lm_eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit,cache_rank=8 --tasks task.yaml
 
 Importing this module registers the model. lm-eval's releases with entry points for models find it themselves; with
-any release, `kvcache-plugins eval` and `python -m kvcache_plugins.eval` take lm-eval's command line.
+any release, `kvcache-plugins eval` and `python -m kvcache_plugins.eval` take lm-eval's command line. Under `accelerate
+launch` every process answers its share of the requests.
 """
 
 import json
@@ -31,6 +32,7 @@ from kvcache_plugins.registry import create_cache
 
 from .continuations import DECODE, ContinuationScorer, Feeding, Score
 from .harness.caches import was_exercised
+from .lm_eval_ranks import CacheRecord, find_rank, gather_records
 from .lm_eval_requests import Group, Request, group_by_context, take_cache
 
 
@@ -106,8 +108,11 @@ class KVCacheLM(HFLM):
             # lm-eval looks for the model's type before it loads the tokenizer
             pretrained = resolve_model(pretrained)
         super().__init__(pretrained, **kwargs)
+        self._rank, self._world_size = find_rank(self)
         # What cannot serve this model says so now, not after an hour of building requests
         self._exercised_before = 0
+        # Of all processes, after the last call
+        self._gathered = CacheRecord()
         self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
         self._scorer = ContinuationScorer(
             self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype
@@ -159,7 +164,8 @@ class KVCacheLM(HFLM):
                 contexts = [context for context, _ in batch]
                 continuations = [[cut[number][1] for number in numbers] for _, numbers in batch]
                 scores = self._scorer.score(contexts, continuations, self._feeding(contexts))
-                if self.cache_check and batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None:
+                is_longest = batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None
+                if self.cache_check and is_longest and self.world_size == 1:
                     # No other context of this call is longer: better to fail now than at its end
                     self._require_exercise()
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
@@ -215,12 +221,13 @@ class KVCacheLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What stands in the results beside the model: the cache, how it was used and what it held."""
-        scorer = self._scorer
+        record = self._record
         cache = {
             **self._describe_setting(),
-            "counters": dict(scorer.counters),
-            "memory_of_longest": None if scorer.largest is None else memory_fields(scorer.largest),
-            "stats_of_longest": dict(scorer.stats),
+            "processes": self.world_size,
+            "counters": dict(record.counters),
+            "memory_of_longest": None if record.largest is None else memory_fields(record.largest),
+            "stats_of_longest": dict(record.stats),
         }
         info: dict[str, Any] = super().get_model_info()
         return {**info, "cache": cache}
@@ -279,10 +286,12 @@ class KVCacheLM(HFLM):
     def _checked(
         self, answer: Callable[[list[Instance], bool], list[Answer]], requests: list[Instance], disable_tqdm: bool
     ) -> list[Answer]:
-        counters = self._scorer.counters
-        before = counters["contexts"]
-        self._exercised_before = counters["contexts_exercised"]
+        before = self._record.counters["contexts"]
+        self._exercised_before = self._record.counters["contexts_exercised"]
         answers = answer(requests, disable_tqdm)
+        # All processes judge alike: one that stopped alone would leave the others waiting
+        self._gathered = gather_records(CacheRecord.of(self._scorer), self.world_size)
+        counters = self._record.counters
         contexts = counters["contexts"] - before
         exercised = counters["contexts_exercised"] - self._exercised_before
         if contexts and not exercised:
@@ -296,11 +305,15 @@ class KVCacheLM(HFLM):
             )
         return answers
 
+    @property
+    def _record(self) -> CacheRecord:
+        return CacheRecord.of(self._scorer) if self.world_size == 1 else self._gathered
+
     def _require_exercise(self) -> None:
         """Raises, or warns if that was wished, unless a context of this call has exercised the cache."""
-        if self._scorer.counters["contexts_exercised"] > self._exercised_before:
+        if self._record.counters["contexts_exercised"] > self._exercised_before:
             return
-        longest = self._scorer.largest_length
+        longest = self._record.largest_length
         problem = (
             f"The cache `{self.cache_name}` was not exercised: its contexts (the longest has {longest} tokens) are "
             "shorter than its exact buffer, so the scores say nothing about it"

@@ -28,7 +28,7 @@ FLOORS: tuple[set[str], ...] = (
     {"ops"},
     {"layers"},
     {"reports"},
-    {*METHODS, "contract"},
+    {*METHODS, "contract", "custom_generate"},
     # Made of several methods, which do not know of each other
     {"infinigen_gear", "advice"},
     {"__init__"},
@@ -41,7 +41,7 @@ FLOORS: tuple[set[str], ...] = (
 EVAL_FLOORS: tuple[set[str], ...] = (
     {"harness", "machine_code"},
     {"continuations", "tables"},
-    {"lm_eval_requests", "measures", "report"},
+    {"lm_eval_ranks", "lm_eval_requests", "measures", "report"},
     {"lm_eval_model"},
     {"tasks", "runahead"},
     {"benchmarks", "sweeps", "lm_eval_commands"},

@@ -55,6 +55,16 @@ WRONG = {
         ("min_tokens", ["32", 32.0, None]),
         ("grow", [None, 1, "yes"]),
     ],
+    "turboquant-4bit": [
+        ("nbits", ["4", 4.0, None]),
+        ("key_nbits", ["4", True]),
+        ("residual", [None, 1]),
+    ],
+    "llamacpp-q8_0": [
+        ("type", ["q8", 8, None]),
+        ("value_type", [8]),
+        ("rotate", [None, 1]),
+    ],
     "quanto-4bit": [
         ("nbits", ["4", 4.0, None]),
         ("axis_key", ["0", 0.0]),

@@ -26,8 +26,8 @@ _DOTS_PER_INCH = 150
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
 _PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
-# Bits of keys and of values: one method, whatever they are
-_BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?")
+# Bits of keys and of values, and llama.cpp's types: one method, whatever they are
+_BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 
 Content = Mapping[str, Any]
 
@@ -112,7 +112,8 @@ def _percent_held(content: Content) -> float:
 
 def _method(cache: str) -> str:
     """The name of a cache without its bits."""
-    return _BITS_OF_SIDES.sub("-k-v", _BITS.split(cache)[0])
+    name = _BITS.split(cache)[0]
+    return name.partition("-")[0] if name.startswith("llamacpp-") else _BITS_OF_SIDES.sub("-k-v", name)
 
 
 def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:

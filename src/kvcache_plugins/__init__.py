@@ -1,4 +1,4 @@
-"""KV caches for Hugging Face Transformers that hold less, move less and start sooner.
+"""KV caches for Hugging Face Transformers: packed in few bits, in host memory, or filled by several processes.
 
 ```python
 >>> from kvcache_plugins import GEARCache, create_cache
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .advice.memory_prediction import predict_memory
     from .advice.recommendation import recommend
     from .baselines import H2OCache
+    from .custom_generate import generate_with
     from .gear import GEARCache
     from .infinigen import InfiniGenCache
     from .infinigen_gear import InfiniGenGEARCache
@@ -40,6 +41,7 @@ __all__ = [
     "MemoryReport",
     "choose_cache",
     "create_cache",
+    "generate_with",
     "list_caches",
     "measure_memory",
     "predict_memory",
@@ -58,6 +60,7 @@ _get_lazily, _list_attributes = lazy_attributes(
         "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
         "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
         "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
+        "generate_with": "kvcache_plugins.custom_generate:generate_with",
         "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
         "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
         "recommend": "kvcache_plugins.advice.recommendation:recommend",

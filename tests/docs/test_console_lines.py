@@ -177,6 +177,9 @@ def check_module(name: str, words: list[str]) -> None:
         assert not words, words
         import_module(name)
         return
+    if name == "kvcache_plugins.eval":
+        check_lm_eval(words)
+        return
     command = typer.Typer(add_completion=False)
     command.command()(import_module(MODULES[name]).main)
     parse(typer.main.get_command(command), words)

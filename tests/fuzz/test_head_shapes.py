@@ -19,6 +19,8 @@ CACHES = {
     "infinigen-paper": {"full_layers": (), "alpha": float("inf"), "max_fetch_ratio": 1.0},
     "infinigen-gear": {**EVERYTHING, "key_nbits": 8, "value_nbits": 8},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
+    "turboquant-4bit": {"nbits": 8},
+    "llamacpp-q8_0": {},
 }
 LIMIT = 0.05
 

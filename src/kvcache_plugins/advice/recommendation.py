@@ -19,7 +19,7 @@ from .search import CacheFit, Search
 
 
 # The most faithful first, by their KL to the dense cache: of the README's table, which a test compares, and of
-# docs/infinigen.md. What drops tokens for good is last.
+# docs/infinigen_design.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
     "gear-t30",

@@ -1,4 +1,4 @@
-"""What other methods are measured against: H2O, which drops tokens for good, and Transformers' own caches by name."""
+"""What other methods are measured against: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +8,20 @@ from kvcache_plugins.registry import CUDA, register_cache
 
 if TYPE_CHECKING:
     from .h2o import H2OCache
+    from .llamacpp import LlamaCppCache
+    from .turboquant import TurboQuantCache
 
 
-__all__ = ["H2OCache"]
+__all__ = ["H2OCache", "LlamaCppCache", "TurboQuantCache"]
 
-__getattr__, __dir__ = lazy_attributes(__name__, {"H2OCache": "kvcache_plugins.baselines.h2o:H2OCache"})
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "H2OCache": "kvcache_plugins.baselines.h2o:H2OCache",
+        "LlamaCppCache": "kvcache_plugins.baselines.llamacpp:LlamaCppCache",
+        "TurboQuantCache": "kvcache_plugins.baselines.turboquant:TurboQuantCache",
+    },
+)
 
 _TRANSFORMERS = "kvcache_plugins.baselines.transformers_caches"
 _QUANTO: dict[str, Any] = {
@@ -52,3 +61,20 @@ register_cache(
     summary="Transformers' QuantizedCache, 8-bit floats with one scale a tensor",
     requires="transformers>=5.21",
 )
+_PEERS = "kvcache_plugins.baselines.peer_factories"
+for _nbits in (2, 3, 4):
+    register_cache(
+        f"turboquant-{_nbits}bit",
+        f"{_PEERS}:create_turboquant",
+        check="kvcache_plugins.baselines.turboquant:TurboQuantCache",
+        summary=f"TurboQuant: rotated unit vectors in {_nbits}-bit Lloyd-Max codes",
+        nbits=_nbits,
+    )
+for _type in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"):
+    register_cache(
+        f"llamacpp-{_type}",
+        f"{_PEERS}:create_llamacpp",
+        check="kvcache_plugins.baselines.llamacpp:LlamaCppCache",
+        summary=f"llama.cpp's cache type {_type}, rotated as there",
+        type=_type,
+    )

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.pool import TokenPool
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.token_store import TokenStore
+from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.dispatch import choose_token_kernel

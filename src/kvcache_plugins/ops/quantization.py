@@ -21,9 +21,18 @@ import torch
 import torch.nn.functional as F
 
 
+# Of GEAR; other widths can be packed too
 SUPPORTED_NBITS = (2, 3, 4, 8)
 # Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
-_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+_PLANES = {
+    1: ((1, 0),),
+    2: ((2, 0),),
+    3: ((2, 0), (1, 2)),
+    4: ((4, 0),),
+    5: ((4, 0), (1, 4)),
+    6: ((4, 0), (2, 4)),
+    8: ((8, 0),),
+}
 _METADATA_DTYPE = torch.float16
 
 

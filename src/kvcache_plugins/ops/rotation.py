@@ -31,8 +31,12 @@ def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
 def rotate(states: torch.Tensor) -> torch.Tensor:
     """`states` `[..., head_dim]` rotated, or rotated back, in float32."""
     size = rotation_size(states.shape[-1])
-    matrix = hadamard_matrix(size, states.device)
+    return turn_by(states.unflatten(-1, (-1, size)), hadamard_matrix(size, states.device)).flatten(-2)
+
+
+def turn_by(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Every vector of `states` `[..., D]` multiplied with a matrix `[D, D]` in float32."""
     # Autocast would round what is rotated to its dtype, the partial sums of attention among it
     # There is none on `meta`, where sizes are predicted
     with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-        return (states.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+        return states.float() @ matrix

@@ -43,7 +43,9 @@ DOCUMENTS = [
 
 
 def test_results_are_shown():
-    results = {f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen", "peers", "runahead")}
+    results = {
+        f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen_results", "peers", "runahead_results")
+    }
     assert results <= set(DOCUMENTS)
 
 

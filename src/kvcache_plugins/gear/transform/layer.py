@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from kvcache_plugins.gear.compression import check_finite
 from kvcache_plugins.gear.dense_tiles import dense_tiles
 from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel

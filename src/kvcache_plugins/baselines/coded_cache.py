@@ -1,0 +1,66 @@
+"""`CodedTokensCache`: layers that code every token by itself, beside Transformers' own for bounded ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+
+from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
+from kvcache_plugins.registry import get_config
+from kvcache_plugins.reports.memory import ReportingMixin
+
+from .coded_layer import CodedTokensLayer, MakeCoder
+
+
+class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
+    """
+    The base of caches that differ in nothing but how a token becomes bytes.
+
+    Args:
+        make_coder (`Callable`):
+            Called with `"keys"` or `"values"` and a head dimension; returns what codes them.
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
+            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own; without
+            it, every layer is coded.
+    """
+
+    def __init__(self, make_coder: MakeCoder, config: PreTrainedConfig | torch.nn.Module | None):
+        config = get_config(config, "config")
+        self._make_coder = make_coder
+        self.layers: list[Any] = []
+        if config is None:
+            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
+        else:
+            config = config.get_text_config(decoder=True)
+            self.expected_heads = key_value_heads(config)
+            layers: list[Any] = replace_full_attention(config, self._layer)
+            super().__init__(layers=layers)
+
+    def _layer(self, layer_idx: int) -> CodedTokensLayer:
+        return CodedTokensLayer(self._make_coder, layer_idx)
+
+    def _next_layer(self) -> CodedTokensLayer:
+        return self._layer(len(self.layers))
+
+    def stats(self) -> dict[str, int]:
+        """
+        Counters over all coded layers.
+
+        Returns:
+            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` that hold coded tokens; `tokens_cached`
+            (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once,
+            however many items the batch has), `attend_calls` (attentions over coded tokens), `written_out_calls`
+            (those that the model computes itself), `prompts_without_mask` and `dense_reads` (times a side of a layer
+            was made dense for something other than attention).
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, CodedTokensLayer)]
+        total: Counter[str] = Counter()
+        for layer in layers:
+            total.update(layer.stats())
+        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
+        compressing = sum(layer.rows is not None for layer in layers)
+        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}

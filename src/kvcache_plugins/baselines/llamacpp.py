@@ -1,0 +1,86 @@
+"""`LlamaCppCache`: keys and values in the types that llama.cpp has for its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvcache_plugins.option_checks import check_bool, check_choice
+
+from .coded_cache import CodedTokensCache
+from .llamacpp_types import BLOCK_TYPES, BlockCoder, rotation_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaCppConfig:
+    """See `LlamaCppCache` for the meaning of each field."""
+
+    key_type: str
+    value_type: str
+    rotate: bool
+
+    def __post_init__(self) -> None:
+        check_choice("key_type/type", self.key_type, tuple(BLOCK_TYPES))
+        check_choice("value_type/type", self.value_type, tuple(BLOCK_TYPES))
+        check_bool("rotate", self.rotate)
+
+    def coder(self, side: str, head_dim: int) -> BlockCoder:
+        """What codes `"keys"` or `"values"`."""
+        name = self.key_type if side == "keys" else self.value_type
+        return BlockCoder(BLOCK_TYPES[name], head_dim, rotation_of(side, head_dim) if self.rotate else 0)
+
+
+class LlamaCppCache(CodedTokensCache):
+    """
+    A cache that stores keys and values as [llama.cpp](https://github.com/ggml-org/llama.cpp) does with
+    `--cache-type-k` and `--cache-type-v`: blocks of 32 channels of a token that share a float16 scale and, in the
+    types that end in 1, a minimum.
+
+    A baseline: the bytes are those that llama.cpp stores, the arithmetic of attention is PyTorch's. Every token is
+    coded as soon as it comes; only attention over a first prompt is exact here, where llama.cpp reads its prompt
+    as stored too.
+
+    See `Cache` for details on common methods that are implemented by all cache classes.
+
+    Args:
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
+            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and
+            full-attention layers only are coded; without it, every layer.
+        type (`str`, *optional*, defaults to `"q8_0"`):
+            `"q8_0"`, `"q5_1"`, `"q5_0"`, `"q4_1"` or `"q4_0"`.
+        key_type, value_type (`str`, *optional*):
+            The same for keys or values alone.
+        rotate (`bool`, *optional*, defaults to `True`):
+            Whether keys and values are rotated by a Hadamard matrix first, as llama.cpp does since April 2026 where
+            heads have a multiple of 64 channels (`LLAMA_ATTN_ROT_DISABLE=1` turns it off there).
+
+    Raises:
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
+            cannot be coded.
+
+    Example:
+
+    ```python
+    >>> from kvcache_plugins import create_cache
+    >>> cache = create_cache("llamacpp-q8_0", model, value_type="q4_0")
+    >>> model.generate(**inputs, past_key_values=cache)
+    ```
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
+        *,
+        type: str = "q8_0",
+        key_type: str | None = None,
+        value_type: str | None = None,
+        rotate: bool = True,
+    ):
+        self.llamacpp_config = LlamaCppConfig(
+            key_type=type if key_type is None else key_type,
+            value_type=type if value_type is None else value_type,
+            rotate=rotate,
+        )
+        super().__init__(self.llamacpp_config.coder, config)

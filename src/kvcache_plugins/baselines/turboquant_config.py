@@ -1,0 +1,32 @@
+"""Options of TurboQuant, validated once and immutable afterwards."""
+
+from dataclasses import dataclass
+
+from kvcache_plugins.option_checks import check_bool, check_choice
+
+from .turboquant_coder import TurboQuantCoder
+
+
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+# One bit is the residual's, and codes have at least one
+_WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurboQuantConfig:
+    """See `TurboQuantCache` for the meaning of each field."""
+
+    key_nbits: int
+    value_nbits: int
+    residual: bool
+
+    def __post_init__(self) -> None:
+        check_bool("residual", self.residual)
+        check_choice("key_nbits/nbits", self.key_nbits, _WIDTHS_WITH_RESIDUAL if self.residual else _WIDTHS)
+        check_choice("value_nbits/nbits", self.value_nbits, _WIDTHS)
+
+    def coder(self, side: str, head_dim: int) -> TurboQuantCoder:
+        """What codes `"keys"` or `"values"`."""
+        if side == "keys":
+            return TurboQuantCoder(head_dim, self.key_nbits, self.residual)
+        return TurboQuantCoder(head_dim, self.value_nbits, False)

@@ -1,0 +1,102 @@
+"""Caches for tools that hand arguments to `generate` and nothing else: Transformers' `custom_generate`.
+
+A cache object is for one prompt; pipelines, chat loops and evaluations call `generate` again and again with the same
+arguments. What stands in those arguments here makes a new cache for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcache_plugins.registry import check_cache, create_cache
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Cache, GenerationConfig, PreTrainedModel
+
+
+# How Transformers decodes in the modes that can be reached through a callable
+_METHODS = {
+    "greedy_search": "_sample",
+    "sample": "_sample",
+    "beam_search": "_beam_search",
+    "beam_sample": "_beam_search",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeneration:
+    """What `generate_with` returns: see there."""
+
+    name: str
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __call__(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **arguments: Any
+    ) -> Any:
+        """What `model.generate` calls in place of its own decoding."""
+        mode = generation_config.get_generation_mode().value
+        if mode not in _METHODS:
+            raise ValueError(
+                f"`custom_generate` serves greedy search, sampling and beams, but got {mode}: pass "
+                f"`past_key_values=create_cache({self.name!r}, model)` instead"
+            )
+        _refuse_other_cache(arguments)
+        cache = create_cache(self.name, model, **self.options)
+        decode = getattr(model, _METHODS[mode])
+        with _listening(cache):
+            return decode(input_ids, generation_config=generation_config, **{**arguments, "past_key_values": cache})
+
+
+def generate_with(name: str, **options: object) -> CacheGeneration:
+    """
+    A `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
+
+    Greedy search, sampling and beam search are Transformers' own. Transformers hands no `streamer` and no assistant to
+    a callable: for those pass `past_key_values=create_cache(name, model)`, or the folder that the guide describes.
+
+    Args:
+        name (`str`): One of `list_caches()`.
+        options: Of the cache, as `create_cache` takes them.
+
+    Returns:
+        A callable that can be pickled. With `return_dict_in_generate=True` the cache that was used is the output's
+        `past_key_values`.
+
+    Raises:
+        ValueError: for an unknown name or option. When it is called, also where `generate` is told of a cache in
+            another way, or not to use any.
+
+    Example:
+
+    ```python
+    >>> from kvcache_plugins import generate_with
+    >>> model.generate(**inputs, custom_generate=generate_with("gear"))
+    >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text, custom_generate=generate_with("gear"))
+    ```
+    """
+    check_cache(name, **options)
+    return CacheGeneration(name, options)
+
+
+def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
+    """What `generate` has prepared by itself is an empty `DynamicCache`; anything else was asked for."""
+    from transformers import DynamicCache
+
+    if not arguments.get("use_cache", True):
+        raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
+    prepared = arguments.get("past_key_values")
+    if prepared is not None and (type(prepared) is not DynamicCache or prepared.get_seq_length()):
+        raise ValueError(
+            f"`custom_generate=generate_with(...)` makes a new cache for each call, but `generate` was also given a "
+            f"{type(prepared).__name__}: leave out `past_key_values` and `cache_implementation`, or `custom_generate`"
+        )
+
+
+def _listening(cache: Cache) -> AbstractContextManager[object]:
+    """Caches that listen to the model do so until the call ends."""
+    return cache if isinstance(cache, AbstractContextManager) else nullcontext()

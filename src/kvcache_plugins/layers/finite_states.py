@@ -1,0 +1,21 @@
+"""Keys and values that can be stored with less precision: NaN and infinity cannot."""
+
+import torch
+
+
+def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, layer_idx: int) -> None:
+    """
+    Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN or
+    infinity.
+    """
+    if keys.is_meta:
+        # Nothing is known of what has no data
+        return
+    for name, states in (("keys", keys), ("values", values)):
+        finite = states.isfinite().all(dim=3).all(dim=1)
+        if not bool((finite if valid is None else finite | ~valid).all()):
+            raise ValueError(
+                f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
+                "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` "
+                "the cache."
+            )

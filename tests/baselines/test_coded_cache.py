@@ -1,0 +1,111 @@
+"""Caches that code every token by itself: equal to attention over what they decode to, and refusals without harm."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache, coded_layer
+from kvcache_plugins.baselines.coded_cache import CodedTokensCache
+from kvcache_plugins.registry import list_caches
+
+
+NAMES = [*list_caches("turboquant-*"), *list_caches("llamacpp-*")]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def caches() -> list[CodedTokensCache]:
+    return [create_cache(name) for name in NAMES] + [TurboQuantCache(nbits=3, residual=True)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_attention_is_that_over_what_rows_stand_for(
+    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_layer, "_TILE_TOKENS", 16)
+    for cache in caches():
+        for count in (37, 1, 5):
+            keys, values = (torch.randn(2, 2, count, head_dim).to(dtype) for _ in range(2))
+            query = torch.randn(2, 6, count, head_dim).to(dtype)
+            lazy = cache.update(keys, values, 0)
+            mask = torch.ones(count, cache.get_seq_length(), dtype=torch.bool).tril(cache.get_seq_length() - count)
+            output = F.scaled_dot_product_attention(query, *lazy, attn_mask=mask, enable_gqa=True)
+        layer = cache.layers[0]
+        dense = [layer.materialize(side).float() for side in ("keys", "values")]
+        expected = F.scaled_dot_product_attention(query.float(), *dense, attn_mask=mask, enable_gqa=True)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), expected, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+        stats = cache.stats()
+        assert (stats["attend_calls"], stats["tokens_compressed"], stats["tokens_exact"]) == (2, 43, 0)
+
+
+def coded(cache: CodedTokensCache, states: torch.Tensor, side: str) -> torch.Tensor:
+    """What a cache makes of states."""
+    cache.update(states, states, 0)
+    cache.layers[0].settle_prompt()
+    return cache.layers[0].materialize(side)
+
+
+def test_more_bits_are_nearer() -> None:
+    states = torch.randn(1, 2, 200, 64)
+    states[..., 7] *= 8
+    errors = {}
+    for name in NAMES:
+        errors[name] = (coded(create_cache(name), states, "keys") - states).square().mean().item()
+    by_bits = [f"llamacpp-{each}" for each in ("q8_0", "q5_1", "q4_1")]
+    for better, worse in (
+        *zip(by_bits, by_bits[1:], strict=False),
+        ("llamacpp-q5_0", "llamacpp-q4_0"),
+        ("turboquant-4bit", "turboquant-3bit"),
+        ("turboquant-3bit", "turboquant-2bit"),
+    ):
+        assert 2 * errors[better] < errors[worse]
+
+
+def test_rotation_spreads_a_channel_that_stands_out() -> None:
+    states = torch.randn(1, 2, 200, 64)
+    states[..., 7] *= 30
+    errors = []
+    for rotate in (True, False):
+        cache = LlamaCppCache(type="q4_0", rotate=rotate)
+        errors.append((coded(cache, states, "values") - states).square().mean().item())
+    assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize("name", ["turboquant-2bit", "llamacpp-q4_1"])
+@pytest.mark.parametrize("peak", [torch.nan, torch.inf, 1e30])
+def test_what_cannot_be_stored_is_refused(name: str, peak: float) -> None:
+    cache, states = create_cache(name), torch.randn(1, 2, 20, 64)
+    cache.update(states, states, 0)
+    cache.layers[0].settle_prompt()
+    bad = states[:, :, :1].clone()
+    bad[..., 3] = peak
+    message = "float16" if peak == 1e30 else "layer 0: the keys to be compressed hold NaN or infinity"
+    with pytest.raises(ValueError, match=message):
+        cache.update(bad, bad, 0)
+    assert cache.get_seq_length() == 20
+    cache.update(states, states, 0)
+    assert cache.layers[0].materialize("keys").isfinite().all()
+    # A first prompt too
+    first = create_cache(name)
+    first.update(bad, bad, 0)
+    with pytest.raises(ValueError, match=message):
+        first.layers[0].settle_prompt()
+    assert first.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_and_constant_states(name: str) -> None:
+    for states in (torch.zeros(1, 1, 3, 64), torch.full((1, 1, 3, 64), 0.37), torch.randn(1, 1, 3, 64) * 1e-41):
+        error = coded(create_cache(name), states, "keys") - states
+        # Of a constant the rotations make one large channel, which no point of TurboQuant is far enough out for
+        assert error.abs().amax() <= 0.3
+
+
+def test_bad_options_of_llamacpp() -> None:
+    with pytest.raises(ValueError, match=r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"):
+        LlamaCppCache(type="q6_k")
+    with pytest.raises(ValueError, match="`rotate` has to be True or False"):
+        create_cache("llamacpp-q8_0", rotate="no")

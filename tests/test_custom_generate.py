@@ -1,0 +1,154 @@
+"""`custom_generate`: in `generate`, a pipeline, a chat loop, and from a folder as it can be pushed to the hub."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
+
+from kvcache_plugins import create_cache, generate_with
+
+
+HUB = Path(__file__).resolve().parents[1] / "hub"
+NAME = "gear-2bit"
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
+OPTIONS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def folder(saved_with_tokenizer) -> str:
+    return saved_with_tokenizer("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: str):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def modules_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where Transformers copies a folder's code to."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+
+
+def expected(model: PreTrainedModel, inputs: dict[str, torch.Tensor], name: str = NAME, **options: object):
+    return model.generate(**inputs, past_key_values=create_cache(name, model), **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 2, "temperature": 0.7},
+        {"prefill_chunk_size": 64},
+    ],
+    ids=str,
+)
+def test_every_call_has_a_cache_of_its_own(model, tokenizer, options: dict[str, object]) -> None:
+    custom = pickle.loads(pickle.dumps(generate_with(NAME)))
+    for text in (TEXT, TEXT[40:]):
+        inputs = tokenizer(text, return_tensors="pt")
+        torch.manual_seed(1)
+        tokens = expected(model, inputs, **options)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, custom_generate=custom, **{**OPTIONS, **options}), tokens)
+
+
+def test_the_cache_is_in_the_output_and_of_the_options(model, tokenizer) -> None:
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    output = model.generate(
+        **inputs,
+        custom_generate=generate_with("gear-k4v4", residual_length=16),
+        return_dict_in_generate=True,
+        **OPTIONS,
+    )
+    cache = output.past_key_values
+    assert cache.get_seq_length() == output.sequences.shape[1] - 1
+    assert cache.gear_config.residual_length == 16
+    assert cache.stats()["tokens_compressed"] > 0
+
+
+def test_a_cache_that_listens_lets_go_of_the_model(model, tokenizer) -> None:
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    output = model.generate(
+        **inputs, custom_generate=generate_with("infinigen", full_layers=()), return_dict_in_generate=True, **OPTIONS
+    )
+    assert output.past_key_values.stats()["speculated_calls"] > 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_in_a_pipeline(model, tokenizer) -> None:
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = [TEXT, TEXT[:150], TEXT[30:]]
+    found = generator(texts, custom_generate=generate_with(NAME), return_full_text=False, **OPTIONS)
+    for text, (answer,) in zip(texts, found, strict=True):
+        inputs = tokenizer(text, return_tensors="pt")
+        new = expected(model, inputs)[0, inputs["input_ids"].shape[1] :]
+        assert answer["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
+    dense = generator(texts, return_full_text=False, **OPTIONS)
+    assert dense != found
+
+
+def test_in_a_chat_loop(model, tokenizer) -> None:
+    """Each turn reads the whole conversation into a new cache, as the same `generate` arguments serve all turns."""
+    arguments = {"custom_generate": generate_with(NAME), **OPTIONS}
+    conversation = ""
+    for turn in (TEXT, "And then? ", "Why? "):
+        conversation += turn
+        inputs = tokenizer(conversation, return_tensors="pt")
+        tokens = model.generate(**inputs, **arguments)
+        assert torch.equal(tokens, expected(model, inputs))
+        conversation = tokenizer.decode(tokens[0])
+
+
+def test_from_a_folder(model, tokenizer) -> None:
+    """As from the hub, with a streamer and an assistant, which Transformers hands to folders only."""
+
+    class Recorder(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    arguments = {"custom_generate": str(HUB), "trust_remote_code": True, "cache": NAME, **OPTIONS}
+    streamer = Recorder(tokenizer, skip_prompt=True)
+    tokens = model.generate(**inputs, streamer=streamer, **arguments)
+    assert torch.equal(tokens, expected(model, inputs))
+    assert streamer.text.strip() == tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :]).strip()
+    drafted = model.generate(**inputs, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **arguments)
+    assert drafted.past_key_values.stats()["tokens_compressed"] > 0
+    with pytest.raises(ValueError, match="Unknown option `rnak`"):
+        model.generate(**inputs, cache_options={"rnak": 1}, **arguments)
+    with pytest.raises(ValueError, match="leave out `past_key_values`"):
+        model.generate(**inputs, past_key_values=DynamicCache(), **arguments)
+
+
+def test_what_is_refused(model, tokenizer) -> None:
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    with pytest.raises(ValueError, match="Unknown cache `gaer`"):
+        generate_with("gaer")
+    with pytest.raises(ValueError, match="Unknown option `rnak`"):
+        generate_with("gear-2bit", rnak=3)
+    custom = generate_with(NAME)
+    used = DynamicCache()
+    model(inputs["input_ids"][:, :-1], past_key_values=used)
+    for options, message in (
+        ({"use_cache": False}, "`use_cache=False` beside"),
+        ({"past_key_values": used}, "was also given a DynamicCache"),
+        ({"past_key_values": create_cache(NAME, model)}, "was also given a GEARCache"),
+        ({"cache_implementation": "static"}, "was also given a StaticCache"),
+        (
+            {"prompt_lookup_num_tokens": 3},
+            r"but got assisted_generation: pass `past_key_values=create_cache\('gear-2bit'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**inputs, custom_generate=custom, **OPTIONS, **options)
