@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import triton
 
+from .side_layout import Field, Piece
+
 
 # Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
 _PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
@@ -30,14 +32,13 @@ class Packing(NamedTuple):
             Bytes of a word, 1 or 2.
         num_planes (`int`):
             1, or 2 for 3 bits.
-        pieces (`tuple`):
-            What is loaded at once: (first byte, words, words of the block, plane, fields). A field is (shift to the
-            right, lowest bit after that, bits, shift within the code, first channel, group).
+        pieces (`tuple[Piece, ...]`):
+            What is loaded at once.
     """
 
     unit: int
     num_planes: int
-    pieces: tuple[tuple[int, int, int, int, tuple[tuple[int, int, int, int, int, int], ...]], ...]
+    pieces: tuple[Piece, ...]
 
 
 @functools.cache
@@ -67,9 +68,9 @@ def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool
                 for bit in range(0, 8, width):
                     channel = bit // width * slab + first + byte
                     if channel < head_dim:
-                        fields.append((8 * byte, bit, width, shift, channel, channel // channels_per_group))
+                        fields.append(Field(8 * byte, bit, width, shift, channel, channel // channels_per_group))
             num_words = size // unit
             block = max(_MIN_WORDS, triton.next_power_of_2(num_words))
-            pieces.append((start + first, num_words, block, plane, tuple(fields)))
+            pieces.append(Piece(start + first, num_words, block, plane, tuple(fields)))
         start += slab
     return Packing(unit, len(slabs), tuple(pieces))
