@@ -8,6 +8,7 @@ them. A loop over outliers within a tile counts as often as the preset's own lis
     kvcache-plugins bench machine-code
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,7 @@ def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str
             kinds[kind] += number * turns
     row_blocks = launch.grid[2]
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / row_blocks
+    kinds = Counter({kind: number * OPTIONS["num_warps"] for kind, number in kinds.items()})
     instructions = sum(kinds.values()) / numbers
     bits = sum(_num_bits(side) for side in (part.keys, part.values)) / (2 * _NUM_HEADS * head_dim * part.length)
     read, issue = _CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / _SLOTS

@@ -45,7 +45,6 @@ def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
     return SideLayout(
         dim=head_dim,
         pieces=packing.pieces,
-        unit=packing.unit,
         codes_stride_t=side.codes.stride(3),
         scale_stride_s=side.scale.stride(3),
         a_stride_t=0 if side.low_rank_a is None else side.low_rank_a.stride(3),
@@ -68,6 +67,9 @@ def has_outliers(side: CompressedTensors) -> bool:
 def tokens_per_group(side: CompressedTensors) -> int:
     """Tokens that share a scale, 0 if it is all of a chunk or none."""
     num_groups = side.scale.shape[3]
+    if side.axis == "channel" and side.group_size is not None:
+        # A chunk of one group is read by the kernel of many
+        return side.group_size
     return 0 if side.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
 
 

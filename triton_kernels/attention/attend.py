@@ -50,7 +50,7 @@ _BLOCK_ENTRIES = 32
 _OUTLIER_TILE = 64
 # Registers of a warp let so many programs share a multiprocessor
 PROGRAMS_PER_SM = 8
-OPTIONS = {"num_warps": 1, "num_stages": 3}
+OPTIONS = {"num_warps": 1, "num_stages": 2, "enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
@@ -174,6 +174,7 @@ def prepare(
         "tiles_per_chunk": tiles_per_chunk,
         "tiles_per_split": tiles_per_split,
         "scale": scale,
+        "QUERIES": _query_registers(keys, packed and query.dtype != torch.float32),
         "PLANES": num_planes,
         "TOKENS_PER_STRETCH": stretch,
         # A tile that may begin within a stored one may reach into the next
@@ -191,6 +192,18 @@ def _block_rows(num_rows: int, head_dim: int) -> int:
     """Rows a program: columns of tensor cores come in eights."""
     most = max(_MIN_BLOCK_ROWS, _MAX_BLOCK_OUTPUT // triton.next_power_of_2(head_dim))
     return min(most, 16, max(_MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)))
+
+
+def _query_registers(keys: CompressedTensors, packed: bool) -> str:
+    """
+    How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
+    least: the compiler keeps all that chunks have in common, and their tiles need the registers.
+    """
+    if keys.low_rank_a is None or keys.low_rank_a.shape[3] == 0 or not packed:
+        return "kept"
+    if not has_outliers(keys):
+        return "turned"
+    return "kept" if tokens_per_group(keys) else "loaded"
 
 
 def _tokens_per_stretch(keys: CompressedTensors, values: CompressedTensors) -> int:

@@ -14,6 +14,7 @@ from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power
 
 from .keys import score_codes
+from .loops import same_number
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores
 from .outliers import score_outliers, weigh_outliers
@@ -46,7 +47,7 @@ _NOT_SPECIALIZED = [
 
 # Sides stand beside each other
 # fmt: off
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
 def attend_kernel(
     query_ptr,
     query_stride_b,
@@ -122,6 +123,7 @@ def attend_kernel(
     scale,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
     PLANES: tl.constexpr,
     TOKENS_PER_STRETCH: tl.constexpr,
     STORED_TILES: tl.constexpr,
@@ -133,20 +135,12 @@ def attend_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Partial attention of some rows of one key/value head over one split."""
-    batch = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
-    query_rows_ptr = query_ptr + batch * query_stride_b + head * query_stride_h + rows * query_stride_r
-    queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
-    query_sums = sum_groups(queries, KEY, BLOCK_R)
-    row_scale = query_power * (scale * 1.4426950408889634)
-    mask_rows = mask_row_offsets(
-        rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
-    key_codes_ptr += batch * key_codes_stride_b + head * key_codes_stride_h
-    value_codes_ptr += batch * value_codes_stride_b + head * value_codes_stride_h
-    key_group = batch * key_scale_stride_b + head * key_scale_stride_h
-    value_group = batch * value_scale_stride_b + head * value_scale_stride_h
+    if QUERIES != "loaded":
+        first_rows_ptr, _, _ = row_pointers(
+            query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, tl.program_id(0), num_heads)
+        first_queries, first_power = load_queries(first_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
 
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
@@ -157,10 +151,25 @@ def attend_kernel(
     last_tile = tl.minimum(first_tile + tiles_per_split, num_tiles)
     for chunk in range(first_tile // tiles_per_chunk, tl.cdiv(last_tile, tiles_per_chunk)):
         chunk_64 = tl.cast(chunk, tl.int64)
+        program = tl.program_id(0)
+        if QUERIES == "loaded":
+            # Addresses are made anew every chunk: with those of factors they are too many to be kept
+            program = same_number(program, PACKED)
+        query_rows_ptr, batch, head = row_pointers(
+            query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, program, num_heads)
+        mask_rows = mask_row_offsets(
+            rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
+        if QUERIES != "loaded":
+            queries, query_power = first_queries, first_power
+        else:
+            # So are queries, which a chunk multiplies by its own scales and factor
+            queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
+        query_sums = sum_groups(queries, KEY, BLOCK_R)
+        row_scale = query_power * (scale * 1.4426950408889634)
         first_tile_of_chunk = chunk * tiles_per_chunk
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
-            KEY, PARTS, BLOCK_R)
+            KEY, QUERIES, PARTS, BLOCK_R)
         output_in_basis = tl.zeros([VALUE.block_rank, BLOCK_R], tl.float32)
         for tile in range(tl.maximum(first_tile - first_tile_of_chunk, 0),
                           tl.minimum(last_tile - first_tile_of_chunk, tiles_per_chunk)):
@@ -169,11 +178,12 @@ def attend_kernel(
             tokens = first_token + tl.arange(0, BLOCK_T)
             positions = chunk * chunk_length + tokens
             token_in_use = (tokens < limit) & (positions < length)
-            key_scale_start = key_group + chunk_64 * key_scale_stride_m + scale_row(
-                first_token_64, KEY.by_channel, KEY.tokens_per_group) * KEY.scale_stride_s
+            key_scale_start = batch * key_scale_stride_b + head * key_scale_stride_h + chunk_64 * key_scale_stride_m
+            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group) * KEY.scale_stride_s
+            key_codes = batch * key_codes_stride_b + head * key_codes_stride_h + chunk_64 * key_codes_stride_m
             scores = score_codes(
                 queries, query_sums,
-                key_codes_ptr + chunk_64 * key_codes_stride_m + first_token_64 * KEY.codes_stride_t,
+                key_codes_ptr + key_codes + first_token_64 * KEY.codes_stride_t,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
                 KEY, PARTS, PACKED, BLOCK_R, BLOCK_T)
             if KEY.rank > 0:
@@ -195,11 +205,14 @@ def attend_kernel(
             in_use = token_in_use[:, None] & row_in_use[None, :]
             scores = mask_scores(scores * row_scale[None, :], mask_ptrs, in_use, MASK)
             probabilities, decay, maximum, total = update_softmax(scores, maximum, total, 0)
-            value_scale_start = value_group + chunk_64 * value_scale_stride_m + scale_row(
+            value_scale_start = (
+                batch * value_scale_stride_b + head * value_scale_stride_h + chunk_64 * value_scale_stride_m)
+            value_scale_start += scale_row(
                 first_token_64, VALUE.by_channel, VALUE.tokens_per_group) * VALUE.scale_stride_s
+            value_codes = batch * value_codes_stride_b + head * value_codes_stride_h + chunk_64 * value_codes_stride_m
             outputs, zero_sums, reference = weigh_codes(
                 outputs, zero_sums, reference, probabilities, decay,
-                value_codes_ptr + chunk_64 * value_codes_stride_m + first_token_64 * VALUE.codes_stride_t,
+                value_codes_ptr + value_codes + first_token_64 * VALUE.codes_stride_t,
                 value_scale_ptr + value_scale_start, value_zero_ptr + value_scale_start, token_in_use,
                 VALUE, PARTS, PACKED, BLOCK_T)
             if VALUE.rank > 0:
@@ -223,6 +236,13 @@ def attend_kernel(
         VALUE, PLANES)
     # fmt: on
 # fmt: on
+
+
+@triton.jit
+def row_pointers(query_ptr, stride_b, stride_h, stride_r, rows, program, num_heads):
+    """Where query rows of a program begin, and its batch item and head."""
+    batch, head = (program // num_heads).to(tl.int64), (program % num_heads).to(tl.int64)
+    return query_ptr + batch * stride_b + head * stride_h + rows * stride_r, batch, head
 
 
 @triton.jit

@@ -38,9 +38,9 @@ def load_words(codes_ptr, token_in_use, SIDE: tl.constexpr, PIECE: tl.constexpr,
     if NUM_WORDS < BLOCK_W:
         in_use = in_use & (words < NUM_WORDS)
     pointer = codes_ptr + SIDE.pieces[PIECE].first_byte
-    if SIDE.unit == 2:
+    if SIDE.pieces[PIECE].unit == 2:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
-    stride: tl.constexpr = SIDE.codes_stride_t // SIDE.unit
+    stride: tl.constexpr = SIDE.codes_stride_t // SIDE.pieces[PIECE].unit
     return tl.load(pointer + (tokens * stride + words), mask=in_use, other=0).to(tl.uint16)
 
 
@@ -67,14 +67,15 @@ def field_number(side, piece, field):
 @triton.jit
 def field_channels(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The channels of a field's codes `[words]`."""
-    return SIDE.pieces[PIECE].fields[FIELD].first_channel + SIDE.unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    return SIDE.pieces[PIECE].fields[FIELD].first_channel + words
 
 
 @triton.constexpr_function
 def _has_all_channels(side, piece, field):
     """Whether all of a block's words are in use, and all of the field's channels there."""
     words = side.pieces[piece]
-    last_channel = words.fields[field].first_channel + side.unit * (words.num_words - 1)
+    last_channel = words.fields[field].first_channel + words.unit * (words.num_words - 1)
     return words.num_words == words.block and last_channel < side.dim
 
 
@@ -91,9 +92,8 @@ def channel_mask(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
 def load_by_field(pointer, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """What a vector over channels holds for a field's channels `[words]`."""
     # The constant comes last, so that all fields share a register of addresses
-    pointers = (
-        pointer + SIDE.unit * tl.arange(0, SIDE.pieces[PIECE].block) + SIDE.pieces[PIECE].fields[FIELD].first_channel
-    )
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    pointers = pointer + words + SIDE.pieces[PIECE].fields[FIELD].first_channel
     if _has_all_channels(SIDE, PIECE, FIELD):
         return tl.load(pointers)
     return tl.load(pointers, mask=channel_mask(SIDE, PIECE, FIELD), other=0.0)

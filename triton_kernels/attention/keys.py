@@ -39,17 +39,15 @@ def score_codes(
     A scale per channel multiplies the queries, which the tile's tokens share. A scale per token multiplies what the
     group's channels have given.
     """
-    words = ()
-    for p in tl.static_range(len(SIDE.pieces)):
-        words = words + (load_words(codes_ptr, token_in_use, SIDE, p, 0),)
     scores = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if SIDE.by_channel:
         # All pieces of the first plane are equally wide
         products = tl.zeros([SIDE.pieces[0].block, BLOCK_R], tl.float32)
         for p in tl.static_range(len(SIDE.pieces)):
+            words = load_words(codes_ptr, token_in_use, SIDE, p, 0)
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
                 query = queries[field_number(SIDE, p, f)]
-                codes = take_field(words[p], SIDE, p, f, PACKED)
+                codes = take_field(words, SIDE, p, f, PACKED)
                 scale = load_by_field(scale_ptr, SIDE, p, f) * _weight(SIDE, p, f)
                 if PARTS > 1:
                     scale = scale.to(tl.float32)
@@ -59,6 +57,10 @@ def score_codes(
                     products += query.to(tl.float32) * zero[:, None]
         scores = scores * (4 * _SUBNORMAL) + tl.sum(products, axis=0)[None, :]
     else:
+        # A piece may have channels of several groups
+        words = ()
+        for p in tl.static_range(len(SIDE.pieces)):
+            words = words + (load_words(codes_ptr, token_in_use, SIDE, p, 0),)
         tokens = tl.arange(0, BLOCK_T) * SIDE.scale_stride_s
         for group in tl.static_range(SIDE.num_groups):
             scale = tl.load(scale_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)

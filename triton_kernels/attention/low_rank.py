@@ -13,6 +13,7 @@ from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
 from .codes import channel_mask, field_number
+from .loops import same_halves
 from .values import field_unit
 
 
@@ -20,7 +21,7 @@ from .values import field_unit
 def _load_basis(b_ptr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The factor `B` `[words, ranks]` of a field's channels."""
     ranks = tl.arange(0, SIDE.block_rank)
-    words = SIDE.unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
     pointers = b_ptr + (words[:, None] * SIDE.b_stride_d + ranks[None, :])
     return tl.load(
         pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * SIDE.b_stride_d,
@@ -30,7 +31,15 @@ def _load_basis(b_ptr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.conste
 
 
 @triton.jit
-def to_basis(queries, b_ptr, b_start, SIDE: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
+def to_basis(
+    queries,
+    b_ptr,
+    b_start,
+    SIDE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
     product = tl.zeros([SIDE.block_rank, BLOCK_R], tl.float32)
     if SIDE.rank > 0:
@@ -38,7 +47,10 @@ def to_basis(queries, b_ptr, b_start, SIDE: tl.constexpr, PARTS: tl.constexpr, B
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
                 if SIDE.pieces[p].plane == 0:
                     basis = _load_basis(b_ptr + b_start, SIDE, p, f)
-                    product = dot_parts(tl.trans(basis), queries[field_number(SIDE, p, f)], product, PARTS)
+                    query = queries[field_number(SIDE, p, f)]
+                    if QUERIES == "turned":
+                        query = same_halves(query)
+                    product = dot_parts(tl.trans(basis), query, product, PARTS)
     return normalize(product)
 
 

@@ -22,7 +22,7 @@ def load_queries(query_rows_ptr, row_in_use, SIDE: tl.constexpr, BLOCK_R: tl.con
     for p in tl.static_range(len(SIDE.pieces)):
         for f in tl.static_range(len(SIDE.pieces[p].fields)):
             in_use = channel_mask(SIDE, p, f)[:, None] & row_in_use[None, :]
-            words = SIDE.unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
+            words = SIDE.pieces[p].unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
             pointers = query_rows_ptr[None, :] + words + SIDE.pieces[p].fields[f].first_channel
             query = tl.load(pointers, mask=in_use, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(query), axis=0))

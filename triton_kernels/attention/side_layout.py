@@ -33,6 +33,7 @@ class Piece(NamedTuple):
 
     Args:
         first_byte, num_words (`int`): which.
+        unit (`int`): bytes of a word, 1 or 2.
         block (`int`): words of the block that covers them.
         plane (`int`): the plane that they are of.
         fields (`tuple[Field, ...]`): what they are taken apart into.
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
 
     first_byte: int
     num_words: int
+    unit: int
     block: int
     plane: int
     fields: tuple[Field, ...]
@@ -52,7 +54,6 @@ class SideLayout(NamedTuple):
     Args:
         dim (`int`): D.
         pieces (`tuple[Piece, ...]`): what rows of codes are taken apart into.
-        unit (`int`): bytes of a word.
         codes_stride_t, scale_stride_s, a_stride_t, b_stride_d (`int`): from one row to the next. They hardly vary, and
             addresses that differ by constants share a register.
         by_channel (`bool`): whether tokens share a scale.
@@ -65,7 +66,6 @@ class SideLayout(NamedTuple):
 
     dim: int
     pieces: tuple[Piece, ...]
-    unit: int
     codes_stride_t: int
     scale_stride_s: int
     a_stride_t: int

@@ -69,9 +69,6 @@ def weigh_codes(
     A scale per token multiplies the probabilities of its group, relative to a power of two near the largest so far. A
     scale per channel multiplies the output of its tile. Zeros per token become a sum for each group, `zero_sums`.
     """
-    words = ()
-    for p in tl.static_range(len(SIDE.pieces)):
-        words = words + (load_words(codes_ptr, token_in_use, SIDE, p, 1),)
     weighted = ()
     sums = ()
     if SIDE.by_channel:
@@ -101,9 +98,10 @@ def weigh_codes(
         weighted = halves
     result = ()
     for p in tl.static_range(len(SIDE.pieces)):
+        words = load_words(codes_ptr, token_in_use, SIDE, p, 1)
         for f in tl.static_range(len(SIDE.pieces[p].fields)):
             output = outputs[field_number(SIDE, p, f)] * decay[None, :]
-            codes = take_field(words[p], SIDE, p, f, PACKED)
+            codes = take_field(words, SIDE, p, f, PACKED)
             if SIDE.by_channel:
                 product = dot_parts(codes, weighted[0], tl.zeros(output.shape, tl.float32), PARTS)
                 scale = load_by_field(scale_ptr, SIDE, p, f).to(tl.float32)
@@ -146,7 +144,7 @@ def store_partials(
                     output = outputs[field_number(SIDE, p, f)] * (reference * field_unit(SIDE, p, f))
                     if plane == 0 and not SIDE.by_channel:
                         output += zero_sums[SIDE.pieces[p].fields[f].group][None, :]
-                    words = SIDE.unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
+                    words = SIDE.pieces[p].unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
                     pointers = output_ptr + result[None, :] * SIDE.dim + words
                     in_use = channel_mask(SIDE, p, f)[:, None] & row_in_use[None, :]
                     tl.store(pointers + SIDE.pieces[p].fields[f].first_channel, output, mask=in_use)
