@@ -129,7 +129,7 @@ def compile_variant(name, capability):
         num_sms=132,
         packed=True,
     )
-    compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **attend.OPTIONS)
+    compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **launch.options)
     result = {"attend": resources(compiled)}
     result["combine"] = compile_combination(launch.partials, query, mask, capability)
     return result
