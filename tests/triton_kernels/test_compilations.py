@@ -17,8 +17,9 @@ import torch
 
 NUM_PROMPTS, NUM_STEPS = 60, 300
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
-# At most so many kernels of each name. Chunks of a padded batch may be padded or not, which outliers look at. Prompts and chunks of decoding differ in rank, and so in all that reads or writes factors; keys
-# are compressed by channel and values by token
+# At most so many kernels of each name. Chunks of a padded batch may be padded or not, which outliers look at. Prompts
+# and chunks of decoding differ in rank, and so in all that reads or writes factors; keys are compressed by channel and
+# values by token
 MOST = {
     "kivi-2bit": {
         "attend_kernel": 1,
