@@ -36,6 +36,7 @@ _NUM_PROGRAMS = 64
 
 # What differs from step to step: a kernel for each divisibility would gain nothing, and be compiled amid decoding
 _NOT_SPECIALIZED = [
+    "num_matrices",
     "num_heads",
     "num_slots",
     *(f"{name}_stride_{dimension}" for name in ("slots", "count", "rows") for dimension in "bh"),
@@ -49,6 +50,7 @@ def _move_rows_kernel(
     slots_ptr,
     count_ptr,
     rows_ptr,
+    num_matrices,
     num_heads,
     num_slots,
     slots_stride_b,
@@ -68,34 +70,35 @@ def _move_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Some tiles of the rows of one head; the programs of a head take turns. Alignments are in bytes, else words."""
-    matrix = tl.program_id(0).to(tl.int64)
-    batch, head = matrix // num_heads, matrix % num_heads
-    slots_ptr += batch * slots_stride_b + head * slots_stride_h
-    rows_ptr += batch * rows_stride_b + head * rows_stride_h
-    count = num_slots
-    if count_ptr is not None:
-        given = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h)
-        count = tl.minimum(given, num_slots).to(tl.int32)
+    """Some tiles of the rows of some heads; the programs of a head take turns. Alignments are in bytes, else words."""
     word: tl.constexpr = rows_ptr.dtype.element_ty
-    for start in range(tl.program_id(1) * BLOCK_T, count, tl.num_programs(1) * BLOCK_T):
-        places = start + tl.arange(0, BLOCK_T)
-        in_use = places < count
-        slots = tl.load(slots_ptr + places.to(tl.int64) * slots_stride_k, mask=in_use, other=0).to(tl.int64)
-        addresses = tl.load(page_addresses_ptr + slots // PAGE_TOKENS, mask=in_use, other=0)
-        addresses += (matrix * PAGE_TOKENS + slots % PAGE_TOKENS) * (NUM_WORDS * WORD_BYTES)
-        stored_rows = tl.multiple_of(addresses.to(tl.pointer_type(word)), PAGE_ALIGNMENT)
-        rows = tl.multiple_of(rows_ptr + places.to(tl.int64) * rows_stride_k, ROW_ALIGNMENT)
-        for first in tl.static_range(0, NUM_WORDS, BLOCK_W):
-            words = first + tl.arange(0, BLOCK_W)
-            mask = in_use[:, None] & (words < NUM_WORDS)[None, :]
-            stored_ptrs, row_ptrs = stored_rows[:, None] + words[None, :], rows[:, None] + words[None, :]
-            if WRITES:
-                tl.store(stored_ptrs, tl.load(row_ptrs, mask=mask, other=0), mask=mask)
-            else:
-                # Past the first cache, which might hold what the host has since written anew
-                values = tl.load(stored_ptrs, mask=mask, other=0, cache_modifier=".cg")
-                tl.store(row_ptrs, values, mask=mask)
+    for matrix in range(tl.program_id(0), num_matrices, tl.num_programs(0)):
+        matrix_64 = tl.cast(matrix, tl.int64)
+        batch, head = matrix_64 // num_heads, matrix_64 % num_heads
+        own_slots_ptr = slots_ptr + batch * slots_stride_b + head * slots_stride_h
+        own_rows_ptr = rows_ptr + batch * rows_stride_b + head * rows_stride_h
+        count = num_slots
+        if count_ptr is not None:
+            given = tl.load(count_ptr + batch * count_stride_b + head * count_stride_h)
+            count = tl.minimum(given, num_slots).to(tl.int32)
+        for start in range(tl.program_id(1) * BLOCK_T, count, tl.num_programs(1) * BLOCK_T):
+            places = start + tl.arange(0, BLOCK_T)
+            in_use = places < count
+            slots = tl.load(own_slots_ptr + places.to(tl.int64) * slots_stride_k, mask=in_use, other=0).to(tl.int64)
+            addresses = tl.load(page_addresses_ptr + slots // PAGE_TOKENS, mask=in_use, other=0)
+            addresses += (matrix_64 * PAGE_TOKENS + slots % PAGE_TOKENS) * (NUM_WORDS * WORD_BYTES)
+            stored_rows = tl.multiple_of(addresses.to(tl.pointer_type(word)), PAGE_ALIGNMENT)
+            rows = tl.multiple_of(own_rows_ptr + places.to(tl.int64) * rows_stride_k, ROW_ALIGNMENT)
+            for first in tl.static_range(0, NUM_WORDS, BLOCK_W):
+                words = first + tl.arange(0, BLOCK_W)
+                mask = in_use[:, None] & (words < NUM_WORDS)[None, :]
+                stored_ptrs, row_ptrs = stored_rows[:, None] + words[None, :], rows[:, None] + words[None, :]
+                if WRITES:
+                    tl.store(stored_ptrs, tl.load(row_ptrs, mask=mask, other=0), mask=mask)
+                else:
+                    # Past the first cache, which might hold what the host has since written anew
+                    values = tl.load(stored_ptrs, mask=mask, other=0, cache_modifier=".cg")
+                    tl.store(row_ptrs, values, mask=mask)
 
 
 def page_addresses(pages: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -170,11 +173,14 @@ def _move_rows(
     block_tokens = min(triton.next_power_of_2(num_slots), max(_WORDS_AT_ONCE // block_words, 1))
     num_splits = min(triton.cdiv(_NUM_PROGRAMS, batch_size * num_heads), triton.cdiv(num_slots, block_tokens))
     count_strides = (0, 0) if count is None else count.stride()
-    _move_rows_kernel[(batch_size * num_heads, num_splits)](
+    # Of many heads a program takes several in turn
+    num_matrices = batch_size * num_heads
+    _move_rows_kernel[(min(num_matrices, _NUM_PROGRAMS), num_splits)](
         page_addresses_ptr=addresses,
         slots_ptr=slots,
         count_ptr=count,
         rows_ptr=words,
+        num_matrices=num_matrices,
         num_heads=num_heads,
         num_slots=num_slots,
         slots_stride_b=slots.stride(0),

@@ -108,6 +108,8 @@ def score_codes(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, n
         return scores
     block_bytes, block_rows = block_size(num_bytes), block_size(num_rows)
     fitting = min(_BLOCK_BYTES // block_bytes, _BLOCK_SCORES // block_rows, _MAX_BLOCK_TOKENS)
+    # Of a group of 64 tokens half a tile would be empty
+    fitting = min(fitting, triton.next_power_of_2(length))
     block_tokens = max(fitting, _MIN_BLOCK_TOKENS)
     _scores_kernel[(batch_size * num_heads, triton.cdiv(length, block_tokens))](
         codes_ptr=codes,

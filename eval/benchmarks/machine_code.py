@@ -8,6 +8,7 @@ them. A loop over outliers within a tile counts as often as the preset's own lis
     kvcache-plugins bench machine-code
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,13 +68,12 @@ def compress(cache: str, head_dim: int) -> CompressedPart:
 
 def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
     """One row: instructions a number by kind, registers, spilled bytes, shared memory, and the bounds."""
-    from kvcache_plugins.triton_kernels.attention.attend import OPTIONS
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
 
     part = compress(cache, head_dim)
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
     launch = prepare_part(query, part, 1.0, packed=True)
-    compiled = compile_for(attend_kernel, launch.arguments, capability, **OPTIONS)
+    compiled = compile_for(attend_kernel, launch.arguments, capability, **launch.options)
     listing = Listing(disassemble(compiled))
     tile_loop = listing.tile_loop()
     inner = listing.loops_within(tile_loop)
@@ -87,6 +87,7 @@ def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str
             kinds[kind] += number * turns
     row_blocks = launch.grid[2]
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / row_blocks
+    kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     instructions = sum(kinds.values()) / numbers
     bits = sum(_num_bits(side) for side in (part.keys, part.values)) / (2 * _NUM_HEADS * head_dim * part.length)
     read, issue = _CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / _SLOTS

@@ -127,7 +127,7 @@ def _fill(
 ) -> tuple[Cache, float]:
     """A cache that holds the context and one decoded token, and the seconds of reading the context a second time."""
     context, token = tokens[:, : plan.context], tokens[:, plan.context : plan.context + 1]
-    # The first time is for what is compiled and tuned
+    # The first time is for what is compiled
     model(context, past_key_values=create(), logits_to_keep=1)
     cache = create()
     seconds = time_call(partial(model, context, past_key_values=cache, logits_to_keep=1), model.device)

@@ -53,7 +53,7 @@ FULL = Plan(
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),
-    # The acceptance's shape first: tuning does not look at sizes
+    # The acceptance's shape first: what time is left goes to the others
     shapes={
         "large": Shape(batch_size=16, context=32768),
         "medium": Shape(batch_size=4, context=16384),

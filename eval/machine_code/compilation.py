@@ -44,7 +44,7 @@ def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int, **op
             continue
         signature[parameter.name] = _type_name(value)
         is_multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if is_multiple and not parameter.do_not_specialize:
+        if is_multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

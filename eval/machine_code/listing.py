@@ -38,6 +38,7 @@ _KINDS = {
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "NOP", "CALL", "RET", "BREAK", "WARPSYNC", "BMOV"),
 }
 _OTHER = "other"
+_NO_LOOP = "the kernel has no loop with products of tensor cores"
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<text>(?P<operation>[\w.]+)[^;]*);")
 _TARGET = re.compile(r"\(?(\.L_\w+)")
@@ -87,8 +88,15 @@ class Listing:
         inner = [loop for loop in with_products if any(each.holds(loop) for each in with_products)]
         candidates = inner or with_products
         if not candidates:
-            raise ValueError("the kernel has no loop with products of tensor cores")
+            raise ValueError(_NO_LOOP)
         return max(candidates, key=lambda loop: loop.last - loop.first)
+
+    def shortest_loop(self) -> Loop:
+        """The shortest loop with products: that over whole tiles where a kernel has another one for the rest."""
+        with_products = [loop for loop in self.loops if self.count(loop)["tensor core"]]
+        if not with_products:
+            raise ValueError(_NO_LOOP)
+        return min(with_products, key=lambda loop: loop.last - loop.first)
 
     def loops_within(self, loop: Loop) -> list[Loop]:
         """The loops right inside of one, in order."""

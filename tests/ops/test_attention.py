@@ -208,6 +208,18 @@ class TestChoice:
         with pytest.raises(ValueError, match="KVCACHE_PLUGINS_KERNELS.*auto, triton, torch, compiled.*'cuda'"):
             dispatch.choose_kernel(torch.randn(1, 1, 1, 8))
 
+    def test_amd_gpus_take_plain_pytorch_and_say_why(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "auto")
+        with pytest.warns(UserWarning, match="plain PyTorch instead of `triton`.*this is an AMD GPU"):
+            assert dispatch._kernel_on("cuda", "auto") == ("torch", True)
+        kernel, reason = dispatch.explain_kernel("cuda")
+        assert kernel == "torch" and reason is not None and "AMD" in reason
+
+    def test_nvidia_gpus_take_the_kernels(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "hip", None)
+        assert dispatch._kernel_on("cuda", "auto") == ("triton", False)
+
     def test_without_numba_it_warns_once_and_counts(self, monkeypatch):
         monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
         cache = GEARCache(nbits=2)

@@ -40,6 +40,8 @@ VARIANTS = {
 # Those that differ most; the table has the others
 NAMES = {
     80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128"],
+    86: ["kivi-2bit-d128"],
+    120: ["kivi-2bit-d128"],
     90: [
         "kcvt-2bit-d128",
         "kcvt-8bit-d128",
@@ -127,7 +129,7 @@ def compile_variant(name, capability):
         num_sms=132,
         packed=True,
     )
-    compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **attend.OPTIONS)
+    compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **launch.options)
     result = {"attend": resources(compiled)}
     result["combine"] = compile_combination(launch.partials, query, mask, capability)
     return result

@@ -157,6 +157,8 @@ def report() -> list[str]:
                     continue
                 seen.add(compiled.hash)
                 assert compiled.asm["cubin"]
+                # The least that any GPU since sm_80 has for a program
+                assert compiled.metadata.shared <= 99 * 1024, name
                 registers, spilled = resources(compiled)
                 lines.append(
                     f"sm_{capability} {name} ({kernel.__name__}, {compiled.metadata.num_warps} warps): "

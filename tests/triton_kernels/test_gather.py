@@ -214,3 +214,34 @@ def test_scores_of_rows_in_use_of_larger_storage(nbits):
     actual = score_codes(*inputs, nbits).cpu()
     torch.testing.assert_close(actual.double(), reference_scores(codes, scale, query, nbits), rtol=1e-4, atol=1e-4)
     assert score_codes(inputs[0][:, :, :0], inputs[1][:, :, :0], inputs[2], nbits).shape == (2, 3, 4, 0)
+
+
+def test_many_heads_share_programs_and_short_groups_fill_their_tiles(monkeypatch):
+    from kvcache_plugins.triton_kernels import gather, scores
+
+    grids, arguments = [], []
+
+    class Recording:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+
+            def launch(**given):
+                arguments.append(given)
+                self.kernel[grid](**given)
+
+            return launch
+
+    monkeypatch.setattr(gather, "_move_rows_kernel", Recording(gather._move_rows_kernel))
+    monkeypatch.setattr(scores, "_scores_kernel", Recording(scores._scores_kernel))
+    pages = make_pages(1, 5, 32, 4, torch.float32)
+    slots = make_slots(1, 5, 32, 3)
+    rows = poisoned(5, 32, 3, 4, dtype=torch.float32)
+    gather_rows(page_addresses(pages, DEVICE), slots, None, rows, PAGE_TOKENS)
+    assert torch.equal(rows.cpu(), rows_of(pages, slots))
+    assert grids.pop() == (64, 1)
+    codes = torch.zeros(1, 2, 64, 16, dtype=torch.uint8, device=DEVICE)
+    score_codes(codes, torch.ones(1, 2, 64, device=DEVICE), torch.ones(1, 2, 1, 32, device=DEVICE), 4)
+    assert arguments[-1]["BLOCK_T"] == 64

@@ -89,6 +89,8 @@ def report() -> list[str]:
         ((kernel, _, kwargs),) = record(call)
         for capability in CAPABILITIES:
             compiled = compile_launch(kernel, kwargs, capability)
+            # The least that any GPU since sm_80 has for a program
+            assert compiled.metadata.shared <= 99 * 1024, name
             registers, spilled = resources(compiled)
             # Rows that are moved, or codes that are read: at once, or one by one
             moved = "16 bytes at once" if VECTORS.search(compiled.asm["ptx"]) else "word by word"

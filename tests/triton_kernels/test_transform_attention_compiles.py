@@ -6,14 +6,14 @@ Compiled in a process of its own, because Triton decides when it is imported whe
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+
+from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
+from kvcache_plugins.eval.machine_code.listing import Listing
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
@@ -31,14 +31,6 @@ COUNTS = {"t16-d64": 0.309, "t16-d128": 0.301}
 MARGIN = 0.05
 # The least that any GPU since sm_80 has for a program, in bytes
 MAX_SHARED = 99 * 1024
-TYPES = {
-    SINGLE: "*fp32",
-    HALF: "*fp16",
-    BRAIN: "*bf16",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 class Recorder:
@@ -84,81 +76,18 @@ def launch(name):
     return attend_kernel, recorder.arguments
 
 
-def compile_for(kernel, arguments, capability):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or is_one:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = TYPES[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if aligned and not parameter.do_not_specialize:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def run_tool(tool, option, compiled):
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def count_loop(listing):
-    """Instructions of the shortest loop with products of tensor cores, which is the one over whole tiles."""
-    labels, operations, loops = {}, [], {}
-    for line in listing.splitlines():
-        if label := re.match(r"^\s*(\.L_\w+):", line):
-            labels[label[1]] = len(operations)
-        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)([^;]*);", line):
-            target = re.search(r"(\.L_\w+)", instruction[2])
-            if (
-                instruction[1].startswith("BRA")
-                and target
-                and labels.get(target[1], len(operations)) < len(operations)
-            ):
-                first = labels[target[1]]
-                loops[first] = max(loops.get(first, 0), len(operations) + 1)
-            operations.append(instruction[1])
-    counts = [
-        last - first
-        for first, last in loops.items()
-        if any(operation.startswith(("HMMA", "HGMMA")) for operation in operations[first:last])
-    ]
-    return min(counts, default=None)
-
-
 def main(capability, names):
     """Writes a line of JSON for each variant."""
     for name in names or VARIANTS:
         kernel, arguments = launch(name)
-        compiled = compile_for(kernel, arguments, capability)
-        text = run_tool("cuobjdump", "-res-usage", compiled)
-        registers, stack, local = (int(re.search(rf"{part}:(\d+)", text)[1]) for part in ("REG", "STACK", "LOCAL"))
-        count = count_loop(run_tool("nvdisasm", "-c", compiled))
-        numbers = arguments["BLOCK_T"] * 2 * VARIANTS[name][0]
-        line = {
-            "name": name,
-            "capability": capability,
-            "registers": registers,
-            "spilled": stack + local,
-            "shared": compiled.metadata.shared,
-            "instructions_per_number": None if count is None else round(count * arguments["num_warps"] / numbers, 3),
-        }
+        options = {option: arguments[option] for option in ("num_warps", "num_stages")}
+        compiled = compile_for(kernel, arguments, capability, **options)
+        line = {"name": name, "capability": capability, **resources(compiled)}
+        if name in COUNTS:
+            listing = Listing(disassemble(compiled))
+            count = sum(listing.count(listing.shortest_loop()).values())
+            numbers = arguments["BLOCK_T"] * 2 * VARIANTS[name][0]
+            line["instructions_per_number"] = round(count * arguments["num_warps"] / numbers, 3)
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 

@@ -11,6 +11,7 @@ from kvcache_plugins.triton_kernels.dot import block_size
 
 from .compressed_tensors import CompressedTensors
 from .packing import Packing, packing_of
+from .side_layout import SideLayout
 
 
 def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[str, object]:
@@ -18,35 +19,44 @@ def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[st
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
     chunk_length = side.codes.shape[3]
+    covered = side.low_rank_a.shape[3] if side.low_rank_a is not None else 0
+    scale_strides = list(side.scale.stride()[:3])
+    if side.scale.shape[1] == 1:
+        scale_strides[1] = 0
+    return {
+        **_pointer(f"{name}_codes", side.codes, "bhm"),
+        f"{name}_scale_ptr": side.scale,
+        f"{name}_zero_ptr": side.zero,
+        **_strides(f"{name}_scale", scale_strides, "bhm"),
+        **_pointer(f"{name}_a", side.low_rank_a, "bhm"),
+        **_pointer(f"{name}_b", side.low_rank_b, "bhm"),
+        **_entry_arguments(name, side),
+        f"{name}_low_rank_start": chunk_length - covered,
+        name.upper(): side_layout(side, head_dim),
+    }
+
+
+def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
+    """What the kernel is compiled for."""
+    packing = side_packing(side, head_dim)
     by_channel = side.axis == "channel"
     low_rank = side.low_rank_a is not None and side.low_rank_a.shape[3] > 0
     rank = side.low_rank_a.shape[4] if side.low_rank_a is not None and low_rank else 0
-    covered = side.low_rank_a.shape[3] if side.low_rank_a is not None else 0
-    scale_strides = list(side.scale.stride()[:4])
-    if side.scale.shape[1] == 1:
-        scale_strides[1] = 0
-    packing = side_packing(side, head_dim)
-    upper = name.upper()
-    return {
-        **_pointer(f"{name}_codes", side.codes, "bhmT"),
-        f"{name}_scale_ptr": side.scale,
-        f"{name}_zero_ptr": side.zero,
-        **_strides(f"{name}_scale", scale_strides, "bhmS"),
-        **_pointer(f"{name}_a", side.low_rank_a, "bhmT"),
-        **_pointer(f"{name}_b", side.low_rank_b, "bhmD"),
-        **_entry_arguments(name, side),
-        f"{name}_low_rank_start": chunk_length - covered,
-        f"{upper}_DIM": head_dim,
-        f"{upper}_PIECES": packing.pieces,
-        f"{upper}_UNIT": packing.unit,
-        f"{upper}_BY_CHANNEL": by_channel,
-        f"{upper}_NUM_GROUPS": 0 if by_channel else side.scale.shape[4],
-        f"{upper}_TOKENS_PER_GROUP": tokens_per_group(side),
-        f"{upper}_RANK": rank,
-        f"{upper}_OUTLIERS": has_outliers(side),
-        f"{upper}_CHANNEL_BITS": (head_dim - 1).bit_length(),
-        f"BLOCK_{upper}_RANK": block_size(rank),
-    }
+    return SideLayout(
+        dim=head_dim,
+        pieces=packing.pieces,
+        codes_stride_t=side.codes.stride(3),
+        scale_stride_s=side.scale.stride(3),
+        a_stride_t=0 if side.low_rank_a is None else side.low_rank_a.stride(3),
+        b_stride_d=0 if side.low_rank_b is None else side.low_rank_b.stride(3),
+        by_channel=by_channel,
+        num_groups=0 if by_channel else side.scale.shape[4],
+        tokens_per_group=tokens_per_group(side),
+        rank=rank,
+        block_rank=block_size(rank),
+        has_outliers=has_outliers(side),
+        channel_bits=(head_dim - 1).bit_length(),
+    )
 
 
 def has_outliers(side: CompressedTensors) -> bool:
@@ -57,6 +67,9 @@ def has_outliers(side: CompressedTensors) -> bool:
 def tokens_per_group(side: CompressedTensors) -> int:
     """Tokens that share a scale, 0 if it is all of a chunk or none."""
     num_groups = side.scale.shape[3]
+    if side.axis == "channel" and side.group_size is not None:
+        # A chunk of one group is read by the kernel of many
+        return side.group_size
     return 0 if side.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
 
 
@@ -86,15 +99,8 @@ def _pointer(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[st
 
 
 def _strides(name: str, strides: Sequence[int], dimensions: str) -> dict[str, object]:
-    """
-    The strides by name. A row's is a constant of the kernel (upper case): it hardly varies, and addresses that differ
-    by constants share a register.
-    """
-    arguments: dict[str, object] = {}
-    for dimension, stride in zip(dimensions, strides, strict=True):
-        argument = f"{name}_stride_{dimension}"
-        arguments[argument.upper() if dimension.isupper() else argument] = stride
-    return arguments
+    """The strides by name."""
+    return {f"{name}_stride_{dimension}": stride for dimension, stride in zip(dimensions, strides, strict=True)}
 
 
 def _entry_arguments(name: str, side: CompressedTensors) -> dict[str, object]:

@@ -50,15 +50,16 @@ _BLOCK_ENTRIES = 32
 _OUTLIER_TILE = 64
 # Registers of a warp let so many programs share a multiprocessor
 PROGRAMS_PER_SM = 8
-OPTIONS = {"num_warps": 1, "num_stages": 3}
+_OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
-    """A launch of `attend_kernel`: its grid, its arguments, and what it writes."""
+    """A launch of `attend_kernel`: its grid, its arguments, what it writes, and warps and stages."""
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
     partials: Partials
+    options: dict[str, int]
 
 
 def attend_compressed(
@@ -107,7 +108,7 @@ def attend_compressed(
         packed=query.is_cuda and torch.version.hip is None,
     )
     if launch.partials.output.shape[2]:
-        attend_kernel[launch.grid](**launch.arguments, **OPTIONS)
+        attend_kernel[launch.grid](**launch.arguments, **launch.options)
     return launch.partials
 
 
@@ -174,6 +175,7 @@ def prepare(
         "tiles_per_chunk": tiles_per_chunk,
         "tiles_per_split": tiles_per_split,
         "scale": scale,
+        "QUERIES": _query_registers(keys, packed and query.dtype != torch.float32),
         "PLANES": num_planes,
         "TOKENS_PER_STRETCH": stretch,
         # A tile that may begin within a stored one may reach into the next
@@ -184,13 +186,32 @@ def prepare(
         "BLOCK_T": block_tokens,
         "BLOCK_E": _BLOCK_ENTRIES,
     }
-    return Launch((batch_size * num_heads, num_splits, row_blocks), arguments, partials)
+    options = {**_OPTIONS, "num_stages": _num_stages(keys, values, block_tokens)}
+    return Launch((batch_size * num_heads, num_splits, row_blocks), arguments, partials, options)
 
 
 def _block_rows(num_rows: int, head_dim: int) -> int:
     """Rows a program: columns of tensor cores come in eights."""
     most = max(_MIN_BLOCK_ROWS, _MAX_BLOCK_OUTPUT // triton.next_power_of_2(head_dim))
     return min(most, 16, max(_MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)))
+
+
+def _num_stages(keys: CompressedTensors, values: CompressedTensors, block_tokens: int) -> int:
+    """Tiles that are on their way or in use: with which the assembler keeps all in registers."""
+    is_plain = keys.low_rank_a is None and not has_outliers(keys) and keys.axis == "channel"
+    return 3 if is_plain and keys.nbits == values.nbits == 4 and block_tokens == _BLOCK_TOKENS else 2
+
+
+def _query_registers(keys: CompressedTensors, packed: bool) -> str:
+    """
+    How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
+    least: the compiler keeps all that chunks have in common, and their tiles need the registers.
+    """
+    if keys.low_rank_a is None or keys.low_rank_a.shape[3] == 0 or not packed:
+        return "kept"
+    if not has_outliers(keys):
+        return "turned"
+    return "kept" if tokens_per_group(keys) else "loaded"
 
 
 def _tokens_per_stretch(keys: CompressedTensors, values: CompressedTensors) -> int:

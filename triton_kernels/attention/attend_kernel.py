@@ -1,8 +1,7 @@
 """The kernel of `attend.py`: partial attention of one key/value head over one stretch of the sequence.
 
-Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_KEY_RANK` and `BLOCK_VALUE_RANK`
-ranks, `BLOCK_E` outlier entries. Blocks of channels are those of `packing.py`. A side is `BY_CHANNEL` if tokens share
-a scale.
+Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_E` outlier entries. `KEY` and `VALUE`
+are a `SideLayout` each, with blocks of channels and ranks.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -15,6 +14,7 @@ from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power
 
 from .keys import score_codes
+from .loops import same_number
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores
 from .outliers import score_outliers, weigh_outliers
@@ -47,7 +47,7 @@ _NOT_SPECIALIZED = [
 
 # Sides stand beside each other
 # fmt: off
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
 def attend_kernel(
     query_ptr,
     query_stride_b,
@@ -121,65 +121,56 @@ def attend_kernel(
     key_low_rank_start,
     value_low_rank_start,
     scale,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_PIECES: tl.constexpr, VALUE_PIECES: tl.constexpr,
-    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
     PLANES: tl.constexpr,
-    KEY_CODES_STRIDE_T: tl.constexpr,
-    KEY_SCALE_STRIDE_S: tl.constexpr,
-    KEY_A_STRIDE_T: tl.constexpr,
-    KEY_B_STRIDE_D: tl.constexpr,
-    VALUE_CODES_STRIDE_T: tl.constexpr,
-    VALUE_SCALE_STRIDE_S: tl.constexpr,
-    VALUE_A_STRIDE_T: tl.constexpr,
-    VALUE_B_STRIDE_D: tl.constexpr,
-    KEY_BY_CHANNEL: tl.constexpr, VALUE_BY_CHANNEL: tl.constexpr,
-    KEY_NUM_GROUPS: tl.constexpr, VALUE_NUM_GROUPS: tl.constexpr,
-    KEY_TOKENS_PER_GROUP: tl.constexpr, VALUE_TOKENS_PER_GROUP: tl.constexpr,
     TOKENS_PER_STRETCH: tl.constexpr,
-    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
-    KEY_OUTLIERS: tl.constexpr, VALUE_OUTLIERS: tl.constexpr,
-    KEY_CHANNEL_BITS: tl.constexpr, VALUE_CHANNEL_BITS: tl.constexpr,
     STORED_TILES: tl.constexpr,
     MASK: tl.constexpr,
     PARTS: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_KEY_RANK: tl.constexpr,
-    BLOCK_VALUE_RANK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Partial attention of some rows of one key/value head over one split."""
-    batch = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
-    query_rows_ptr = query_ptr + batch * query_stride_b + head * query_stride_h + rows * query_stride_r
-    queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY_PIECES, KEY_UNIT, KEY_DIM, BLOCK_R, PARTS)
-    query_sums = sum_groups(queries, KEY_PIECES, KEY_NUM_GROUPS, BLOCK_R)
-    row_scale = query_power * (scale * 1.4426950408889634)
-    mask_rows = mask_row_offsets(
-        rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
-    key_codes_ptr += batch * key_codes_stride_b + head * key_codes_stride_h
-    value_codes_ptr += batch * value_codes_stride_b + head * value_codes_stride_h
-    key_group = batch * key_scale_stride_b + head * key_scale_stride_h
-    value_group = batch * value_scale_stride_b + head * value_scale_stride_h
+    if QUERIES != "loaded":
+        first_rows_ptr, _, _ = row_pointers(
+            query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, tl.program_id(0), num_heads)
+        first_queries, first_power = load_queries(first_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
 
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    outputs, zero_sums = empty_outputs(VALUE_PIECES, VALUE_NUM_GROUPS, BLOCK_R)
+    outputs, zero_sums = empty_outputs(VALUE, BLOCK_R)
     # Below every scale; 1 where scales are not relative to it
-    reference = tl.full([], 1.0 if VALUE_BY_CHANNEL else 2.0**-24, tl.float32)
+    reference = tl.full([], 1.0 if VALUE.by_channel else 2.0**-24, tl.float32)
     first_tile = tl.program_id(1) * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, num_tiles)
     for chunk in range(first_tile // tiles_per_chunk, tl.cdiv(last_tile, tiles_per_chunk)):
         chunk_64 = tl.cast(chunk, tl.int64)
+        program = tl.program_id(0)
+        if QUERIES == "loaded":
+            # Addresses are made anew every chunk: with those of factors they are too many to be kept
+            program = same_number(program, PACKED)
+        query_rows_ptr, batch, head = row_pointers(
+            query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, program, num_heads)
+        mask_rows = mask_row_offsets(
+            rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
+        if QUERIES != "loaded":
+            queries, query_power = first_queries, first_power
+        else:
+            # So are queries, which a chunk multiplies by its own scales and factor
+            queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
+        query_sums = sum_groups(queries, KEY, BLOCK_R)
+        row_scale = query_power * (scale * 1.4426950408889634)
         first_tile_of_chunk = chunk * tiles_per_chunk
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
-            KEY_B_STRIDE_D, KEY_PIECES, KEY_UNIT, KEY_DIM, KEY_RANK, PARTS, BLOCK_R, BLOCK_KEY_RANK)
-        output_in_basis = tl.zeros([BLOCK_VALUE_RANK, BLOCK_R], tl.float32)
+            KEY, QUERIES, PARTS, BLOCK_R)
+        output_in_basis = tl.zeros([VALUE.block_rank, BLOCK_R], tl.float32)
         for tile in range(tl.maximum(first_tile - first_tile_of_chunk, 0),
                           tl.minimum(last_tile - first_tile_of_chunk, tiles_per_chunk)):
             first_token, limit = tile_bounds(tile, chunk_length, TOKENS_PER_STRETCH, BLOCK_T)
@@ -187,65 +178,71 @@ def attend_kernel(
             tokens = first_token + tl.arange(0, BLOCK_T)
             positions = chunk * chunk_length + tokens
             token_in_use = (tokens < limit) & (positions < length)
-            key_scale_start = key_group + chunk_64 * key_scale_stride_m + scale_row(
-                first_token_64, KEY_BY_CHANNEL, KEY_TOKENS_PER_GROUP) * KEY_SCALE_STRIDE_S
+            key_scale_start = batch * key_scale_stride_b + head * key_scale_stride_h + chunk_64 * key_scale_stride_m
+            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group) * KEY.scale_stride_s
+            key_codes = batch * key_codes_stride_b + head * key_codes_stride_h + chunk_64 * key_codes_stride_m
             scores = score_codes(
                 queries, query_sums,
-                key_codes_ptr + chunk_64 * key_codes_stride_m + first_token_64 * KEY_CODES_STRIDE_T,
+                key_codes_ptr + key_codes + first_token_64 * KEY.codes_stride_t,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
-                KEY_PIECES, KEY_UNIT, KEY_DIM, KEY_CODES_STRIDE_T, KEY_SCALE_STRIDE_S, KEY_BY_CHANNEL, KEY_NUM_GROUPS,
-                PARTS, PACKED, BLOCK_R, BLOCK_T)
-            if KEY_RANK > 0:
+                KEY, PARTS, PACKED, BLOCK_R, BLOCK_T)
+            if KEY.rank > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
-                    KEY_A_STRIDE_T, first_token - key_low_rank_start, token_in_use, KEY_RANK, BLOCK_T, BLOCK_KEY_RANK)
+                    first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
                 no_product = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 scores += dot_parts(coefficients, query_in_basis, no_product, PARTS) * basis_power[None, :]
-            if KEY_OUTLIERS:
+            if KEY.has_outliers:
                 entries = batch * key_entry_stride_b + chunk_64 * key_entry_stride_m
                 scores = score_outliers(
                     scores, query_rows_ptr, row_in_use, inverse_power(query_power), number_ptr,
                     key_entry_index_ptr + entries, key_entry_value_ptr + entries,
                     key_offset_ptr + batch * key_offset_stride_b + chunk_64 * key_offset_stride_m, head, num_heads,
-                    first_token, limit, STORED_TILES, KEY_CHANNEL_BITS, BLOCK_T, BLOCK_E, PARTS, PACKED)
+                    first_token, limit, STORED_TILES, KEY, BLOCK_T, BLOCK_E, PARTS, PACKED)
             mask_ptrs = mask_ptr
             if MASK:
                 mask_ptrs = mask_ptr + (mask_rows[None, :] + tl.cast(positions, tl.int64)[:, None] * mask_stride_t)
             in_use = token_in_use[:, None] & row_in_use[None, :]
             scores = mask_scores(scores * row_scale[None, :], mask_ptrs, in_use, MASK)
             probabilities, decay, maximum, total = update_softmax(scores, maximum, total, 0)
-            value_scale_start = value_group + chunk_64 * value_scale_stride_m + scale_row(
-                first_token_64, VALUE_BY_CHANNEL, VALUE_TOKENS_PER_GROUP) * VALUE_SCALE_STRIDE_S
+            value_scale_start = (
+                batch * value_scale_stride_b + head * value_scale_stride_h + chunk_64 * value_scale_stride_m)
+            value_scale_start += scale_row(
+                first_token_64, VALUE.by_channel, VALUE.tokens_per_group) * VALUE.scale_stride_s
+            value_codes = batch * value_codes_stride_b + head * value_codes_stride_h + chunk_64 * value_codes_stride_m
             outputs, zero_sums, reference = weigh_codes(
                 outputs, zero_sums, reference, probabilities, decay,
-                value_codes_ptr + chunk_64 * value_codes_stride_m + first_token_64 * VALUE_CODES_STRIDE_T,
+                value_codes_ptr + value_codes + first_token_64 * VALUE.codes_stride_t,
                 value_scale_ptr + value_scale_start, value_zero_ptr + value_scale_start, token_in_use,
-                VALUE_PIECES, VALUE_UNIT, VALUE_DIM, VALUE_CODES_STRIDE_T, VALUE_SCALE_STRIDE_S, VALUE_BY_CHANNEL,
-                VALUE_NUM_GROUPS, PARTS, PACKED, BLOCK_T)
-            if VALUE_RANK > 0:
+                VALUE, PARTS, PACKED, BLOCK_T)
+            if VALUE.rank > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
-                    VALUE_A_STRIDE_T, first_token - value_low_rank_start, token_in_use, VALUE_RANK, BLOCK_T,
-                    BLOCK_VALUE_RANK)
+                    first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
                 output_in_basis = dot_parts(
                     tl.trans(coefficients), probabilities, output_in_basis * decay[None, :], PARTS)
-            if VALUE_OUTLIERS:
+            if VALUE.has_outliers:
                 entries = batch * value_entry_stride_b + chunk_64 * value_entry_stride_m
                 outputs = weigh_outliers(
                     outputs, probabilities, reference, number_ptr,
                     value_entry_index_ptr + entries, value_entry_value_ptr + entries,
                     value_offset_ptr + batch * value_offset_stride_b + chunk_64 * value_offset_stride_m,
-                    head, num_heads, first_token, limit, VALUE_PIECES, VALUE_UNIT, VALUE_BY_CHANNEL, STORED_TILES,
-                    VALUE_CHANNEL_BITS, BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
+                    head, num_heads, first_token, limit, VALUE, STORED_TILES, BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
         outputs = add_from_basis(
             outputs, output_in_basis, reference, value_b_ptr,
-            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE_B_STRIDE_D,
-            VALUE_PIECES, VALUE_UNIT, VALUE_DIM, VALUE_BY_CHANNEL, VALUE_RANK, PARTS, BLOCK_VALUE_RANK)
+            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE, PARTS)
     store_partials(
         output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
-        VALUE_PIECES, VALUE_UNIT, VALUE_DIM, VALUE_BY_CHANNEL, PLANES)
+        VALUE, PLANES)
     # fmt: on
 # fmt: on
+
+
+@triton.jit
+def row_pointers(query_ptr, stride_b, stride_h, stride_r, rows, program, num_heads):
+    """Where query rows of a program begin, and its batch item and head."""
+    batch, head = (program // num_heads).to(tl.int64), (program % num_heads).to(tl.int64)
+    return query_ptr + batch * stride_b + head * stride_h + rows * stride_r, batch, head
 
 
 @triton.jit

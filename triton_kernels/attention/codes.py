@@ -2,7 +2,8 @@
 
 A field of a word, masked and read as a float16, is a subnormal number: the code times a power of two. Tensor cores
 multiply it as it is, and the power goes into what it is multiplied by. So a word of two bytes costs one instruction a
-field, for two words at once. Legend as in `attend.py`; pieces and fields are those of `packing.py`.
+field, for two words at once. Legend as in `attend.py`; `SIDE` is a `SideLayout`, whose pieces and fields are named by
+their numbers.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -22,34 +23,33 @@ def _field_instructions(down, mask):
 
 
 @triton.jit
-def load_words(
-    codes_ptr, token_in_use, STRIDE: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, TOKEN_AXIS: tl.constexpr
-):
+def load_words(codes_ptr, token_in_use, SIDE: tl.constexpr, PIECE: tl.constexpr, TOKEN_AXIS: tl.constexpr):
     """
     Words of a piece, of the tile that begins at `codes_ptr`.
 
     They are `[tokens, words]`, or `[words, tokens]` for a token axis of 1. Loaded as they are multiplied, they reach
     tensor cores by way of shared memory alone; their codes, turned afterwards, would be written there once a field.
     """
-    FIRST_BYTE: tl.constexpr = PIECE[0]
-    NUM_WORDS: tl.constexpr = PIECE[1]
-    BLOCK_W: tl.constexpr = PIECE[2]
+    NUM_WORDS: tl.constexpr = SIDE.pieces[PIECE].num_words
+    BLOCK_W: tl.constexpr = SIDE.pieces[PIECE].block
     words = tl.expand_dims(tl.arange(0, BLOCK_W), TOKEN_AXIS)
     tokens = tl.expand_dims(tl.arange(0, token_in_use.shape[0]), 1 - TOKEN_AXIS)
     in_use = tl.expand_dims(token_in_use, 1 - TOKEN_AXIS)
     if NUM_WORDS < BLOCK_W:
         in_use = in_use & (words < NUM_WORDS)
-    pointer = codes_ptr + FIRST_BYTE
-    if UNIT == 2:
+    pointer = codes_ptr + SIDE.pieces[PIECE].first_byte
+    if SIDE.pieces[PIECE].unit == 2:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
-    return tl.load(pointer + (tokens * (STRIDE // UNIT) + words), mask=in_use, other=0).to(tl.uint16)
+    stride: tl.constexpr = SIDE.codes_stride_t // SIDE.pieces[PIECE].unit
+    return tl.load(pointer + (tokens * stride + words), mask=in_use, other=0).to(tl.uint16)
 
 
 @triton.jit
-def take_field(words, FIELD: tl.constexpr, PACKED: tl.constexpr):
+def take_field(words, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr, PACKED: tl.constexpr):
     """Codes times `2 ** (bit - 24)` in float16, of the shape of `words`."""
-    DOWN: tl.constexpr = FIELD[0]
-    MASK: tl.constexpr = ((1 << FIELD[2]) - 1) << FIELD[1]
+    DOWN: tl.constexpr = SIDE.pieces[PIECE].fields[FIELD].down
+    WIDTH: tl.constexpr = SIDE.pieces[PIECE].fields[FIELD].width
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) << SIDE.pieces[PIECE].fields[FIELD].bit
     if PACKED:
         # LLVM would mask words one by one
         return tl.inline_asm_elementwise(
@@ -58,34 +58,42 @@ def take_field(words, FIELD: tl.constexpr, PACKED: tl.constexpr):
     return ((words >> DOWN) & MASK).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def field_number(side, piece, field):
+    """The place of a field in tuples of something for each."""
+    return sum(len(each.fields) for each in side.pieces[:piece]) + field
+
+
 @triton.jit
-def field_channels(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr):
+def field_channels(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The channels of a field's codes `[words]`."""
-    BLOCK_W: tl.constexpr = PIECE[2]
-    return FIELD[4] + UNIT * tl.arange(0, BLOCK_W)
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    return SIDE.pieces[PIECE].fields[FIELD].first_channel + words
 
 
 @triton.constexpr_function
-def has_all_channels(piece, field, unit, dim):
+def _has_all_channels(side, piece, field):
     """Whether all of a block's words are in use, and all of the field's channels there."""
-    return piece[1] == piece[2] and field[4] + unit * (piece[1] - 1) < dim
+    words = side.pieces[piece]
+    last_channel = words.fields[field].first_channel + words.unit * (words.num_words - 1)
+    return words.num_words == words.block and last_channel < side.dim
 
 
 @triton.jit
-def channel_mask(PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
+def channel_mask(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """Which of a field's channels there are."""
-    BLOCK_W: tl.constexpr = PIECE[2]
-    if has_all_channels(PIECE, FIELD, UNIT, DIM):
+    BLOCK_W: tl.constexpr = SIDE.pieces[PIECE].block
+    if _has_all_channels(SIDE, PIECE, FIELD):
         return tl.full([BLOCK_W], 1, tl.int1)
-    return (tl.arange(0, BLOCK_W) < PIECE[1]) & (field_channels(PIECE, FIELD, UNIT) < DIM)
+    return (tl.arange(0, BLOCK_W) < SIDE.pieces[PIECE].num_words) & (field_channels(SIDE, PIECE, FIELD) < SIDE.dim)
 
 
 @triton.jit
-def load_by_field(pointer, PIECE: tl.constexpr, FIELD: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr):
+def load_by_field(pointer, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """What a vector over channels holds for a field's channels `[words]`."""
-    BLOCK_W: tl.constexpr = PIECE[2]
     # The constant comes last, so that all fields share a register of addresses
-    pointers = pointer + UNIT * tl.arange(0, BLOCK_W) + FIELD[4]
-    if has_all_channels(PIECE, FIELD, UNIT, DIM):
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    pointers = pointer + words + SIDE.pieces[PIECE].fields[FIELD].first_channel
+    if _has_all_channels(SIDE, PIECE, FIELD):
         return tl.load(pointers)
-    return tl.load(pointers, mask=channel_mask(PIECE, FIELD, UNIT, DIM), other=0.0)
+    return tl.load(pointers, mask=channel_mask(SIDE, PIECE, FIELD), other=0.0)

@@ -35,7 +35,18 @@ _MAX_BYTES_AHEAD = 32768
 _ROWS_AT_ONCE = 128
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits_0", "num_splits_1", "num_tokens_0", "num_tokens_1"])
+# What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = [
+    "num_rows",
+    *(f"{name}_{index}" for index in range(2) for name in ("num_splits", "num_tokens")),
+    *(f"mask_{index}_{name}" for index in range(2) for name in ("stride_b", "stride_h", "stride_q", "num_queries")),
+]
+
+
+@triton.jit(
+    do_not_specialize=_NOT_SPECIALIZED,
+    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr"],
+)
 def combine_kernel(
     query_ptr,
     query_stride_b,
@@ -205,8 +216,9 @@ def combine(
         num_heads=num_heads,
         num_rows=num_rows,
         scale=scale,
-        NUM_BLOCKS=len(blocks),
-        NUM_PARTS=len(exact_parts),
+        # Of one block or part the kernel is that of two, the second without tokens: nothing is compiled amid decoding
+        NUM_BLOCKS=_MAX_BLOCKS if blocks else 0,
+        NUM_PARTS=_MAX_PARTS if exact_parts else 0,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         PRECISION=dot_precision(query.dtype),

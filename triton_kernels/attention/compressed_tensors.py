@@ -28,6 +28,8 @@ class CompressedTensors(NamedTuple):
             Bits a code: 2, 3, 4 or 8.
         axis (`str`):
             `"channel"` if tokens of one channel share a scale, `"token"` if channels of one token do.
+        group_size (`int`, *optional*):
+            Tokens or channels that do; `None` if it is all of a chunk or a head, however many.
     """
 
     codes: torch.Tensor
@@ -40,3 +42,4 @@ class CompressedTensors(NamedTuple):
     outlier_offsets: torch.Tensor | None
     nbits: int
     axis: str
+    group_size: int | None = None

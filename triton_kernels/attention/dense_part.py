@@ -37,13 +37,13 @@ class DensePart(NamedTuple):
 
 
 def part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
-    """The arguments of `combine_kernel` for an exact part, which may be one too many."""
+    """The arguments of `combine_kernel` for an exact part; for one too many those of the last, without tokens."""
     prefix = f"mask_{index}"
-    if index >= len(parts):
+    if not parts:
         names = (f"{name}_{index}" for name in ("keys", "values"))
         empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
         return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
-    part = parts[index]
+    part = parts[min(index, len(parts) - 1)]
     arguments: dict[str, object] = {}
     for name, states in (("keys", part.keys), ("values", part.values)):
         states = states if states.stride(-1) == 1 else states.contiguous()
@@ -52,7 +52,7 @@ def part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_r
     return {
         **arguments,
         **mask_arguments(part.mask, num_heads, num_rows, prefix),
-        f"num_tokens_{index}": part.keys.shape[2],
+        f"num_tokens_{index}": part.keys.shape[2] if index < len(parts) else 0,
     }
 
 

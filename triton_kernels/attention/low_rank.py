@@ -1,6 +1,6 @@
 """The low-rank part of a tile: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values likewise.
 
-Legend as in `attend.py`; all pointers are those of one chunk and head, pieces and fields those of `packing.py`.
+Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` is a `SideLayout`.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -12,29 +12,20 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask
-from .queries import field_number
+from .codes import channel_mask, field_number
+from .loops import same_halves
 from .values import field_unit
 
 
 @triton.jit
-def _load_basis(
-    b_ptr,
-    STRIDE: tl.constexpr,
-    PIECE: tl.constexpr,
-    FIELD: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-):
+def _load_basis(b_ptr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The factor `B` `[words, ranks]` of a field's channels."""
-    BLOCK_W: tl.constexpr = PIECE[2]
-    ranks = tl.arange(0, BLOCK_RANK)
-    pointers = b_ptr + (UNIT * tl.arange(0, BLOCK_W)[:, None] * STRIDE + ranks[None, :])
+    ranks = tl.arange(0, SIDE.block_rank)
+    words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
+    pointers = b_ptr + (words[:, None] * SIDE.b_stride_d + ranks[None, :])
     return tl.load(
-        pointers + FIELD[4] * STRIDE,
-        mask=channel_mask(PIECE, FIELD, UNIT, DIM)[:, None] & (ranks < RANK)[None, :],
+        pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * SIDE.b_stride_d,
+        mask=channel_mask(SIDE, PIECE, FIELD)[:, None] & (ranks < SIDE.rank)[None, :],
         other=0.0,
     )
 
@@ -44,26 +35,22 @@ def to_basis(
     queries,
     b_ptr,
     b_start,
-    STRIDE: tl.constexpr,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    RANK: tl.constexpr,
+    SIDE: tl.constexpr,
+    QUERIES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
 ):
     """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
-    product = tl.zeros([BLOCK_RANK, BLOCK_R], tl.float32)
-    if RANK > 0:
-        for p in tl.static_range(len(PIECES)):
-            for f in tl.static_range(len(PIECES[p][4])):
-                if PIECES[p][3] == 0:
-                    # fmt: off
-                    basis = _load_basis(
-                        b_ptr + b_start, STRIDE, PIECES[p], PIECES[p][4][f], UNIT, DIM, RANK, BLOCK_RANK)
-                    # fmt: on
-                    product = dot_parts(tl.trans(basis), queries[field_number(PIECES, p, f)], product, PARTS)
+    product = tl.zeros([SIDE.block_rank, BLOCK_R], tl.float32)
+    if SIDE.rank > 0:
+        for p in tl.static_range(len(SIDE.pieces)):
+            for f in tl.static_range(len(SIDE.pieces[p].fields)):
+                if SIDE.pieces[p].plane == 0:
+                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
+                    query = queries[field_number(SIDE, p, f)]
+                    if QUERIES == "turned":
+                        query = same_halves(query)
+                    product = dot_parts(tl.trans(basis), query, product, PARTS)
     return normalize(product)
 
 
@@ -76,55 +63,34 @@ def normalize(product):
 
 @triton.jit
 def add_from_basis(
-    outputs,
-    output_in_basis,
-    reference,
-    b_ptr,
-    b_start,
-    STRIDE: tl.constexpr,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-):
+    outputs, output_in_basis, reference, b_ptr, b_start, SIDE: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """Outputs with `B (A^T p)` added, as they are if there is no such factor."""
-    if RANK > 0:
+    if SIDE.rank > 0:
         coefficients, power = normalize(output_in_basis)
         power *= inverse_power(reference)
         result = ()
-        for p in tl.static_range(len(PIECES)):
-            for f in tl.static_range(len(PIECES[p][4])):
-                output = outputs[field_number(PIECES, p, f)]
-                if PIECES[p][3] == 0:
-                    # fmt: off
-                    basis = _load_basis(
-                        b_ptr + b_start, STRIDE, PIECES[p], PIECES[p][4][f], UNIT, DIM, RANK, BLOCK_RANK)
-                    # fmt: on
+        for p in tl.static_range(len(SIDE.pieces)):
+            for f in tl.static_range(len(SIDE.pieces[p].fields)):
+                output = outputs[field_number(SIDE, p, f)]
+                if SIDE.pieces[p].plane == 0:
+                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
                     product = dot_parts(basis, coefficients, tl.zeros(output.shape, tl.float32), PARTS)
-                    output += product * (power * (1.0 / field_unit(PIECES[p][4][f], BY_CHANNEL)))[None, :]
+                    output += product * (power * (1.0 / field_unit(SIDE, p, f)))[None, :]
                 result = result + (output,)
         outputs = result
     return outputs
 
 
 @triton.jit
-def load_coefficients(
-    a_ptr,
-    STRIDE: tl.constexpr,
-    first_token,
-    token_in_use,
-    RANK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-):
+def load_coefficients(a_ptr, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
     """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
     tokens = tl.arange(0, BLOCK_T)
-    ranks = tl.arange(0, BLOCK_RANK)
+    ranks = tl.arange(0, SIDE.block_rank)
     return tl.load(
-        a_ptr + tl.cast(first_token, tl.int64) * STRIDE + (tokens[:, None] * STRIDE + ranks[None, :]),
-        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < RANK)[None, :],
+        a_ptr
+        + tl.cast(first_token, tl.int64) * SIDE.a_stride_t
+        + (tokens[:, None] * SIDE.a_stride_t + ranks[None, :]),
+        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < SIDE.rank)[None, :],
         other=0.0,
     )

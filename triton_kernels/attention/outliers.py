@@ -1,8 +1,7 @@
 """The outliers of a tile, added without atomics, so that results are the same from run to run.
 
 Query (or probabilities) are gathered at `BLOCK_E` entries at once, and scattered to tokens (or channels) by a dot with
-a one-hot matrix. Legend as in `attend.py`; all pointers are those of one chunk, pieces and fields those of
-`packing.py`.
+a one-hot matrix. Legend as in `attend.py`; all pointers are those of one chunk. `SIDE` is a `SideLayout`.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -17,8 +16,7 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power
 
-from .codes import field_channels
-from .queries import field_number
+from .codes import field_channels, field_number
 from .values import field_unit
 
 
@@ -90,7 +88,7 @@ def score_outliers(
     first_token,
     limit,
     STORED_TILES: tl.constexpr,
-    CHANNEL_BITS: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr,
@@ -100,7 +98,7 @@ def score_outliers(
     for number in tl.static_range(STORED_TILES):
         first, last, start = load_bounds(offset_ptr, head, num_heads, first_token, limit, number)
         for entry in range(first, last, BLOCK_E):
-            tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last, CHANNEL_BITS, BLOCK_E)
+            tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last, SIDE.channel_bits, BLOCK_E)
             gathered = tl.load(query_rows_ptr[None, :] + channels[:, None], mask=row_in_use[None, :], other=0.0)
             gathered = gathered.to(tl.float32) * inverse_query_power[None, :]
             places = one_hot(number_ptr, start + tl.arange(0, BLOCK_T), tokens, PACKED)
@@ -121,11 +119,8 @@ def weigh_outliers(
     num_heads,
     first_token,
     limit,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    SIDE: tl.constexpr,
     STORED_TILES: tl.constexpr,
-    CHANNEL_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -137,20 +132,20 @@ def weigh_outliers(
     for number in tl.static_range(STORED_TILES):
         first, last, start = load_bounds(offset_ptr, head, num_heads, first_token, limit, number)
         for entry in range(first, last, BLOCK_E):
-            tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last, CHANNEL_BITS, BLOCK_E)
+            tokens, channels, values = load_entries(index_ptr, value_ptr, entry, last, SIDE.channel_bits, BLOCK_E)
             tokens -= start
             in_tile = (tokens >= 0) & (tokens < BLOCK_T)
             tokens = tl.broadcast_to(tl.where(in_tile, tokens, 0)[:, None], [BLOCK_E, BLOCK_R])
             gathered = tl.gather(probabilities, tokens, axis=0) * tl.where(in_tile, values, 0.0)[:, None]
             result = ()
-            for p in tl.static_range(len(PIECES)):
-                for f in tl.static_range(len(PIECES[p][4])):
-                    output = outputs[field_number(PIECES, p, f)]
-                    if PIECES[p][3] == 0:
-                        own = field_channels(PIECES[p], PIECES[p][4][f], UNIT)
+            for p in tl.static_range(len(SIDE.pieces)):
+                for f in tl.static_range(len(SIDE.pieces[p].fields)):
+                    output = outputs[field_number(SIDE, p, f)]
+                    if SIDE.pieces[p].plane == 0:
+                        own = field_channels(SIDE, p, f)
                         places = one_hot(number_ptr, own, channels, PACKED)
                         product = dot_parts(places, gathered, tl.zeros(output.shape, tl.float32), PARTS)
-                        output += product * (inverse * (1.0 / field_unit(PIECES[p][4][f], BY_CHANNEL)))
+                        output += product * (inverse * (1.0 / field_unit(SIDE, p, f)))
                     result = result + (output,)
             outputs = result
     return outputs

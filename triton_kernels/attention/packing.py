@@ -1,9 +1,9 @@
 """Where the codes of which channels lie in a token's bytes, as the kernels take them apart.
 
 Codes are packed by slabs of channels (`kvcache_plugins.ops.quantization`), 3 bits as a plane of 2 and a plane of 1. A
-kernel loads words of two bytes (of one where rows or slabs are odd) and takes a bit field of a word at a time: that is
-one code each of channels as far apart as words have bytes. All channels of a field share a group, so a row is loaded
-in pieces that no group's border cuts.
+kernel loads words of two bytes (of one where rows or slabs are odd or narrow) and takes a bit field of a word at a
+time: that is one code each of channels as far apart as words have bytes. All channels of a field share a group, so a
+row is loaded in pieces that no group's border cuts.
 """
 
 import functools
@@ -11,6 +11,8 @@ import math
 from typing import NamedTuple
 
 import triton
+
+from .side_layout import Field, Piece
 
 
 # Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
@@ -26,18 +28,14 @@ class Packing(NamedTuple):
     How rows of codes are taken apart.
 
     Args:
-        unit (`int`):
-            Bytes of a word, 1 or 2.
         num_planes (`int`):
             1, or 2 for 3 bits.
-        pieces (`tuple`):
-            What is loaded at once: (first byte, words, words of the block, plane, fields). A field is (shift to the
-            right, lowest bit after that, bits, shift within the code, first channel, group).
+        pieces (`tuple[Piece, ...]`):
+            What is loaded at once.
     """
 
-    unit: int
     num_planes: int
-    pieces: tuple[tuple[int, int, int, int, tuple[tuple[int, int, int, int, int, int], ...]], ...]
+    pieces: tuple[Piece, ...]
 
 
 @functools.cache
@@ -55,21 +53,32 @@ def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool
     """
     slabs = [-(-head_dim * width // 8) for width, _ in _PLANES[nbits]]
     sizes = [math.gcd(slab, channels_per_group) if channels_per_group < head_dim else slab for slab in slabs]
-    unit = 2 if is_even and all(size % 2 == 0 for size in [*slabs, *sizes]) else 1
+    is_even = is_even and all(size % 2 == 0 for size in [*slabs, *sizes])
     pieces = []
     start = 0
-    for plane, ((width, shift), slab, size) in enumerate(zip(_PLANES[nbits], slabs, sizes, strict=True)):
+    for plane, (slab, size) in enumerate(zip(slabs, sizes, strict=True)):
+        # Of fewer words a block would be filled with nothing
+        unit = 2 if is_even and size >= 2 * _MIN_WORDS else 1
         while size > _MAX_PIECE and size % (2 * unit) == 0:
             size //= 2
         for first in range(0, slab, size):
-            fields = []
-            for byte in range(unit):
-                for bit in range(0, 8, width):
-                    channel = bit // width * slab + first + byte
-                    if channel < head_dim:
-                        fields.append((8 * byte, bit, width, shift, channel, channel // channels_per_group))
             num_words = size // unit
             block = max(_MIN_WORDS, triton.next_power_of_2(num_words))
-            pieces.append((start + first, num_words, block, plane, tuple(fields)))
+            fields = _fields(plane, nbits, first, slab, unit, head_dim, channels_per_group)
+            pieces.append(Piece(start + first, num_words, unit, block, plane, fields))
         start += slab
-    return Packing(unit, len(slabs), tuple(pieces))
+    return Packing(len(slabs), tuple(pieces))
+
+
+def _fields(
+    plane: int, nbits: int, first: int, slab: int, unit: int, head_dim: int, channels_per_group: int
+) -> tuple[Field, ...]:
+    """What words are taken apart into that begin at byte `first` of a plane's slab."""
+    width, shift = _PLANES[nbits][plane]
+    fields = []
+    for byte in range(unit):
+        for bit in range(0, 8, width):
+            channel = bit // width * slab + first + byte
+            if channel < head_dim:
+                fields.append(Field(8 * byte, bit, width, shift, channel, channel // channels_per_group))
+    return tuple(fields)

@@ -32,12 +32,14 @@ class Partials(NamedTuple):
 
 
 def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:
-    """The arguments of `combine_kernel` for a compressed block, which may be one too many."""
+    """The arguments of `combine_kernel` for a compressed block; for one too many those of the last, without splits."""
     names = [f"{name}_{index}_ptr" for name in Partials._fields]
-    if index >= len(blocks):
+    if not blocks:
         return {**dict.fromkeys(names), f"num_splits_{index}": 0}
-    block = blocks[index]
-    return {**dict(zip(names, block, strict=True)), f"num_splits_{index}": block.output.shape[2]}
+    block, num_splits = blocks[min(index, len(blocks) - 1)], 0
+    if index < len(blocks):
+        num_splits = block.output.shape[2]
+    return {**dict(zip(names, block, strict=True)), f"num_splits_{index}": num_splits}
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Query rows as the products with keys take them: apart by field, at most 2, transposed.
 
-Legend as in `attend.py`; pieces and fields are those of `packing.py`.
+Legend as in `attend.py`; `SIDE` is the `SideLayout` of the keys.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -11,26 +11,19 @@ import triton.language as tl
 
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask
+from .codes import channel_mask, field_number
 
 
 @triton.jit
-def load_queries(
-    query_rows_ptr,
-    row_in_use,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def load_queries(query_rows_ptr, row_in_use, SIDE: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr):
     """Rows of each field `[words, rows]`, float16 if they have one part, and the power of two taken out of each."""
     largest = tl.zeros([BLOCK_R], tl.float32)
     rows = ()
-    for p in tl.static_range(len(PIECES)):
-        for f in tl.static_range(len(PIECES[p][4])):
-            in_use = channel_mask(PIECES[p], PIECES[p][4][f], UNIT, DIM)[:, None] & row_in_use[None, :]
-            pointers = query_rows_ptr[None, :] + UNIT * tl.arange(0, PIECES[p][2])[:, None] + PIECES[p][4][f][4]
+    for p in tl.static_range(len(SIDE.pieces)):
+        for f in tl.static_range(len(SIDE.pieces[p].fields)):
+            in_use = channel_mask(SIDE, p, f)[:, None] & row_in_use[None, :]
+            words = SIDE.pieces[p].unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
+            pointers = query_rows_ptr[None, :] + words + SIDE.pieces[p].fields[f].first_channel
             query = tl.load(pointers, mask=in_use, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(query), axis=0))
             rows = rows + (query,)
@@ -46,21 +39,15 @@ def load_queries(
 
 
 @triton.jit
-def sum_groups(queries, PIECES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
+def sum_groups(queries, SIDE: tl.constexpr, BLOCK_R: tl.constexpr):
     """The sums of each group's channels `[rows]`: what a token's zero is multiplied by."""
     sums = ()
-    for group in tl.static_range(NUM_GROUPS):
+    for group in tl.static_range(SIDE.num_groups):
         total = tl.zeros([BLOCK_R], tl.float32)
-        for p in tl.static_range(len(PIECES)):
-            for f in tl.static_range(len(PIECES[p][4])):
+        for p in tl.static_range(len(SIDE.pieces)):
+            for f in tl.static_range(len(SIDE.pieces[p].fields)):
                 # A channel's higher plane belongs to the same query
-                if PIECES[p][3] == 0 and PIECES[p][4][f][5] == group:
-                    total += tl.sum(queries[field_number(PIECES, p, f)].to(tl.float32), axis=0)
+                if SIDE.pieces[p].plane == 0 and SIDE.pieces[p].fields[f].group == group:
+                    total += tl.sum(queries[field_number(SIDE, p, f)].to(tl.float32), axis=0)
         sums = sums + (total,)
     return sums
-
-
-@triton.constexpr_function
-def field_number(pieces, piece, field):
-    """The place of a field in tuples of something for each."""
-    return sum(len(each[4]) for each in pieces[:piece]) + field

@@ -1,8 +1,8 @@
 """The output of a tile's values, a block for each field of their codes.
 
-Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. Pieces
-and fields are those of `packing.py`. A field's output `[words, rows]` is in units of its own (`field_unit`), so that
-it can be the sum that tensor cores add to.
+Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are those of that chunk and head. `SIDE` is
+the `SideLayout` of the values. A field's output `[words, rows]` is in units of its own (`field_unit`), so that it can
+be the sum that tensor cores add to.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -14,8 +14,7 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
 
-from .codes import channel_mask, load_by_field, load_words, take_field
-from .queries import field_number
+from .codes import channel_mask, field_number, load_by_field, load_words, take_field
 
 
 # Probabilities times scales are at most twice that: small ones keep their digits in float16
@@ -23,20 +22,27 @@ _BOOST = tl.constexpr(2.0**14)
 
 
 @triton.constexpr_function
-def field_unit(field, by_channel):
+def field_unit(side, piece, field):
     """What a 1 of a field's output stands for, times the reference that scales per token are relative to."""
-    return 1.0 if by_channel else 2.0 ** (24 - 14 + field[3] - field[1])
+    return 1.0 if side.by_channel else _code_unit(side, piece, field)
+
+
+@triton.constexpr_function
+def _code_unit(side, piece, field):
+    """What boosted weights times a field's codes, as float16, have to be multiplied by."""
+    own = side.pieces[piece].fields[field]
+    return 2.0 ** (24 - 14 + own.shift - own.bit)
 
 
 @triton.jit
-def empty_outputs(PIECES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
+def empty_outputs(SIDE: tl.constexpr, BLOCK_R: tl.constexpr):
     """Outputs and sums of zeros before the first tile."""
     outputs = ()
-    for p in tl.static_range(len(PIECES)):
-        for _ in tl.static_range(len(PIECES[p][4])):
-            outputs = outputs + (tl.zeros([PIECES[p][2], BLOCK_R], tl.float32),)
+    for p in tl.static_range(len(SIDE.pieces)):
+        for _ in tl.static_range(len(SIDE.pieces[p].fields)):
+            outputs = outputs + (tl.zeros([SIDE.pieces[p].block, BLOCK_R], tl.float32),)
     sums = ()
-    for _ in tl.static_range(NUM_GROUPS):
+    for _ in tl.static_range(SIDE.num_groups):
         sums = sums + (tl.zeros([BLOCK_R], tl.float32),)
     return outputs, sums
 
@@ -52,13 +58,7 @@ def weigh_codes(
     scale_ptr,
     zero_ptr,
     token_in_use,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    CODES_STRIDE_T: tl.constexpr,
-    SCALE_STRIDE_T: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
+    SIDE: tl.constexpr,
     PARTS: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -69,20 +69,17 @@ def weigh_codes(
     A scale per token multiplies the probabilities of its group, relative to a power of two near the largest so far. A
     scale per channel multiplies the output of its tile. Zeros per token become a sum for each group, `zero_sums`.
     """
-    words = ()
-    for p in tl.static_range(len(PIECES)):
-        words = words + (load_words(codes_ptr, token_in_use, CODES_STRIDE_T, PIECES[p], UNIT, 1),)
     weighted = ()
     sums = ()
-    if BY_CHANNEL:
+    if SIDE.by_channel:
         weighted = weighted + (probabilities * _BOOST,)
         total = tl.sum(probabilities, axis=0)
         sums = zero_sums
     else:
-        tokens = tl.arange(0, BLOCK_T) * SCALE_STRIDE_T
+        tokens = tl.arange(0, BLOCK_T) * SIDE.scale_stride_s
         scales = ()
         largest = tl.zeros([BLOCK_T], tl.float32)
-        for group in tl.static_range(NUM_GROUPS):
+        for group in tl.static_range(SIDE.num_groups):
             scale = tl.load(scale_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             zero = tl.load(zero_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             scales = scales + (scale,)
@@ -92,7 +89,7 @@ def weigh_codes(
         inverse = inverse_power(new_reference)
         decay = decay * (reference * inverse)
         reference = new_reference
-        for group in tl.static_range(NUM_GROUPS):
+        for group in tl.static_range(SIDE.num_groups):
             weighted = weighted + (probabilities * (scales[group] * (inverse * _BOOST))[:, None],)
     if PARTS == 1:
         halves = ()
@@ -100,19 +97,20 @@ def weigh_codes(
             halves = halves + (weighted[group].to(tl.float16),)
         weighted = halves
     result = ()
-    for p in tl.static_range(len(PIECES)):
-        for f in tl.static_range(len(PIECES[p][4])):
-            output = outputs[field_number(PIECES, p, f)] * decay[None, :]
-            codes = take_field(words[p], PIECES[p][4][f], PACKED)
-            if BY_CHANNEL:
+    for p in tl.static_range(len(SIDE.pieces)):
+        words = load_words(codes_ptr, token_in_use, SIDE, p, 1)
+        for f in tl.static_range(len(SIDE.pieces[p].fields)):
+            output = outputs[field_number(SIDE, p, f)] * decay[None, :]
+            codes = take_field(words, SIDE, p, f, PACKED)
+            if SIDE.by_channel:
                 product = dot_parts(codes, weighted[0], tl.zeros(output.shape, tl.float32), PARTS)
-                scale = load_by_field(scale_ptr, PIECES[p], PIECES[p][4][f], UNIT, DIM).to(tl.float32)
-                output += product * (scale * field_unit(PIECES[p][4][f], False))[:, None]
-                if PIECES[p][3] == 0:
-                    zero = load_by_field(zero_ptr, PIECES[p], PIECES[p][4][f], UNIT, DIM).to(tl.float32)
+                scale = load_by_field(scale_ptr, SIDE, p, f).to(tl.float32)
+                output += product * (scale * _code_unit(SIDE, p, f))[:, None]
+                if SIDE.pieces[p].plane == 0:
+                    zero = load_by_field(zero_ptr, SIDE, p, f).to(tl.float32)
                     output += zero[:, None] * total[None, :]
             else:
-                output = dot_parts(codes, weighted[PIECES[p][4][f][5]], output, PARTS)
+                output = dot_parts(codes, weighted[SIDE.pieces[p].fields[f].group], output, PARTS)
             result = result + (output,)
     return result, sums, reference
 
@@ -129,10 +127,7 @@ def store_partials(
     total,
     rows,
     num_rows,
-    PIECES: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    SIDE: tl.constexpr,
     PLANES: tl.constexpr,
 ):
     """Stores what program (head, split, rows) of the grid has summed: planes of codes as if they were splits."""
@@ -143,13 +138,13 @@ def store_partials(
         tl.store(maximum_ptr + result, maximum, mask=row_in_use)
         # Counted once
         tl.store(total_ptr + result, total if plane == 0 else tl.zeros_like(total), mask=row_in_use)
-        for p in tl.static_range(len(PIECES)):
-            for f in tl.static_range(len(PIECES[p][4])):
-                if PIECES[p][3] == plane:
-                    unit = reference * field_unit(PIECES[p][4][f], BY_CHANNEL)
-                    output = outputs[field_number(PIECES, p, f)] * unit
-                    if plane == 0 and not BY_CHANNEL:
-                        output += zero_sums[PIECES[p][4][f][5]][None, :]
-                    pointers = output_ptr + result[None, :] * DIM + UNIT * tl.arange(0, PIECES[p][2])[:, None]
-                    in_use = channel_mask(PIECES[p], PIECES[p][4][f], UNIT, DIM)[:, None] & row_in_use[None, :]
-                    tl.store(pointers + PIECES[p][4][f][4], output, mask=in_use)
+        for p in tl.static_range(len(SIDE.pieces)):
+            for f in tl.static_range(len(SIDE.pieces[p].fields)):
+                if SIDE.pieces[p].plane == plane:
+                    output = outputs[field_number(SIDE, p, f)] * (reference * field_unit(SIDE, p, f))
+                    if plane == 0 and not SIDE.by_channel:
+                        output += zero_sums[SIDE.pieces[p].fields[f].group][None, :]
+                    words = SIDE.pieces[p].unit * tl.arange(0, SIDE.pieces[p].block)[:, None]
+                    pointers = output_ptr + result[None, :] * SIDE.dim + words
+                    in_use = channel_mask(SIDE, p, f)[:, None] & row_in_use[None, :]
+                    tl.store(pointers + SIDE.pieces[p].fields[f].first_channel, output, mask=in_use)

@@ -21,10 +21,15 @@ MAX_SIDE = 256
 # Rank is padded to what a tensor core takes at least.
 _BLOCK_R = 16
 _BLOCK = 64
+_CHUNK_LENGTH = 64
 _EPSILON = tl.constexpr(1e-30)
 
 
-@triton.jit
+# What differs from prompt to prompt: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = ["num_chunks", "num_tokens", "num_iterations"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _power_iteration_kernel(
     residual_ptr,
     keep_ptr,
@@ -151,7 +156,9 @@ def power_iteration(
         keep_strides = keep.stride()
     matrices = residual[padding]
     batch_size, num_heads, num_chunks = matrices.shape[:3]
-    all_tokens, all_channels = triton.next_power_of_2(num_tokens), triton.next_power_of_2(head_dim)
+    # Of tokens a chunk of decoding has few, and prompts have one kernel
+    all_tokens = _CHUNK_LENGTH if num_tokens <= _CHUNK_LENGTH else MAX_SIDE
+    all_channels = triton.next_power_of_2(head_dim)
     _power_iteration_kernel[(num_chunks, num_heads, batch_size)](
         matrices,
         keep,

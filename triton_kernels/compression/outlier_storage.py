@@ -18,7 +18,7 @@ import triton.language as tl
 
 # Every program reads all outliers of its chunk: of more, sorting is less work
 MAX_OUTLIERS = 2**16
-_MAX_BLOCK = 1024
+_BLOCK = 1024
 
 
 @triton.jit
@@ -54,7 +54,11 @@ def _load_places(
     return heads, tokens, channels, tl.where(in_use, tokens // TILE * num_heads + heads, num_slots)
 
 
-@triton.jit
+# What differs from prompt to prompt: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = ["num_chunks", "chunk_length", "num_low_rank_tokens", "num_entries", "num_y", "num_z"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _store_outliers_kernel(
     missing_ptr,
     indices_ptr,
@@ -225,6 +229,6 @@ def store_outliers(
         CHANNEL_BITS=channel_bits,
         BY_CHANNEL=by_channel,
         HAS_USED=used is not None,
-        BLOCK=min(triton.next_power_of_2(num_entries), _MAX_BLOCK),
+        BLOCK=_BLOCK,
     )
     return stored_indices, stored_values, offsets

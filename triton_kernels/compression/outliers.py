@@ -15,6 +15,8 @@ import triton.language as tl
 
 
 MAX_ROW_LENGTH = 4096
+# Tokens of a chunk of decoding, of which there is one length
+_MAX_CHUNK_LENGTH = 128
 _VALUES_PER_WARP = 512
 _MIN_TILE_SIZE = 1024
 # Below every packed value: a place past the end of the row, or already taken.
@@ -32,7 +34,11 @@ def _order(values):
     return tl.where(values != values, _NAN_ORDER, order)
 
 
-@triton.jit
+# What differs from prompt to prompt: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = ["num_chunks", "num_rows", "row_length", "num_per_side"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _select_outliers_kernel(
     rows_ptr,
     valid_ptr,
@@ -179,7 +185,7 @@ def select_outliers(
         counts_strides = counts.stride()
     rows = rows[padding]
     batch_size, num_heads, num_chunks, num_rows = rows.shape[:4]
-    block_n = triton.next_power_of_2(row_length)
+    block_n = _block_length(row_length, is_prompt=row_dims == 1)
     block_r = min(max(_MIN_TILE_SIZE // block_n, 1), triton.next_power_of_2(num_rows))
     grid = (triton.cdiv(num_rows, block_r) * num_chunks, num_heads, batch_size)
     _select_outliers_kernel[grid](
@@ -205,6 +211,13 @@ def select_outliers(
         num_warps=min(max(block_r * block_n // _VALUES_PER_WARP, 1), 8),
     )
     return indices
+
+
+def _block_length(row_length: int, *, is_prompt: bool) -> int:
+    """What covers a row. Of tokens' rows there are two lengths of kernels, that of chunks and that of all prompts."""
+    if is_prompt and row_length > _MAX_CHUNK_LENGTH:
+        return MAX_ROW_LENGTH
+    return triton.next_power_of_2(row_length)
 
 
 def _row_strides(tensor: torch.Tensor, row_dims: int) -> tuple[int, ...]:

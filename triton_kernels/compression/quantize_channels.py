@@ -60,7 +60,11 @@ def _store_range(
         report_range(exceeded_ptr, scale, zero)
 
 
-@triton.jit
+# What differs from prompt to prompt: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = ["num_chunks", "num_groups", "group_size", "num_tile_programs", "num_block_programs"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _quantize_channels_kernel(
     states_ptr,
     keep_ptr,

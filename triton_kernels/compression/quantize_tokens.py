@@ -14,7 +14,11 @@ from .packing import pack, report_range, scale_and_zero
 _VALUES_IN_TILE = 1024
 
 
-@triton.jit
+# What differs from prompt to prompt: a kernel for each divisibility would gain nothing
+_NOT_SPECIALIZED = ["num_chunks", "chunk_length"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _quantize_tokens_kernel(
     states_ptr,
     keep_ptr,

@@ -32,7 +32,7 @@ _NOT_SPECIALIZED = [
 ]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
 def attend_kernel(
     query_ptr,
     query_stride_b,

@@ -9,6 +9,8 @@ Legend as in `attend.py`; a tile is `[BLOCK_T tokens, BLOCK channels]` of one he
 import triton
 import triton.language as tl
 
+from kvcache_plugins.triton_kernels.attention.masks import mask_scores
+
 from .halves import multiply, multiply_add
 from .points import load_points, load_scales
 from .turned_queries import turn_back
@@ -76,7 +78,7 @@ def attend_tile(
         mask_ptrs = mask_ptr
         if MASK:
             mask_ptrs = mask_ptr + mask_rows[None, :] + tl.cast(tokens, tl.int64)[:, None] * mask_stride_t
-        scores = _mask_scores(scores, mask_ptrs, in_use, MASK)
+        scores = mask_scores(scores, mask_ptrs, in_use, MASK)
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
     # A row that may attend to nothing so far has no maximum to subtract
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -91,16 +93,3 @@ def attend_tile(
     output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
     # fmt: on
     return own, partners, new_maximum, totals, output
-
-
-@triton.jit
-def _mask_scores(scores, mask_ptrs, in_use, MASK: tl.constexpr):
-    """Applies a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2, all of one shape."""
-    if MASK == 1:
-        scores = tl.where(tl.load(mask_ptrs, mask=in_use, other=0) != 0, scores, float("-inf"))
-    elif MASK == 2:
-        bias = tl.load(mask_ptrs, mask=in_use, other=0.0).to(tl.float32)
-        # The lowest float32, which Transformers masks with, must stay finite: such rows attend uniformly, as elsewhere
-        scaled = tl.maximum(bias * 1.4426950408889634, -3.0e38)
-        scores += tl.where(bias == float("-inf"), float("-inf"), scaled)
-    return tl.where(in_use, scores, float("-inf"))

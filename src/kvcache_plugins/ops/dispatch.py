@@ -49,7 +49,7 @@ def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
     requested = requested_kernel()
     if requested == "torch" or torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
-    return _kernel_on(query.device.type, requested)
+    return _kernel_on(_device_type(query), requested)
 
 
 def choose_compression_kernel(states: torch.Tensor) -> str:
@@ -58,7 +58,7 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
 
     On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
     """
-    requested, device_type = requested_kernel(), states.device.type
+    requested, device_type = requested_kernel(), _device_type(states)
     wants_kernel = requested == "triton" or requested == "auto" and device_type == "cuda"
     if not wants_kernel or torch.is_grad_enabled() and states.requires_grad:
         return "torch"
@@ -82,6 +82,10 @@ def explain_kernel(device_type: str) -> tuple[str, str | None]:
     wanted = _wanted_kernel(device_type, requested_kernel())
     reason = _why_not(wanted, device_type)
     return (wanted if reason is None else "torch"), reason
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    return tensor.device.type
 
 
 def _wanted_kernel(device_type: str, requested: str) -> str:

@@ -20,7 +20,9 @@ from .rotation import rotate
 
 def _tensors(states: CompressedStates) -> CompressedTensors:
     tensors = {name: getattr(states, name) for name in TENSOR_NAMES}
-    return CompressedTensors(**tensors, nbits=states.nbits, axis=states.grouping.axis)
+    return CompressedTensors(
+        **tensors, nbits=states.nbits, axis=states.grouping.axis, group_size=states.grouping.group_size
+    )
 
 
 def attend(

@@ -39,6 +39,18 @@ def test_the_loop_over_tiles_lies_within_that_over_chunks():
     }
 
 
+def test_the_shortest_loop_with_products_is_that_over_whole_tiles():
+    rest = """
+.L_x_6:
+        /*00b0*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*00c0*/               @P3 BRA `(.L_x_6) ;
+        /*00d0*/                   EXIT ;
+"""
+    listing = Listing(LISTING + rest)
+    assert listing.tile_loop() == (2, 7)
+    assert listing.shortest_loop() == (11, 12)
+
+
 def test_instructions_of_inner_loops_are_left_out_on_request():
     listing = Listing(LISTING)
     loop = listing.tile_loop()

@@ -1,0 +1,97 @@
+"""A stand-in for a GPU's driver: launches are counted and run nothing, kernels are named and not compiled.
+
+What a launcher asks for is then known on any machine: how often Triton would compile, by its own keys, and what the
+host does before a kernel runs. Results are zeros. Triton must not interpret.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+class StandIn:
+    """
+    What was asked for since it began.
+
+    Attributes:
+        launches (`Counter[str]`): how often each kernel was launched.
+        compilations (`list[tuple[str, Any]]`): the kernel and the key of everything that would have been compiled.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.launches: Counter[str] = Counter()
+        self.compilations: list[tuple[str, Any]] = []
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class _Kernel:
+    """What Triton keeps of a compilation."""
+
+    function = packed_metadata = None
+
+    def __init__(self, name: str, stand_in: StandIn) -> None:
+        self._name, self._stand_in = name, stand_in
+
+    def launch_metadata(self, *arguments: object) -> None:
+        return None
+
+    def run(self, *arguments: object) -> None:
+        self._stand_in.launches[self._name] += 1
+
+
+@contextmanager
+def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
+    """Triton on a GPU that is not there; caches on any device take its kernels."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from kvcache_plugins.ops import dispatch
+
+    stand_in = StandIn(capability)
+    used: list[Any] = []
+
+    def compile_nothing(function: Any, key: Any, signature: dict[str, str], device: int, *rest: Any) -> _Kernel:
+        name = function.fn.__name__
+        constants, _, attributes = rest[0], rest[1], rest[2]
+        names = list(signature)
+        known = {names[path[0]]: value for path, value in constants.items()}
+        aligned = {names[path[0]]: value for path, value in attributes.items() if value}
+        stand_in.compilations.append((name, {**signature, **known, **{f"{n} is": v for n, v in aligned.items()}}))
+        used.append(function)
+        kernel = _Kernel(name, stand_in)
+        function.device_caches[device][0][key] = kernel
+        return kernel
+
+    zeros, zeros_like, new_zeros = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    before = driver._active
+    driver.set_active(stand_in)
+    try:
+        with (
+            patch.object(JITFunction, "_do_compile", compile_nothing),
+            patch.object(dispatch, "_kernel_on", lambda device_type, requested: ("triton", False)),
+            patch.object(dispatch, "_device_type", lambda tensor: "cuda"),
+            # What no kernel fills would be anything
+            patch.object(torch, "empty", zeros),
+            patch.object(torch, "empty_like", zeros_like),
+            patch.object(torch.Tensor, "new_empty", new_zeros),
+        ):
+            yield stand_in
+    finally:
+        driver._active = before
+        for function in used:
+            function.device_caches.clear()

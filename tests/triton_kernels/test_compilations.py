@@ -1,0 +1,92 @@
+"""What Triton would compile for prompts of many lengths and the steps after them: counted by a stand-in driver.
+
+In a process of its own, because Triton decides when it is imported whether it interprets. Running this file
+(`python tests/triton_kernels/test_compilations.py gear-2bit`) prints the counts.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+
+NUM_PROMPTS, NUM_STEPS = 60, 300
+HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
+# At most so many kernels of each name. Chunks of a padded batch may be padded or not, which outliers look at. Prompts
+# and chunks of decoding differ in rank, and so in all that reads or writes factors; keys are compressed by channel and
+# values by token
+MOST = {
+    "kivi-2bit": {
+        "attend_kernel": 1,
+        "combine_kernel": 1,
+        "_quantize_channels_kernel": 1,
+        "_quantize_tokens_kernel": 1,
+    },
+    "gear-2bit": {
+        "attend_kernel": 2,
+        "combine_kernel": 1,
+        "_quantize_channels_kernel": 1,
+        "_quantize_tokens_kernel": 1,
+        "_select_outliers_kernel": 6,
+        "_store_outliers_kernel": 6,
+        "_power_iteration_kernel": 3,
+    },
+}
+
+
+def count(name, num_prompts, num_steps, is_padded):
+    """Compilations by kernel, after prompts of many lengths and after the steps that follow the first."""
+    from kvcache_plugins.eval.machine_code.stand_in_driver import stand_in_driver
+    from kvcache_plugins.registry import create_cache
+
+    lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]
+    batch_size = 2 if is_padded else 1
+
+    def update(cache, num_new, length):
+        states = torch.zeros(batch_size, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)
+        query = states.new_zeros(batch_size, NUM_QUERY_HEADS, num_new, HEAD_DIM)
+        keys, values = cache.update(states, states, 0)
+        mask = None
+        if is_padded:
+            mask = torch.ones(batch_size, 1, num_new, length, dtype=torch.bool).tril(length - num_new)
+            mask[0, :, :, :3] = False
+        torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None and num_new > 1, enable_gqa=True
+        )
+
+    def generate(length, num_steps):
+        cache = create_cache(name)
+        update(cache, length, length)
+        for step in range(num_steps):
+            update(cache, 1, length + step + 1)
+
+    with stand_in_driver() as stand_in, torch.inference_mode():
+        for length in lengths:
+            generate(length, 1)
+        generate(lengths[0], num_steps)
+    return {"kernels": dict(Counter(kernel for kernel, _ in stand_in.compilations)), "launches": stand_in.launches}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["", "padded"])
+@pytest.mark.parametrize("name", MOST)
+def test_lengths_do_not_matter(name, padding):
+    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, name, padding]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    counted = json.loads(finished.stdout)
+    assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
+    assert counted["kernels"].keys() == MOST[name].keys()
+    assert all(number <= MOST[name][kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
+
+
+if __name__ == "__main__":
+    # One thread: the steps are many and small
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(count(sys.argv[1], NUM_PROMPTS, NUM_STEPS, sys.argv[2:] == ["padded"])))
