@@ -4,35 +4,37 @@
 
 Tokens wait in the buffer until they are compressed at the *beginning* of an update, so that a rollback of the newest
 one finds its tokens exact. A layer says how they are compressed, and what attention makes of a block of them.
+
+Where the model's layer attends to a window (`sliding_window.py`), the oldest tokens are let go of, some at a time,
+once no query to come can see them.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
+from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
 
-from .config import GEARConfig
 from .dense_tiles import TiledBlock, dense_tiles
 from .layer_state import LayerState
+from .sliding_window import SlidingWindowMixin
 from .storage import ExactPrefix
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
 
-if TYPE_CHECKING:
-    from .transform.config import TransformConfig
 
-    # Mixed in: no class between a layer and `PromptLayer`
-    _Base = PromptLayer
-else:
-    _Base = object
+class BufferConfig(Protocol):
+    """What is asked of the options of a layer."""
+
+    @property
+    def residual_length(self) -> int:
+        """Decoded tokens that wait in exact form."""
 
 
 class StoredBlock(Protocol):
@@ -44,6 +46,9 @@ class StoredBlock(Protocol):
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens."""
 
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens, as many as can be dropped."""
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it."""
 
@@ -51,15 +56,16 @@ class StoredBlock(Protocol):
 BlockT = TypeVar("BlockT", bound=StoredBlock)
 
 
-class BlockLayerMixin(Generic[BlockT], _Base):
+class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     """
     Mixed into a `PromptLayer` that stores a prefix, blocks and a buffer, before it.
 
     A subclass says how attention is computed over a block (`_block_part`, `_attend_parts`), how a block becomes dense
-    (`_tiled_blocks`), and what goes on when the newest block has been cut (`_after_cut`).
+    (`_tiled_blocks`), how much of its beginning can be dropped (`_num_droppable`), and what goes on when the newest
+    block has been cut (`_after_cut`).
     """
 
-    config: "GEARConfig | TransformConfig"
+    config: BufferConfig
 
     def _clear(self) -> None:
         super()._clear()
@@ -86,8 +92,47 @@ class BlockLayerMixin(Generic[BlockT], _Base):
         """The blocks, as they become dense."""
 
     @abstractmethod
+    def _num_droppable(self, block: BlockT, count: int) -> int:
+        """How many of the first `count` tokens of a block can be dropped."""
+
+    @abstractmethod
+    def _compress_buffer(self) -> None:
+        """Compresses what the last update has filled the buffer with."""
+
+    @abstractmethod
     def _after_cut(self, newest: BlockT | None) -> None:
-        """Called when the newest tokens have been dropped of blocks, of which `newest` was the last."""
+        """Called when tokens have been dropped of blocks, of which `newest` was the last."""
+
+    def _before_update(self) -> None:
+        self._compress_buffer()
+        if not self.record_past:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops what no query to come sees, as far as whole chunks and rows allow it."""
+        first = self._first_seen(self._length)
+        if first <= self._held_start:
+            return
+        blocks, newest = self.blocks, self.blocks[-1] if self.blocks else None
+        self.blocks = [block for block in blocks if block.start + block.length > first]
+        num_dropped = 0
+        if self.blocks and self.blocks[0].start < first:
+            num_dropped = self._num_droppable(self.blocks[0], first - self.blocks[0].start)
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if num_dropped or len(self.blocks) < len(blocks):
+            self._after_cut(newest)
+            self._forget_before(self.blocks[0].start if self.blocks else self._exact_start)
+
+    def _forget_before(self, position: int) -> None:
+        """Takes down that no tokens are left before a position, and lets go of a prefix that ends there."""
+        self._held_start = max(position, self._held_start)
+        if self.prefix is not None and not self._needs_prefix() and self.prefix.stop() <= position:
+            self.prefix = None
+
+    def _needs_prefix(self) -> bool:
+        """Whether more may come to stand in the prefix."""
+        return False
 
     def _is_prompt(self, count: int) -> bool:
         return count >= _PROMPT_FACTOR * self.config.residual_length
@@ -97,7 +142,7 @@ class BlockLayerMixin(Generic[BlockT], _Base):
     ) -> torch.Tensor:
         """See `LazyLayer.attend`."""
         if is_causal:
-            shape = (query.shape[2], self._length)
+            shape = (query.shape[2], self.lazy_length())
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
         output, kernel, is_fallback = self._attend_parts(query, self._parts(attn_mask), scale)
         self._counters["attend_calls"] += 1
@@ -122,24 +167,35 @@ class BlockLayerMixin(Generic[BlockT], _Base):
 
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
         """Everything held, each token once, with its columns of the mask."""
-        prefix = self.prefix
+        prefix, first = self.prefix, self._first_visible
         if prefix is not None and prefix.num_slots:
             mask = None
             if attn_mask is not None:
-                mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
-            mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
+                mask = mask_columns(attn_mask, prefix.positions - first, self.batch_size, self._length - first)
+            if not prefix.is_uniform or first:
+                mask = combine_masks(mask, prefix.in_use & (prefix.positions >= first))
             yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
         for number, block in enumerate(self.blocks):
             stop = block.start + block.length
-            mask = slice_mask(attn_mask, block.start, stop)
+            if stop <= first:
+                continue
+            mask = self._columns(attn_mask, block.start, stop)
             if prefix is not None and self._may_overlap(number, block, prefix):
                 columns = torch.arange(block.start, stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             yield self._block_part(block, mask)
         position = self._exact_start
         for keys, values, length in self._exact_tail():
-            yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
+            if position + length > first:
+                yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
             position += length
+
+    def _columns(self, attn_mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        """The mask's columns of the tokens from position `start` to `stop`, of which some may be out of sight."""
+        first = self._first_visible
+        if start >= first:
+            return slice_mask(attn_mask, start - first, stop - first)
+        return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
 
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Keys, values and their tokens in use, of what stands behind the compressed ones."""
@@ -167,7 +223,7 @@ class BlockLayerMixin(Generic[BlockT], _Base):
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """See `LazyLayer.dense_tiles`."""
         held = self.prefix, self._tiled_blocks(), self._exact_tail(), self._exact_start
-        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
+        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device, self._first_visible)
 
     def _drop_newest(self, count: int) -> None:
         exact_start, length = self._exact_start, self._length - count
@@ -209,10 +265,17 @@ class BlockLayerMixin(Generic[BlockT], _Base):
         """See `LazyLayer.stats`."""
         return {
             "tokens_cached": self._length,
-            "tokens_exact": self._num_exact(),
+            "tokens_exact": self._num_exact() if self.sliding_window is None else self._num_exact_held(),
             **self._counters,
             "dense_reads": self.dense_reads,
         }
+
+    def _num_exact_held(self) -> int:
+        """Tokens that are exact and have not been let go of."""
+        if not self.is_initialized:
+            return 0
+        in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
+        return self._length - self._exact_start + in_front
 
     def _exact_state(self) -> dict[str, Any]:
         """The fields of its `LayerState` that every layer has; nothing is copied."""
@@ -230,6 +293,7 @@ class BlockLayerMixin(Generic[BlockT], _Base):
             "blocks": self.blocks,
             "buffer": self.buffer,
             "padding": self.padding,
+            "held_start": self._held_start,
         }
 
     def _restore_exact(self, state: LayerState) -> None:
@@ -239,6 +303,7 @@ class BlockLayerMixin(Generic[BlockT], _Base):
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
         self.dtype, self.batch_size = state.dtype, state.batch_size
         self.prefix, self.buffer, self.padding = state.prefix, state.buffer, state.padding
+        self._held_start = state.held_start
         self.is_initialized = True
 
     def _place_on(self, device: torch.device) -> None:

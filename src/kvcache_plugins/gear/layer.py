@@ -46,8 +46,11 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees, itself among them; all by default.
     """
 
+    config: GEARConfig
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -59,9 +62,16 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
         "prompts_without_mask",
     )
 
-    def __init__(self, config: GEARConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
+    def __init__(
+        self,
+        config: GEARConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+    ):
         self.config = config
         super().__init__(layer_idx, attention_mask)
+        self._slide(sliding_window)
 
     def _clear(self) -> None:
         super()._clear()
@@ -85,9 +95,13 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
         return number == 0 and (not prefix.is_uniform or prefix.num_slots > block.start)
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        prefix, buffer = self.prefix, self.buffer
+        prefix, buffer, first = self.prefix, self.buffer, self._first_visible
         if self.blocks or buffer is None:
             return None
+        if first:
+            # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
+            skipped = first - self._exact_start
+            return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
         if prefix is None or prefix.num_slots == 0:
             return buffer.keys, buffer.values
         if not prefix.is_uniform:
@@ -96,8 +110,7 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
         keys, values = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs)
         return keys, values
 
-    def _before_update(self) -> None:
-        """Compresses the chunks that the last update has filled."""
+    def _compress_buffer(self) -> None:
         chunk_length, buffer = self.config.residual_length, self.buffer
         if buffer is None or buffer.length < chunk_length:
             return
@@ -109,18 +122,28 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
             self._open_block = block
             self.blocks.append(block)
         else:
-            self._open_block.append(block)
+            # Of a window that is full, a chunk is dropped for each that comes
+            self._open_block.append(block, has_spare=self.sliding_window is None)
         buffer.drop_first(count)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         if is_first:
             padding = None if self.padding is None else self.padding.tolist()
-            self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx)
+            start = self._num_left_out(keys.shape[2])
+            self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx, start)
+            self._held_start = start
             for block in self.blocks:
                 self._count(block)
         else:
             self._compress_later_prompt()
+            if not self.record_past:
+                self._let_go()
         self._open_block = None
+
+    def _num_left_out(self, count: int) -> int:
+        """How many of the newest `count` tokens are not stored, as no query to come sees them; groups stay whole."""
+        num_seen = count - self._num_passed(count)
+        return max(count - self.config.num_whole(num_seen), 0) if num_seen < count else 0
 
     def _compress_later_prompt(self) -> None:
         """
@@ -130,9 +153,15 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
         tail = list(self._exact_tail())
         keys = torch.cat([keys[:, :, :length] for keys, _, length in tail], dim=2)
         values = torch.cat([values[:, :, :length] for _, values, length in tail], dim=2)
+        left_out = self._num_left_out(keys.shape[2])
+        keys, values = keys[:, :, left_out:], values[:, :, left_out:]
         start = self._length - keys.shape[2]
         count = self.config.num_compressible(keys.shape[2])
-        self.blocks.append(self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True))
+        block = self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True)
+        if left_out:
+            self.blocks = []
+            self._forget_before(start)
+        self.blocks.append(block)
         self.buffer = None
         if count < keys.shape[2]:
             self._append(keys[:, :, count:], values[:, :, count:])
@@ -157,6 +186,10 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
 
     def _tiled_blocks(self) -> Sequence[CompressedBlock]:
         return self.blocks
+
+    def _num_droppable(self, block: CompressedBlock, count: int) -> int:
+        # Further chunks are as long as those that there are
+        return 0 if block is self._open_block and block.num_chunks == 1 else block.num_droppable(count)
 
     def _after_cut(self, newest: CompressedBlock | None) -> None:
         if self._open_block not in self.blocks or not self.blocks[-1].is_full:

@@ -24,7 +24,7 @@ from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
-from .config import TransformConfig
+from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
 from .prompt_coder import make_prompt_coder, replace_item
 from .storage import CodedBlock, DecodableBlock
@@ -50,8 +50,11 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
             Of the keys' rotary embedding, radians a token of every pair of channels.
         calibrated (`BasisCoder`, *optional*):
             How tokens are coded, if a calibration says so. Otherwise it is the prompt that does.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees, itself among them; all by default.
     """
 
+    config: TransformConfig
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -69,9 +72,11 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         attention_mask: torch.Tensor | None = None,
         frequencies: tuple[float, ...] | None = None,
         calibrated: BasisCoder | None = None,
+        sliding_window: int | None = None,
     ):
         self.config, self.frequencies, self.calibrated = config, frequencies, calibrated
         super().__init__(layer_idx, attention_mask)
+        self._slide(sliding_window)
 
     def _clear(self) -> None:
         super()._clear()
@@ -115,7 +120,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     def _may_overlap(self, number: int, block: CodedBlock, prefix: ExactPrefix) -> bool:
         return not prefix.is_uniform and block.start < self._prefix_stop
 
-    def _before_update(self) -> None:
+    def _compress_buffer(self) -> None:
         buffer = self.buffer
         if buffer is not None and buffer.length >= self.config.residual_length:
             self._code_tail(buffer.keys, buffer.values)
@@ -127,6 +132,8 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         if not self._code_tail(keys, values):
             self.buffer = None
             self._append(keys, values)
+        if not is_first and not self.record_past:
+            self._let_go()
 
     def _code_tail(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """
@@ -145,10 +152,19 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
         assert self.coder is not None
+        start = self._skip_passed(start)
         tail = keys.shape[2] - (length - start)
         self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
         self.buffer = None
         return True
+
+    def _skip_passed(self, start: int) -> int:
+        """From which token on, not before `start`, there is to be coded; what is before it is let go of."""
+        first = start + self._num_passed(self._length - start)
+        if first > start:
+            self.blocks, self._is_open = [], False
+            self._forget_before(first)
+        return first
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
@@ -206,7 +222,8 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     def _add_rows(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         count = keys.shape[2]
         if self._is_open:
-            self.blocks[-1].append(keys, values)
+            most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
+            self.blocks[-1].append(keys, values, most)
         else:
             self.blocks.append(CodedBlock(keys, values, start, count))
             self._is_open = True
@@ -215,6 +232,13 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
 
     def _tiled_blocks(self) -> Sequence[DecodableBlock]:
         return [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
+
+    def _num_droppable(self, block: CodedBlock, count: int) -> int:
+        return count // DROP_STEP * DROP_STEP
+
+    def _needs_prefix(self) -> bool:
+        # Items that wait for a table have all their tokens in it
+        return self._waiting
 
     def _after_cut(self, newest: CodedBlock | None) -> None:
         if not self.blocks or self.blocks[-1] is not newest:
