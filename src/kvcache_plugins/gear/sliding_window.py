@@ -25,11 +25,12 @@ class SlidingWindowMixin(_Base):
 
     Attributes:
         sliding_window (`int`, *optional*): tokens that a query sees, itself among them; all by default.
-        record_past (`bool`): whether nothing is let go of before a `crop`, as in Transformers' own sliding layer.
+        record_past (`bool`): whether nothing is let go of before a `crop`, as in Transformers' own sliding layer. An
+            emptied layer does not, so that it is like a new one.
     """
 
     sliding_window: int | None = None
-    record_past = False
+    record_past: bool
 
     def _slide(self, sliding_window: int | None) -> None:
         """Has the layer attend to a window."""
@@ -37,6 +38,7 @@ class SlidingWindowMixin(_Base):
 
     def _clear(self) -> None:
         super()._clear()
+        self.record_past = False
         # Position before which everything has been let go of
         self._held_start = 0
 
