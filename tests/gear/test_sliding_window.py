@@ -63,12 +63,12 @@ def feed(layers, window, num_new, padding, what):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_that_of_the_dense_sliding_layer(kind, window, padding):
     torch.manual_seed(0)
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(kind, window)
+    own = make_layer(kind, window)
     # Prompts below, at and beyond the window, then every offset of a window against a chunk, several tokens at once,
     # and a later prompt
     for prompt in (45, 200):
-        for layer in layers:
-            layer.reset()
+        own.reset()
+        layers = DynamicSlidingWindowLayer(sliding_window=window), own
         for step, num_new in enumerate((prompt, *[1] * 17, 5, 1, 40, 3, 150, *[1] * 20)):
             feed(layers, window, num_new, padding, f"prompt {prompt}, step {step}")
     assert layers[1].stats()["tokens_compressed"] > 0 and layers[1].dense_reads == 0
