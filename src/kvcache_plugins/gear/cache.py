@@ -198,7 +198,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if isinstance(self.gear_config, TransformConfig):
             frequencies = None if config is None else rotary_frequencies(config, index)
             coder = None
-            if self.calibration is not None:
+            # A calibration looks at layers that hold all tokens; those of a window go by their prompt
+            if self.calibration is not None and (window is None or index in self.calibration.layers):
                 coder = self.calibration.coder(index, self.gear_config.key_nbits, frequencies)
             return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder, window)
         return GEARLayer(self.gear_config, index, self._given_mask, window)
