@@ -72,9 +72,9 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
     )
     config, total = cache.gear_config, 0
     for (*shapes, dtype, kind, window), count in alike.items():
-        if kind is DynamicSlidingWindowLayer:
-            numbers = sum(shape[:2].numel() * min(shape[2], window - 1) * shape[3] for shape in shapes)
-            total += count * numbers * dtype.itemsize
+        if kind is DynamicSlidingWindowLayer and window is not None:
+            numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
+            total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
             continue
         layer: GEARLayer | TransformLayer = (
             GEARLayer(config, 0, sliding_window=window)
