@@ -19,6 +19,7 @@ from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.harness.caches import was_exercised
 from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.registry import parse_cache_spec
 
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
@@ -81,10 +82,11 @@ def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_pad
     model = tiny_model(architecture, attn_implementation=implementation)
     input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
     options = {"attention_mask": mask, "held_out": HELD_OUT}
-    for spec in ("gear-k2v2", "gear-t22", "gear-2bit:residual_length=32,q_group_size=16"):
+    of_windows = ("gear-k2v2:sliding=compressed", "gear-t22:sliding=compressed")
+    more = of_windows if architecture == "gemma3-hybrid" else ()
+    for spec in ("gear-k2v2", "gear-t22", "gear-2bit:residual_length=32,q_group_size=16", *more):
         cache = choose_cache(model, input_ids, max_kl=LOOSE, candidates=[spec], **options)
-        name, _, _ = spec.partition(":")
-        own = {"residual_length": 32, "q_group_size": 16} if ":" in spec else {}
+        name, own = parse_cache_spec(spec)
         twin = create_cache(name, model, attention_mask=mask, **own)
         expected = ordinary_kl(model, twin, input_ids, mask, HELD_OUT)
         assert expected > 1e-4

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig
@@ -43,7 +44,7 @@ class DensePrefill:
 def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
     """One forward of the prompt in two parts, through a dense cache."""
     dense = DynamicCache(config=prompt.config)
-    listen(dense)
+    listen(dense, of_windows=True)
     prompt.feed(dense, 0, prompt.prefix_length)
     queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
     # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
@@ -60,18 +61,26 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
 
 def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
     """
-    Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
+    Bytes that layers of keys and values would hold of a prompt, told from shapes alone. It is as long as the prefix,
     rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
     nothing of what is generated.
     """
     alike = Counter(
-        (layer.keys.shape, layer.values.shape, layer.keys.dtype)
-        for layer in prefill.layers
+        (layer.keys.shape, layer.values.shape, layer.keys.dtype, type(own), getattr(own, "sliding_window", None))
+        for own, layer in zip(cache.layers, prefill.layers, strict=True)
         if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
     )
     config, total = cache.gear_config, 0
-    for (*shapes, dtype), count in alike.items():
-        layer = GEARLayer(config, 0) if isinstance(config, GEARConfig) else TransformLayer(config, 0)
+    for (*shapes, dtype, kind, window), count in alike.items():
+        if kind is DynamicSlidingWindowLayer and window is not None:
+            numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
+            total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
+            continue
+        layer: GEARLayer | TransformLayer = (
+            GEARLayer(config, 0, sliding_window=window)
+            if isinstance(config, GEARConfig)
+            else TransformLayer(config, 0, sliding_window=window)
+        )
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
@@ -84,10 +93,16 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
 
 
 def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None:
-    """Puts the prefix into an empty cache: compressed where the cache compresses, else a copy of the dense layer."""
+    """
+    Puts the prefix into an empty cache: compressed where the cache compresses, of a window what it keeps, else a copy
+    of the dense layer.
+    """
     for index, (layer, queries) in enumerate(zip(prefill.layers, prefill.queries, strict=True)):
         own = cache.layers[index]
-        if not isinstance(own, GEARLayer | TransformLayer):
+        if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
+            if layer.keys is not None and layer.values is not None:
+                own.update(layer.keys, layer.values)
+        elif not isinstance(own, GEARLayer | TransformLayer):
             cache.layers[index] = copy.deepcopy(layer)
         elif isinstance(layer, ListeningLayer) and layer.is_initialized:
             _take_prefix(own, layer, queries, prompt)

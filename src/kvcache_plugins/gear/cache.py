@@ -44,8 +44,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and only
-            full-attention layers are compressed; without it, every layer is compressed.
+            The model, or its config. With it, layers whose attention has a window keep no more than the window (see
+            `sliding`), and bounded layers of other kinds stay Transformers' own; without it, every layer is compressed
+            as one of full attention.
         nbits (`float`, *optional*, defaults to 4):
             Bits a code: 2, 3, 4 or 8; with the `transform` backbone bits a channel on average, any number up to 8.
         backbone (`str`, *optional*):
@@ -53,7 +54,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits
             and more and to `"kivi"` below. `"transform"` is for both sides and codes every token by itself, keys
             before the rotary embedding and bits where channels have energy: its other options are `nbits`,
-            `key_nbits`, `value_nbits`, `residual_length` (8 by default), `num_sink_tokens` (4) and `quantizer`.
+            `key_nbits`, `value_nbits`, `residual_length` (8 by default), `num_sink_tokens` (4), `quantizer` and
+            `sliding`.
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
@@ -79,6 +81,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`):
             With the `transform` backbone, how numbers become codes: `"lloyd-max"` one by one, or `"trellis"` (up to 6
             bits), each with those before it, which makes errors a third smaller and coding slower.
+        sliding (`str`, *optional*, defaults to `"auto"`):
+            What is done with layers whose attention has a window or goes by chunks: `"compressed"`, where what no
+            query to come sees is let go of, a chunk at a time; `"dense"`, which leaves them Transformers' own; or
+            `"auto"`, which compresses windows of at least four times a chunk and the buffer together (512 tokens by
+            default, 288 with the `transform` backbone).
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under attention implementations other than
             `sdpa`.
@@ -126,6 +133,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         num_sink_tokens: int | None = None,
         rotate_values: bool | None = None,
         quantizer: str | None = None,
+        sliding: str | None = None,
         attention_mask: torch.Tensor | None = None,
         key_nbits: float | None = None,
         key_backbone: str | None = None,
@@ -153,6 +161,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "num_sink_tokens": num_sink_tokens,
             "rotate_values": rotate_values,
             "quantizer": quantizer,
+            "sliding": sliding,
             "key_nbits": key_nbits,
             "key_backbone": key_backbone,
             "key_sparsity": key_sparsity,
@@ -183,17 +192,27 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     def _next_layer(self) -> GEARLayer | TransformLayer:
         return self._make_layer(len(self.layers), None)
 
-    def _make_layer(self, index: int, config: PreTrainedConfig | None) -> GEARLayer | TransformLayer:
+    def _make_layer(
+        self, index: int, config: PreTrainedConfig | None, window: int | None = None
+    ) -> GEARLayer | TransformLayer:
         if isinstance(self.gear_config, TransformConfig):
             frequencies = None if config is None else rotary_frequencies(config, index)
             coder = None
-            if self.calibration is not None:
+            # A calibration looks at layers that hold all tokens; those of a window go by their prompt
+            if self.calibration is not None and (window is None or index in self.calibration.layers):
                 coder = self.calibration.coder(index, self.gear_config.key_nbits, frequencies)
-            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder)
-        return GEARLayer(self.gear_config, index, self._given_mask)
+            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder, window)
+        return GEARLayer(self.gear_config, index, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
-        layers = replace_full_attention(config, lambda index: self._make_layer(index, config))
+        def make_windowed(index: int, window: int) -> GEARLayer | TransformLayer | None:
+            options = self.gear_config
+            is_compressed = options.sliding == "compressed" or (
+                options.sliding == "auto" and window >= options.least_window
+            )
+            return self._make_layer(index, config, window) if is_compressed else None
+
+        layers = replace_full_attention(config, lambda index: self._make_layer(index, config), make_windowed)
         if isinstance(self.gear_config, TransformConfig):
             return layers
         for head_dim in sorted(head_dims(config)):
@@ -210,7 +229,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Counters over all GEAR layers, and for a cache that `choose_cache` returned what it measured.
 
         Returns:
-            `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk;
+            `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk,
+            `layers_windowed` that are compressed and attend to a window, and `layers_left` as Transformers' own;
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
             (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
             them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
@@ -231,7 +251,13 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
         if self.calibration is not None and isinstance(self.gear_config, TransformConfig):
             choice["calibration_bytes"] = self.calibration.num_bytes(self.gear_config.key_nbits)
-        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total, **choice}
+        kinds = {
+            "num_layers": len(self.layers),
+            "layers_compressing": compressing,
+            "layers_windowed": sum(layer.is_sliding for layer in layers),
+            "layers_left": len(self.layers) - len(layers),
+        }
+        return {**kinds, **total, **choice}
 
     def fork(self, count: int) -> list[GEARCache]:
         """

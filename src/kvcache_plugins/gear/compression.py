@@ -79,8 +79,13 @@ def compress_tokens(
 
 
 def split_first_prompt(
-    keys: torch.Tensor, values: torch.Tensor, padding: list[int] | None, config: GEARConfig, layer_idx: int
-) -> tuple[ExactPrefix, list[CompressedBlock]]:
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    padding: list[int] | None,
+    config: GEARConfig,
+    layer_idx: int,
+    left_out: int = 0,
+) -> tuple[ExactPrefix | None, list[CompressedBlock]]:
     """
     Splits every item of a left-padded batch into exact first tokens and tokens to compress, and compresses those.
 
@@ -93,16 +98,20 @@ def split_first_prompt(
         padding (`list[int]`, *optional*): padding tokens at the start of each item; none by default.
         config (`GEARConfig`): options.
         layer_idx (`int`): named in errors.
+        left_out (`int`, *optional*, defaults to 0): tokens at the beginning that are not stored, as they are out of a
+            window.
 
     Returns:
-        The exact tokens, and one block or none.
+        The exact tokens, if there can be any, and one block or none.
     """
+    keys, values = keys[:, :, left_out:], values[:, :, left_out:]
     batch_size, length, device = keys.shape[0], keys.shape[2], keys.device
-    padding = padding or [0] * batch_size
+    num_sinks = [config.num_sink_tokens - max(left_out - pad, 0) for pad in padding or [0] * batch_size]
+    padding = [max(pad - left_out, 0) for pad in padding or [0] * batch_size]
     compressed_counts = [config.num_compressible(length - pad) for pad in padding]
     exact_counts = [
-        max(length - pad - count, min(config.num_sink_tokens, length - pad))
-        for pad, count in zip(padding, compressed_counts, strict=True)
+        max(length - pad - count, min(sinks, length - pad), 0)
+        for pad, count, sinks in zip(padding, compressed_counts, num_sinks, strict=True)
     ]
     start = torch.tensor(padding, device=device)
     positions = torch.arange(length, device=device)
@@ -117,13 +126,17 @@ def split_first_prompt(
         states = keys[:, :, first:], values[:, :, first:]
         all_valid = max(first_valid) == first
         blocks.append(
-            compress_tokens(*states, None if all_valid else valid, first, 1, config, layer_idx, is_prompt=True)
+            compress_tokens(
+                *states, None if all_valid else valid, left_out + first, 1, config, layer_idx, is_prompt=True
+            )
         )
+    if left_out and not any(padding) and not any(exact_counts):
+        return None, blocks
     num_slots = max(exact_counts)
     slots = (start[:, None] + torch.arange(num_slots, device=device)).clamp(max=length - 1)[:, None, :, None]
     exact_keys, exact_values = (
         states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
     )
-    is_uniform = not any(padding) and min(exact_counts) == num_slots
+    is_uniform = left_out == 0 and not any(padding) and min(exact_counts) == num_slots
     count = torch.tensor(exact_counts, device=device)
-    return ExactPrefix(exact_keys, exact_values, start=start, count=count, is_uniform=is_uniform), blocks
+    return ExactPrefix(exact_keys, exact_values, start=left_out + start, count=count, is_uniform=is_uniform), blocks

@@ -6,8 +6,14 @@ from typing import Any
 from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
+from .shortening import drop_step
+
 
 BACKBONES = ("kcvt", "kivi", "per-token")
+# What is done with layers whose attention has a window
+SLIDING = ("auto", "compressed", "dense")
+# A window that is compressed by itself holds so many chunks and buffers
+WINDOW_FACTOR = 4
 _DEFAULT_GROUP_SIZE = 64
 # After a few nothing changes; without an end a forged file could keep a process busy for years
 _MAX_NUM_ITERATIONS = 1000
@@ -22,6 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "low_rank_recent_ratio": 1.0,
     "num_sink_tokens": 0,
     "rotate_values": False,
+    "sliding": "auto",
 }
 
 
@@ -61,6 +68,7 @@ class GEARConfig:
     low_rank_recent_ratio: float
     num_sink_tokens: int = 0
     rotate_values: bool = False
+    sliding: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("residual_length", 1), ("num_iterations", 1), ("num_sink_tokens", 0)):
@@ -70,6 +78,7 @@ class GEARConfig:
                 f"`num_iterations` has to be at most {_MAX_NUM_ITERATIONS} but got {self.num_iterations!r}"
             )
         check_bool("rotate_values", self.rotate_values)
+        check_choice("sliding", self.sliding, SLIDING)
         group_size = self.q_group_size
         check_integer("q_group_size", group_size, 1, is_optional=True)
         check_number("low_rank_recent_ratio", self.low_rank_recent_ratio, above=0.0, most=1.0)
@@ -168,6 +177,18 @@ class GEARConfig:
         if num_tokens < group:
             return 0
         return num_tokens - num_tokens % group if self.key.backbone == "kivi" else num_tokens
+
+    def num_whole(self, num_tokens: int) -> int:
+        """The fewest tokens, at least so many, that would all be compressed as one prompt."""
+        group = self.token_group
+        num_tokens = max(num_tokens, group)
+        return -(-num_tokens // group) * group if self.key.backbone == "kivi" else num_tokens
+
+    @property
+    def least_window(self) -> int:
+        """Tokens of the smallest window of which layers are compressed if `sliding` is `"auto"`."""
+        chunk = max(self.residual_length, drop_step(self.key_grouping(1)))
+        return WINDOW_FACTOR * (chunk + self.residual_length)
 
     def channel_group(self, head_dim: int) -> int:
         """Channels that share a scale where groups lie along channels."""

@@ -38,9 +38,10 @@ def dense_tiles(
     exact_start: int,
     dtype: torch.dtype,
     device: torch.device,
+    first: int = 0,
 ) -> Tiles:
     """
-    All tokens of a layer.
+    All tokens of a layer, or those from a position on.
 
     Args:
         sides (`Collection[str]`): which of `"keys"` and `"values"`.
@@ -50,27 +51,37 @@ def dense_tiles(
         tail (`Iterable`): keys, values and their tokens in use, of what stands behind.
         exact_start (`int`): position of the first token of the tail.
         dtype, device: of the states.
+        first (`int`, *optional*, defaults to 0): position of the first token that is wanted, and counted from.
     """
-    position = 0
+    position = first
     stop = 0 if prefix is None else prefix.stop()
     for block in blocks:
         if position < block.start:
-            yield slice(position, block.start), _before(sides, shape_of, prefix, position, block.start, dtype, device)
+            states = _before(sides, shape_of, prefix, position, block.start, dtype, device)
+            yield slice(position - first, block.start - first), states
             position = block.start
+        end = block.start
         for tile in block.dense_tiles(sides):
-            count = next(iter(tile.values())).shape[2]
-            states = {side: tile[side].to(dtype) for side in sides}
+            end += next(iter(tile.values())).shape[2]
+            if end <= position:
+                continue
+            states = {side: tile[side][:, :, position - end :].to(dtype) for side in sides}
             if position < stop:
                 _overlay(prefix, states, position)
-            yield slice(position, position + count), states
-            position += count
+            yield slice(position - first, end - first), states
+            position = end
     if position < exact_start:
-        yield slice(position, exact_start), _before(sides, shape_of, prefix, position, exact_start, dtype, device)
+        states = _before(sides, shape_of, prefix, position, exact_start, dtype, device)
+        yield slice(position - first, exact_start - first), states
         position = exact_start
+    end = exact_start
     for keys, values, length in tail:
-        exact = {"keys": keys[:, :, :length], "values": values[:, :, :length]}
-        yield slice(position, position + length), {side: exact[side] for side in sides}
-        position += length
+        end += length
+        if end > position:
+            skipped = length - (end - position)
+            exact = {"keys": keys[:, :, skipped:length], "values": values[:, :, skipped:length]}
+            yield slice(position - first, end - first), {side: exact[side] for side in sides}
+            position = end
 
 
 def _before(

@@ -25,6 +25,7 @@ def exact_to_document(state: LayerState) -> dict[str, Any]:
         **{name: getattr(state, name) for name in _SIZES},
         "length": state.length,
         "counters": state.counters,
+        "held_start": state.held_start,
         "is_open": state.is_open,
         "prefix_is_uniform": state.prefix is not None and state.prefix.is_uniform,
     }
@@ -62,6 +63,7 @@ def read_exact_state(
         **sizes,
         "dtype": FLOATS[document.choice("dtype", list(FLOATS))],
         "length": document.integer("length"),
+        "held_start": document.integer("held_start"),
         "is_open": document.boolean("is_open"),
         "prefix": _read_prefix(stored, sizes, is_uniform=document.boolean("prefix_is_uniform")),
         "buffer": _read_buffer(stored, sizes, residual_length),
@@ -77,16 +79,23 @@ def read_positions(name: str, stored: StoredTensors, batch_size: int) -> torch.T
     return positions
 
 
-def check_order(state: LayerState) -> None:
+def check_order(state: LayerState, sliding_window: int | None = None) -> None:
     """
-    Raises a `ValueError` unless prefix, blocks and buffer follow each other, and end where the sequence does.
+    Raises a `ValueError` unless prefix, blocks and buffer follow each other, and end where the sequence does. Before
+    what a window sees there may be nothing left.
     """
+    first_seen = 0 if sliding_window is None else max(state.length - sliding_window + 1, 0)
+    if state.held_start > first_seen:
+        raise ValueError(f"there is nothing before token {state.held_start}, but token {first_seen} can be seen")
     exact_start = state.length - (0 if state.buffer is None else state.buffer.length)
     position = state.blocks[0].start if state.blocks else exact_start
     prefix = state.prefix
     if prefix is None:
-        if state.length:
+        if state.length and (state.held_start == 0 or position != state.held_start):
             raise ValueError("there are tokens but none that they begin with")
+    elif state.held_start:
+        if position < state.held_start:
+            raise ValueError("there are tokens before what has been let go of")
     # An item may begin behind all tokens, if `crop` has cut it to its padding
     elif bool(((prefix.end < position) | (prefix.end > exact_start) & (prefix.count > 0)).any()):
         raise ValueError("the exact tokens in front do not reach to those behind them, or go beyond")

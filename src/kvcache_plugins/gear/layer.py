@@ -6,27 +6,23 @@ of `residual_length` are compressed at the *beginning* of the next update. A rol
 in assisted decoding, thus always finds its tokens exact.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.dispatch import choose_kernel
-from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
-from kvcache_plugins.ops.parts import CompressedPart, DensePart
+from kvcache_plugins.ops.parts import CompressedPart
 
+from .block_layer import BlockLayerMixin
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
-from .dense_tiles import dense_tiles
 from .layer_state import GEARLayerState
 from .storage import CompressedBlock, ExactPrefix
 
 
-# An update of this many times `residual_length` tokens is a prompt of its own, compressed at once with the prompt's
-# rank
-_PROMPT_FACTOR = 4
 _PART_NAMES = {
     "codes": "codes",
     "scale": "scales",
@@ -39,7 +35,7 @@ _PART_NAMES = {
 }
 
 
-class GEARLayer(PromptLayer):
+class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     """
     Keys and values of one layer, compressed as in [GEAR](https://huggingface.co/papers/2403.05527).
 
@@ -50,8 +46,11 @@ class GEARLayer(PromptLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees, itself among them; all by default.
     """
 
+    config: GEARConfig
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -63,15 +62,19 @@ class GEARLayer(PromptLayer):
         "prompts_without_mask",
     )
 
-    def __init__(self, config: GEARConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
+    def __init__(
+        self,
+        config: GEARConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+    ):
         self.config = config
         super().__init__(layer_idx, attention_mask)
+        self._slide(sliding_window)
 
     def _clear(self) -> None:
         super()._clear()
-        self.prefix: ExactPrefix | None = None
-        self.blocks: list[CompressedBlock] = []
-        self.buffer: ResidualBuffer | None = None
         # The block that further decode chunks may join
         self._open_block: CompressedBlock | None = None
 
@@ -79,57 +82,26 @@ class GEARLayer(PromptLayer):
         self.config.validate_head_dim(key_states.shape[3], value_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
-    def _is_prompt(self, count: int) -> bool:
-        return count >= _PROMPT_FACTOR * self.config.residual_length
-
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        if is_causal:
-            shape = (query.shape[2], self._length)
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+    def _attend_parts(
+        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
+    ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query)
-        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
-        self._counters["attend_calls"] += 1
-        self._counters["fused_calls"] += kernel != "torch"
-        self._counters["kernel_fallbacks"] += is_fallback
-        self._learn_padding(None if is_causal else attn_mask)
-        self.settle_prompt()
-        return output
+        return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
-    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CompressedPart]:
-        """Everything held, each token once, with its columns of the mask."""
-        prefix = self.prefix
-        if prefix is not None and prefix.num_slots:
-            mask = None
-            if attn_mask is not None:
-                mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
-            mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
-            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
-        for number, block in enumerate(self.blocks):
-            stop = block.start + block.length
-            mask = slice_mask(attn_mask, block.start, stop)
-            if number == 0 and prefix is not None and (not prefix.is_uniform or prefix.num_slots > block.start):
-                # The first block may also span tokens that the prefix holds, and padding of shorter items
-                columns = torch.arange(block.start, stop, device=self.device)
-                mask = combine_masks(mask, columns >= prefix.end[:, None])
-            yield CompressedPart(block.keys, block.values, block.length, mask)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
-            position += length
+    def _block_part(self, block: CompressedBlock, mask: torch.Tensor | None) -> CompressedPart:
+        return CompressedPart(block.keys, block.values, block.length, mask)
 
-    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Keys, values and their tokens in use, of what stands behind the compressed ones."""
-        if self.buffer is not None and self.buffer.length:
-            yield *self.buffer.tensors(), self.buffer.length
-        if self._pending is not None:
-            yield *self._pending, self._pending[0].shape[2]
+    def _may_overlap(self, number: int, block: CompressedBlock, prefix: ExactPrefix) -> bool:
+        return number == 0 and (not prefix.is_uniform or prefix.num_slots > block.start)
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        prefix, buffer = self.prefix, self.buffer
+        prefix, buffer, first = self.prefix, self.buffer, self._first_visible
         if self.blocks or buffer is None:
             return None
+        if first:
+            # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
+            skipped = first - self._exact_start
+            return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
         if prefix is None or prefix.num_slots == 0:
             return buffer.keys, buffer.values
         if not prefix.is_uniform:
@@ -138,13 +110,7 @@ class GEARLayer(PromptLayer):
         keys, values = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs)
         return keys, values
 
-    @property
-    def _exact_start(self) -> int:
-        """Position of the first token behind the compressed ones."""
-        return self._length - sum(length for *_, length in self._exact_tail())
-
-    def _before_update(self) -> None:
-        """Compresses the chunks that the last update has filled."""
+    def _compress_buffer(self) -> None:
         chunk_length, buffer = self.config.residual_length, self.buffer
         if buffer is None or buffer.length < chunk_length:
             return
@@ -156,18 +122,28 @@ class GEARLayer(PromptLayer):
             self._open_block = block
             self.blocks.append(block)
         else:
-            self._open_block.append(block)
+            # Of a window that is full, a chunk is dropped for each that comes
+            self._open_block.append(block, has_spare=self.sliding_window is None)
         buffer.drop_first(count)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         if is_first:
             padding = None if self.padding is None else self.padding.tolist()
-            self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx)
+            start = self._num_left_out(keys.shape[2])
+            self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx, start)
+            self._held_start = start
             for block in self.blocks:
                 self._count(block)
         else:
             self._compress_later_prompt()
+            if not self.record_past:
+                self._let_go()
         self._open_block = None
+
+    def _num_left_out(self, count: int) -> int:
+        """How many of the newest `count` tokens are not stored, as no query to come sees them; groups stay whole."""
+        num_seen = count - self._num_passed(count)
+        return max(count - self.config.num_whole(num_seen), 0) if num_seen < count else 0
 
     def _compress_later_prompt(self) -> None:
         """
@@ -177,9 +153,15 @@ class GEARLayer(PromptLayer):
         tail = list(self._exact_tail())
         keys = torch.cat([keys[:, :, :length] for keys, _, length in tail], dim=2)
         values = torch.cat([values[:, :, :length] for _, values, length in tail], dim=2)
+        left_out = self._num_left_out(keys.shape[2])
+        keys, values = keys[:, :, left_out:], values[:, :, left_out:]
         start = self._length - keys.shape[2]
         count = self.config.num_compressible(keys.shape[2])
-        self.blocks.append(self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True))
+        block = self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True)
+        if left_out:
+            self.blocks = []
+            self._forget_before(start)
+        self.blocks.append(block)
         self.buffer = None
         if count < keys.shape[2]:
             self._append(keys[:, :, count:], values[:, :, count:])
@@ -202,39 +184,16 @@ class GEARLayer(PromptLayer):
         self._counters["chunks_compressed"] += block.num_chunks
         self._counters["fused_compressions"] += block.is_fused * block.num_chunks
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.buffer is None:
-            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
-        self.buffer.append(keys, values)
+    def _tiled_blocks(self) -> Sequence[CompressedBlock]:
+        return self.blocks
 
-    def materialize(self, side: str) -> torch.Tensor:
-        if not self._length:
-            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+    def _num_droppable(self, block: CompressedBlock, count: int) -> int:
+        # Further chunks are as long as those that there are
+        return 0 if block is self._open_block and block.num_chunks == 1 else block.num_droppable(count)
 
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        blocks = self.blocks
-        held = self.prefix, blocks, self._exact_tail(), self._exact_start
-        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
-
-    def _drop_newest(self, count: int) -> None:
-        exact_start, length = self._exact_start, self._length - count
-        if self.buffer is not None:
-            self.buffer.drop_last(min(count, self.buffer.length))
-        if length >= exact_start:
-            return
-        self.blocks = [block for block in self.blocks if block.start < length]
-        if self.blocks and self.blocks[-1].start + self.blocks[-1].length > length:
-            self.blocks[-1].truncate(length - self.blocks[-1].start)
+    def _after_cut(self, newest: CompressedBlock | None) -> None:
         if self._open_block not in self.blocks or not self.blocks[-1].is_full:
             self._open_block = None
-        if self.prefix is not None:
-            self.prefix.truncate(length)
-
-    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for stored in (self.prefix, self.buffer, *self.blocks):
-            if stored is not None:
-                stored.map(function)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for block in self.blocks:
@@ -242,25 +201,15 @@ class GEARLayer(PromptLayer):
                 for name, tensor in states.named_tensors():
                     yield _PART_NAMES[name], tensor[:, :, : block.num_chunks]
                     yield "spare", tensor[:, :, block.num_chunks :]
-        if self.buffer is not None:
-            for tensor in self.buffer.tensors():
-                yield "residual", tensor
-        if self.prefix is not None:
-            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
-            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        yield from self._exact_tensors()
 
-    def stats(self) -> dict[str, int]:
-        exact = 0
-        if self.is_initialized:
-            exact = self._length - sum(block.length for block in self.blocks)
-            if self.prefix is not None and self.blocks:
-                exact += max(min(self.prefix.num_slots, self._length) - self.blocks[0].start, 0)
-        return {
-            "tokens_cached": self._length,
-            "tokens_exact": exact,
-            **self._counters,
-            "dense_reads": self.dense_reads,
-        }
+    def _num_exact(self) -> int:
+        if not self.is_initialized:
+            return 0
+        exact = self._length - sum(block.length for block in self.blocks)
+        if self.prefix is not None and self.blocks:
+            exact += max(min(self.prefix.num_slots, self._length) - self.blocks[0].start, 0)
+        return exact
 
     def share(self) -> Iterator[torch.Tensor]:
         """
@@ -273,36 +222,15 @@ class GEARLayer(PromptLayer):
         for block in self.blocks:
             for states in (block.keys, block.values):
                 yield from (tensor for _, tensor in states.named_tensors())
-        if self.prefix is not None:
-            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+        yield from self._prefix_tensors()
 
     def state(self) -> GEARLayerState:
         """All that it holds, as it is: nothing is copied."""
-        self.settle_prompt()
-        (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
-        return GEARLayerState(
-            dtype=self.dtype,
-            batch_size=batch_size,
-            num_heads=num_heads,
-            key_head_dim=key_head_dim,
-            value_head_dim=value_head_dim,
-            length=self._length,
-            counters=dict(self._counters),
-            prefix=self.prefix,
-            blocks=self.blocks,
-            is_open=self._open_block is not None,
-            buffer=self.buffer,
-            padding=self.padding,
-        )
+        return GEARLayerState(**self._exact_state(), is_open=self._open_block is not None)
 
     def restore(self, state: GEARLayerState, device: torch.device) -> None:
         """Takes over what `state()` of another layer gave, on a device."""
-        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
-        heads = state.batch_size, state.num_heads, state.length
-        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
-        self.dtype, self.device, self.batch_size = state.dtype, device, state.batch_size
-        self.prefix, self.blocks, self.buffer, self.padding = state.prefix, state.blocks, state.buffer, state.padding
+        self._restore_exact(state)
+        self.blocks = state.blocks
         self._open_block = self.blocks[-1] if state.is_open else None
-        self.is_initialized = True
-        if any(tensor.device != device for _, tensor in self.named_tensors()):
-            self.map_tensors(lambda tensor: tensor.to(device))
+        self._place_on(device)

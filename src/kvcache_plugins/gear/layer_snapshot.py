@@ -34,7 +34,11 @@ def layer_to_document(state: GEARLayerState) -> tuple[dict[str, Any], dict[str, 
 
 
 def layer_from_document(
-    document: Document, stored: StoredTensors, config: GEARConfig, counter_names: Sequence[str]
+    document: Document,
+    stored: StoredTensors,
+    config: GEARConfig,
+    counter_names: Sequence[str],
+    sliding_window: int | None = None,
 ) -> GEARLayerState:
     """
     A layer from what a file holds of it.
@@ -44,6 +48,7 @@ def layer_from_document(
         stored (`StoredTensors`): its tensors.
         config (`GEARConfig`): the options of the cache.
         counter_names (`Sequence[str]`): what a layer counts.
+        sliding_window (`int`, *optional*): tokens that a query sees; all by default.
 
     Raises:
         ValueError: if it is anything that no layer under these options can be.
@@ -58,7 +63,7 @@ def layer_from_document(
     exact = read_exact_state(document, stored, sizes, config.residual_length)
     state = GEARLayerState(**exact, counters=counters, blocks=blocks)
     document.finish()
-    check_order(state)
+    check_order(state, sliding_window)
     if state.is_open:
         _check_open_block(state, config)
     return state

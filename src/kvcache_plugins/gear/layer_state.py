@@ -33,6 +33,7 @@ class LayerState:
         is_open (`bool`): whether further decoded tokens join the last block.
         buffer (`ResidualBuffer`, *optional*): exact tokens behind.
         padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every item.
+        held_start (`int`): position before which a layer of a window has let go of everything.
     """
 
     dtype: torch.dtype
@@ -47,6 +48,7 @@ class LayerState:
     is_open: bool
     buffer: ResidualBuffer | None
     padding: torch.Tensor | None
+    held_start: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

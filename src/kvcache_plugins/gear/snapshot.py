@@ -24,7 +24,7 @@ from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
 from .choice import PresetChoice
-from .config import BACKBONES, GEARConfig, SideConfig
+from .config import BACKBONES, SLIDING, GEARConfig, SideConfig
 from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
 from .layer import GEARLayer
 from .layer_snapshot import layer_from_document, layer_to_document
@@ -35,7 +35,7 @@ from .transform.snapshot import layer_to_document as transform_to_document
 
 
 FORMAT = "kvcache_plugins.gear"
-VERSION = 4
+VERSION = 5
 _ADVICE = "prefill and `save` anew"
 # What a file calls the layers that compress
 _NAMES: dict[type, str] = {GEARLayer: "gear", TransformLayer: BACKBONE}
@@ -87,11 +87,13 @@ class Snapshot:
         """Has a layer take over what the file holds of it, and returns for how many sequences."""
         if isinstance(layer, GEARLayer):
             assert isinstance(self.config, GEARConfig)
-            layer.restore(layer_from_document(document, stored, self.config, layer.counter_names), device)
+            known = layer.counter_names, layer.sliding_window
+            layer.restore(layer_from_document(document, stored, self.config, *known), device)
             return layer.batch_size
         if isinstance(layer, TransformLayer):
             assert isinstance(self.config, TransformConfig)
-            state = transform_from_document(document, stored, self.config, layer.frequencies, layer.counter_names)
+            expected = layer.counter_names, layer.sliding_window
+            state = transform_from_document(document, stored, self.config, layer.frequencies, *expected)
             layer.restore(state, device)
             return layer.batch_size
         assert isinstance(layer, DynamicLayer)
@@ -198,6 +200,7 @@ def _read_config(document: Document) -> GEARConfig | TransformConfig:
         low_rank_recent_ratio=document.number("low_rank_recent_ratio"),
         num_sink_tokens=document.integer("num_sink_tokens"),
         rotate_values=document.boolean("rotate_values"),
+        sliding=document.choice("sliding", SLIDING),
     )
     document.finish()
     return config
@@ -211,6 +214,7 @@ def _read_transform_config(document: Document) -> TransformConfig:
         residual_length=document.integer("residual_length", 1),
         num_sink_tokens=document.integer("num_sink_tokens"),
         quantizer=document.choice("quantizer", sorted(QUANTIZERS)),
+        sliding=document.choice("sliding", SLIDING),
     )
     document.finish()
     return config

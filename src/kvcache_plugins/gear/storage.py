@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates, tile_slices
-from kvcache_plugins.ops.outliers import OUTLIER_TILE
+
+from .shortening import drop_step, drop_tokens, keep_tokens
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -47,13 +48,14 @@ class CompressedBlock:
         """Whether further chunks may follow, as no crop has cut into the last one."""
         return self.length == self.num_chunks * self.chunk_length
 
-    def append(self, block: "CompressedBlock") -> None:
+    def append(self, block: "CompressedBlock", *, has_spare: bool = True) -> None:
         """
-        Adds the chunks of a block that follows this one and has its layout; capacity doubles when it is exhausted.
+        Adds the chunks of a block that follows this one and has its layout; capacity doubles when it is exhausted, or
+        grows by no more than is needed.
         """
         new = block.num_chunks
         if self.num_chunks + new > self.keys.num_chunks:
-            capacity = max(2 * self.keys.num_chunks, self.num_chunks + new)
+            capacity = max(2 * self.keys.num_chunks * has_spare, self.num_chunks + new)
             self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
             self.values = _with_capacity(self.values, self.num_chunks, capacity)
         used = slice(self.num_chunks, self.num_chunks + new)
@@ -71,11 +73,33 @@ class CompressedBlock:
         if self.num_chunks == 1:
             group = self.keys.grouping.group_size if self.keys.grouping.axis == "channel" else 1
             kept = self.chunk_length if group is None else -(-length // group) * group
-            self.keys = _keep_tokens(_with_capacity(self.keys, 1, 1), kept)
-            self.values = _keep_tokens(_with_capacity(self.values, 1, 1), kept)
+            self.keys = keep_tokens(_with_capacity(self.keys, 1, 1), kept)
+            self.values = keep_tokens(_with_capacity(self.values, 1, 1), kept)
         else:
             self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
             self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
+
+    def num_droppable(self, count: int) -> int:
+        """
+        How many of the first `count` tokens can be dropped: whole chunks, or of a single chunk whole groups and tiles.
+        """
+        if self.num_chunks > 1:
+            return count // self.chunk_length * self.chunk_length
+        step = drop_step(self.keys.grouping)
+        return count // step * step
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens, as many as `num_droppable` says; copies may share what was stored."""
+        if self.num_chunks > 1:
+            chunks = slice(count // self.chunk_length, self.num_chunks)
+            self.num_chunks = chunks.stop - chunks.start
+            self.keys, self.values = (
+                states.map(lambda tensor: tensor[:, :, chunks].clone()) for states in (self.keys, self.values)
+            )
+        else:
+            self.keys, self.values = drop_tokens(self.keys, count), drop_tokens(self.values, count)
+        self.start += count
+        self.length -= count
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
@@ -102,29 +126,6 @@ def _with_capacity(states: CompressedStates, used: int, capacity: int) -> Compre
         return resized
 
     return states.map(resize)
-
-
-def _keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
-    """The first `length` tokens of a single chunk; factors and outliers of the others go too."""
-    if length == states.chunk_length:
-        return states
-    tensors = {"codes": states.codes[:, :, :, :length]}
-    if states.grouping.axis == "token":
-        tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
-    elif states.grouping.group_size is not None:
-        groups = length // states.grouping.group_size
-        tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
-    if states.low_rank_a is not None:
-        first = states.chunk_length - states.low_rank_a.shape[3]
-        tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
-    if states.outlier_offsets is not None:
-        num_slots = -(-length // OUTLIER_TILE) * states.codes.shape[1]
-        offsets = states.outlier_offsets[..., : num_slots + 1]
-        kept = int(offsets[..., -1].max())
-        tensors["outlier_offsets"] = offsets
-        tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
-    # Copies, so that what was cut off is really freed
-    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
 
 
 @dataclass(eq=False)

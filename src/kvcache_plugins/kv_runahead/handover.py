@@ -77,6 +77,9 @@ class Handover:
             return
         keys, values = states
         own = self._own[layer_idx]
+        if isinstance(own, PromptLayer) and own.is_sliding and keys.shape[2] < self._slice.stop:
+            # Where tokens stand in the sequence is not known of a window alone: it stays exact
+            own = self._own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
         if isinstance(own, PromptLayer):
             padding = self._slice.padding_for(keys.shape[0])
             own.take_prompt(keys, values, None if padding is None else torch.tensor(padding, device=keys.device))

@@ -1,4 +1,5 @@
-"""Which layers of a model a method may replace: those of full attention. Bounded ones stay Transformers' own."""
+"""Which layers of a model a method may replace: those of full attention, and of those with a window what it can take.
+Other bounded ones stay Transformers' own."""
 
 import warnings
 from collections.abc import Callable
@@ -27,10 +28,16 @@ _BOUNDED_LAYER_TYPES = {
 # Full attention, alone or with what stays exact beside it: the keys of an indexer, states of a recurrence
 _FULL_LAYER_TYPES = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}
 # Not in all releases of Transformers
-_HYBRID_LAYER: type | None = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+_HYBRID_LAYERS: set[type | None] = {
+    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer", None) for kind in ("Full", "SlidingWindow")
+}
 
 
-def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int], CacheLayerMixin]) -> list[Any]:
+def replace_full_attention(
+    config: PreTrainedConfig,
+    make_layer: Callable[[int], CacheLayerMixin],
+    make_windowed: Callable[[int, int], CacheLayerMixin | None] = lambda index, window: None,
+) -> list[Any]:
     """
     Transformers' own cache layers for a model, those of full attention replaced.
 
@@ -39,6 +46,9 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
             The config of the (decoder of the) model.
         make_layer (`Callable[[int], CacheLayerMixin]`):
             Makes the layer of an index.
+        make_windowed (`Callable[[int, int], CacheLayerMixin | None]`, *optional*):
+            Makes the layer of an index whose attention has a window, of so many tokens; `None` leaves Transformers'
+            own in its place, which is the default.
 
     Raises:
         ValueError: if the model has layers that hold full-length states of another kind, or none that hold any, or an
@@ -58,19 +68,21 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
             "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
         )
     full = [index for index, layer in enumerate(own) if _is_full(layer)]
-    if not full:
+    windowed = {
+        index: make_windowed(index, layer.sliding_window)
+        for index, layer in enumerate(own)
+        if isinstance(layer, DynamicSlidingWindowLayer)
+    }
+    made = {index: make_layer(index) for index in full}
+    made |= {index: layer for index, layer in windowed.items() if layer is not None}
+    if not made:
         _warn_of_bounded(own)
-    for index in full:
-        layer = make_layer(index)
-        if _is_hybrid(own[index]) and isinstance(layer, LazyLayer):
+    for index, layer in made.items():
+        if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
             layer = with_recurrent_states(layer, own[index].number_of_states)
         # What a cache leaves as it is keeps what belongs to it
         own[index] = own[index] if type(layer) is DynamicLayer else layer
     return own
-
-
-def _is_hybrid(layer: Any) -> bool:
-    return _HYBRID_LAYER is not None and type(layer) is _HYBRID_LAYER
 
 
 def _is_full(layer: Any) -> bool:

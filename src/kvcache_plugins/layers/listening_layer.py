@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .lazy_states import LazyStates
 
@@ -70,8 +70,16 @@ class ListeningLayer(DynamicLayer):
         return self.get_seq_length()
 
 
-def listen(cache: DynamicCache) -> None:
-    """Has the layers of an empty cache that hold all tokens listen; others stay what they are."""
+def listen(cache: DynamicCache, *, of_windows: bool = False) -> None:
+    """
+    Has the layers of an empty cache that hold all tokens listen; others stay what they are.
+
+    Args:
+        cache (`DynamicCache`): the cache.
+        of_windows (`bool`, *optional*, defaults to `False`): whether layers of a window listen too, and hold all
+            tokens.
+    """
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer) if of_windows else (DynamicLayer,)
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) in kinds:
             cache.layers[index] = ListeningLayer()

@@ -98,6 +98,10 @@ class ModelMatchMixin(HybridLayersMixin):
         layer = self.layers[layer_idx]
         return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
 
+    def _is_windowed(self, layer_idx: int) -> bool:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return isinstance(layer, PromptLayer) and layer.is_sliding
+
     def _check_last_forward(self) -> None:
         """Whether the last forward reached all layers: one that they are too many for leaves the last ones empty."""
         if not self._given:
@@ -128,7 +132,7 @@ class ModelMatchMixin(HybridLayersMixin):
         # Ranks of tensor parallelism have a part of the heads each
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         # Windowed layers may have other heads, which no field of the config names
-        is_ours = self._num_held(layer_idx) is not None
+        is_ours = self._num_held(layer_idx) is not None and not self._is_windowed(layer_idx)
         if self.expected_heads and num_heads not in self.expected_heads and is_alone and is_ours:
             listed = " or ".join(map(str, sorted(self.expected_heads)))
             raise ValueError(
@@ -140,7 +144,7 @@ class ModelMatchMixin(HybridLayersMixin):
         """Lets go of what the layers before got in this forward, so that the cache can still be used."""
         for index, (_, count) in (self._given or {}).items():
             layer = self.layers[index]
-            if isinstance(layer, PromptLayer):
+            if isinstance(layer, PromptLayer) and layer.can_crop(count):
                 layer.crop_tokens(count)
         self._given = None
 

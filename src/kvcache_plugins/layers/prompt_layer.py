@@ -267,8 +267,8 @@ class PromptLayer(LazyLayer):
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
-            first_new = self._length - attn_mask.shape[-2]
-            if first_new > 0 and hides_new_tokens(attn_mask, first_new, self.padding):
+            first_new, first = self._length - attn_mask.shape[-2], self._first_visible
+            if first_new > 0 and hides_new_tokens(attn_mask, first_new, self.padding, first):
                 # As if they had not been
                 self.crop_tokens(attn_mask.shape[-2])
                 raise ValueError(
@@ -276,7 +276,7 @@ class PromptLayer(LazyLayer):
                     f"new ones: make {ANOTHER_PROMPT}"
                 )
             if first_new >= 0:
-                self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size)
+                self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
     def on_dense_read(self, side: str) -> None:
         super().on_dense_read(side)
@@ -347,7 +347,16 @@ class PromptLayer(LazyLayer):
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         _, num_heads, _, head_dim = self._shapes[side]
-        return self.batch_size, num_heads, self._length, head_dim
+        return self.batch_size, num_heads, self._length - self._first_visible, head_dim
+
+    @property
+    def _first_visible(self) -> int:
+        """Position of the first token of the newest states: not 0 in a layer that lets go of its oldest."""
+        return 0
+
+    def can_crop(self, count: int) -> bool:
+        """Whether the newest `count` tokens can be dropped."""
+        return True
 
     def get_seq_length(self) -> int:
         return self._length

@@ -5,6 +5,7 @@ dimensions that broadcast to `[batch_size, num_heads, num_queries, seq_len]`.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
@@ -23,14 +24,22 @@ def mask_columns(
     mask: torch.Tensor | None, positions: torch.Tensor, batch_size: int, length: int
 ) -> torch.Tensor | None:
     """
-    The columns at `positions` `[batch_size, columns]` of every item; positions beyond the last column repeat that one.
+    The columns at `positions` `[batch_size, columns]` of every item; positions beyond the first or the last column
+    repeat that one.
     """
     if mask is None:
         return None
     mask = _full_rank(mask, length)
     mask = mask.expand(batch_size, *mask.shape[1:])
-    index = positions.clamp(max=length - 1)[:, None, None, :]
+    index = positions.clamp(min=0, max=length - 1)[:, None, None, :]
     return mask.gather(3, index.expand(-1, *mask.shape[1:3], -1))
+
+
+def hide_first(mask: torch.Tensor | None, count: int, length: int, device: torch.device) -> torch.Tensor:
+    """`mask` of `length - count` columns, with `count` columns in front of them that nothing attends to."""
+    if mask is None:
+        return (torch.arange(length, device=device) >= count)[None, None, None]
+    return F.pad(mask, (count, 0), value=False if mask.dtype == torch.bool else -torch.inf)
 
 
 def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
@@ -42,7 +51,7 @@ def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Ten
 
 
 def leading_padding(
-    mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int
+    mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int, first_column: int = 0
 ) -> torch.Tensor | None:
     """
     Left padding of every item, learned from the mask of an update of several tokens.
@@ -55,6 +64,7 @@ def leading_padding(
         first_new (`int`): position of the first new token.
         known (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
         batch_size (`int`): number of items.
+        first_column (`int`, *optional*, defaults to 0): position that the mask's first column is of.
 
     Returns:
         Number of padding tokens at the start of each item, `[batch_size]`, or `None` if there is none.
@@ -62,7 +72,7 @@ def leading_padding(
     if first_new > 0 and known is None:
         return None
     mask = _full_rank(mask, mask.shape[-1])[:, 0]
-    itself = mask.diagonal(offset=first_new, dim1=-2, dim2=-1)
+    itself = mask.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
     real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
     run = (real.cumsum(dim=1) == 0).sum(dim=1).expand(batch_size)
     if known is not None:
@@ -70,7 +80,7 @@ def leading_padding(
     return run.clone() if bool((run > 0).any()) else None
 
 
-def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None) -> bool:
+def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None, first_column: int = 0) -> bool:
     """
     Whether no new token may attend to itself, in any item that has had others than padding before.
 
@@ -78,8 +88,10 @@ def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor |
         mask (`torch.Tensor`): the mask, with one row per new token.
         first_new (`int`): position of the first new token.
         padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
+        first_column (`int`, *optional*, defaults to 0): position that the mask's first column is of.
     """
-    itself = _full_rank(mask, mask.shape[-1])[:, 0].diagonal(offset=first_new, dim1=-2, dim2=-1)
+    columns = _full_rank(mask, mask.shape[-1])[:, 0]
+    itself = columns.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
     real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
     if padding is None:
         return not bool(real.any())

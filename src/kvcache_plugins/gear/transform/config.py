@@ -3,8 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcache_plugins.gear.config import SLIDING, WINDOW_FACTOR
 from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
+from kvcache_plugins.option_checks import check_choice
 
 
 BACKBONE = "transform"
@@ -12,6 +14,8 @@ BACKBONE = "transform"
 MIN_TOKENS = 64
 # With its scale a row is a word at least, which is what compiled code loads
 LEAST_BYTES = 3
+# Rows that are let go of together, of a window: few enough to be no burden, and enough that moving the others is none
+DROP_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,7 @@ class TransformConfig:
         residual_length (`int`): decoded tokens that wait in exact form.
         num_sink_tokens (`int`): first tokens that stay exact.
         quantizer (`str`): `"lloyd-max"` or `"trellis"`.
+        sliding (`str`): `"auto"`, `"compressed"` or `"dense"`: what is done with layers whose attention has a window.
     """
 
     key_nbits: float
@@ -31,6 +36,7 @@ class TransformConfig:
     residual_length: int = 8
     num_sink_tokens: int = 4
     quantizer: str = "lloyd-max"
+    sliding: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.quantizer, str) or self.quantizer not in QUANTIZERS:
@@ -49,6 +55,8 @@ class TransformConfig:
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"`{name}` has to be an integer of at least {least} but got {number!r}")
 
+        check_choice("sliding", self.sliding, SLIDING)
+
     def to_options(self) -> dict[str, Any]:
         """The options of `GEARCache` that stand for this."""
         return {"backbone": BACKBONE, **asdict(self)}
@@ -57,6 +65,11 @@ class TransformConfig:
     def shortest_prompt(self) -> int:
         """Tokens of the shortest prompt that is coded."""
         return self.num_sink_tokens + MIN_TOKENS
+
+    @property
+    def least_window(self) -> int:
+        """Tokens of the smallest window of which layers are coded if `sliding` is `"auto"`."""
+        return WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length)
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes that the codes of a key take: the sum of its blocks' widths."""
@@ -84,14 +97,14 @@ def transform_config(options: dict[str, Any]) -> TransformConfig:
     Raises:
         ValueError: if an option is given that this backbone does not have.
     """
-    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens", "quantizer")}
+    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens", "quantizer", "sliding")}
     nbits = options.pop("nbits")
     key_nbits, value_nbits = options.pop("key_nbits"), options.pop("value_nbits")
     foreign = sorted(name for name, value in options.items() if value is not None)
     if foreign:
         raise ValueError(
             f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
-            "`value_nbits`, `residual_length`, `num_sink_tokens` and `quantizer`"
+            "`value_nbits`, `residual_length`, `num_sink_tokens`, `quantizer` and `sliding`"
         )
     return TransformConfig(
         key_nbits=nbits if key_nbits is None else key_nbits,

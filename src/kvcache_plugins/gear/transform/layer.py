@@ -8,25 +8,23 @@ by one.
     [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from kvcache_plugins.gear.dense_tiles import dense_tiles
+from kvcache_plugins.gear.block_layer import BlockLayerMixin
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel
-from kvcache_plugins.ops.masking import combine_masks, mask_columns, slice_mask
-from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.transform_coding.attention import attend, has_triton_kernel
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
-from .config import TransformConfig
+from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
 from .prompt_coder import make_prompt_coder, replace_item
 from .storage import CodedBlock, DecodableBlock
@@ -35,11 +33,9 @@ from .waiting_items import join_prefix, shorten_prefix
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
-# An update of this many times `residual_length` tokens is coded as soon as attention has seen it
-_PROMPT_FACTOR = 4
 
 
-class TransformLayer(PromptLayer):
+class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     """
     Keys and values of one layer, every token of them coded by itself.
 
@@ -54,8 +50,11 @@ class TransformLayer(PromptLayer):
             Of the keys' rotary embedding, radians a token of every pair of channels.
         calibrated (`BasisCoder`, *optional*):
             How tokens are coded, if a calibration says so. Otherwise it is the prompt that does.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees, itself among them; all by default.
     """
 
+    config: TransformConfig
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -73,16 +72,15 @@ class TransformLayer(PromptLayer):
         attention_mask: torch.Tensor | None = None,
         frequencies: tuple[float, ...] | None = None,
         calibrated: BasisCoder | None = None,
+        sliding_window: int | None = None,
     ):
         self.config, self.frequencies, self.calibrated = config, frequencies, calibrated
         super().__init__(layer_idx, attention_mask)
+        self._slide(sliding_window)
 
     def _clear(self) -> None:
         super()._clear()
-        self.prefix: ExactPrefix | None = None
         self.coder: RowCoder | BasisCoder | None = None
-        self.blocks: list[CodedBlock] = []
-        self.buffer: ResidualBuffer | None = None
         self._moments: QueryMoments | None = None
         # Items that have no table yet, as they had too few tokens when others got theirs, `[batch_size]`
         self._waiting_items: torch.Tensor | None = None
@@ -98,33 +96,13 @@ class TransformLayer(PromptLayer):
         super().lazy_initialization(key_states, value_states)
         self.layouts: list[RotaryLayout] = candidate_layouts(self.frequencies, key_states.shape[3])
 
-    def _is_prompt(self, count: int) -> bool:
-        return count >= _PROMPT_FACTOR * self.config.residual_length
-
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        self._learn_padding(None if is_causal else attn_mask)
-        self._note_queries(query)
-        self.settle_prompt()
-
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        if is_causal:
-            shape = (query.shape[2], self._length)
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+    def _attend_parts(
+        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
+    ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query)
         if kernel == "triton" and not has_triton_kernel(self.coder):
             kernel, is_fallback = "torch", True
-        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
-        self._counters["attend_calls"] += 1
-        self._counters["fused_calls"] += kernel != "torch"
-        self._counters["kernel_fallbacks"] += is_fallback
-        self._learn_padding(None if is_causal else attn_mask)
-        self._note_queries(query)
-        self.settle_prompt()
-        return output
+        return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Adds the newest queries to what the table will be made of, until there is one."""
@@ -135,41 +113,14 @@ class TransformLayer(PromptLayer):
         moments = QueryMoments.of(query, self._shapes["keys"][1], self.layouts, valid)
         self._moments = moments if self._moments is None else self._moments.plus(moments)
 
-    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[DensePart | CodedPart]:
-        """Everything held, each token once, with its columns of the mask."""
-        prefix = self.prefix
-        if prefix is not None and prefix.num_slots:
-            mask = None
-            if attn_mask is not None:
-                mask = mask_columns(attn_mask, prefix.positions, self.batch_size, self._length)
-            mask = mask if prefix.is_uniform else combine_masks(mask, prefix.in_use)
-            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
-        for block in self.blocks:
-            mask = slice_mask(attn_mask, block.start, block.stop)
-            if prefix is not None and not prefix.is_uniform and block.start < self._prefix_stop:
-                # Blocks also span padding of shorter items, and tokens that the prefix holds
-                columns = torch.arange(block.start, block.stop, device=self.device)
-                mask = combine_masks(mask, columns >= prefix.end[:, None])
-            assert self.coder is not None
-            yield CodedPart(block.keys, block.values, self.coder, block.start, self.padding, block.length, mask)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            yield DensePart(keys, values, length, slice_mask(attn_mask, position, position + length))
-            position += length
+    def _block_part(self, block: CodedBlock, mask: torch.Tensor | None) -> CodedPart:
+        assert self.coder is not None
+        return CodedPart(block.keys, block.values, self.coder, block.start, self.padding, block.length, mask)
 
-    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Keys, values and their tokens in use, of what stands behind the coded ones."""
-        if self.buffer is not None and self.buffer.length:
-            yield *self.buffer.tensors(), self.buffer.length
-        if self._pending is not None:
-            yield *self._pending, self._pending[0].shape[2]
+    def _may_overlap(self, number: int, block: CodedBlock, prefix: ExactPrefix) -> bool:
+        return not prefix.is_uniform and block.start < self._prefix_stop
 
-    @property
-    def _exact_start(self) -> int:
-        """Position of the first token behind the coded ones."""
-        return self._length - sum(length for *_, length in self._exact_tail())
-
-    def _before_update(self) -> None:
+    def _compress_buffer(self) -> None:
         buffer = self.buffer
         if buffer is not None and buffer.length >= self.config.residual_length:
             self._code_tail(buffer.keys, buffer.values)
@@ -181,6 +132,8 @@ class TransformLayer(PromptLayer):
         if not self._code_tail(keys, values):
             self.buffer = None
             self._append(keys, values)
+        if not is_first and not self.record_past:
+            self._let_go()
 
     def _code_tail(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """
@@ -199,10 +152,19 @@ class TransformLayer(PromptLayer):
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
         assert self.coder is not None
+        start = self._skip_passed(start)
         tail = keys.shape[2] - (length - start)
         self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
         self.buffer = None
         return True
+
+    def _skip_passed(self, start: int) -> int:
+        """From which token on, not before `start`, there is to be coded; what is before it is let go of."""
+        first = start + self._num_passed(self._length - start)
+        if first > start:
+            self.blocks, self._is_open = [], False
+            self._forget_before(first)
+        return first
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
@@ -260,47 +222,30 @@ class TransformLayer(PromptLayer):
     def _add_rows(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         count = keys.shape[2]
         if self._is_open:
-            self.blocks[-1].append(keys, values)
+            most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
+            self.blocks[-1].append(keys, values, most)
         else:
             self.blocks.append(CodedBlock(keys, values, start, count))
             self._is_open = True
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.buffer is None:
-            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
-        self.buffer.append(keys, values)
+    def _tiled_blocks(self) -> Sequence[DecodableBlock]:
+        return [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
 
-    def materialize(self, side: str) -> torch.Tensor:
-        if not self._length:
-            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+    def _num_droppable(self, block: CodedBlock, count: int) -> int:
+        return count // DROP_STEP * DROP_STEP
 
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        blocks = [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
-        held = self.prefix, blocks, self._exact_tail(), self._exact_start
-        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device)
+    def _needs_prefix(self) -> bool:
+        # Items that wait for a table have all their tokens in it
+        return self._waiting
 
-    def _drop_newest(self, count: int) -> None:
-        exact_start, length = self._exact_start, self._length - count
-        if self.buffer is not None:
-            self.buffer.drop_last(min(count, self.buffer.length))
-        if length >= exact_start:
-            return
-        last = self.blocks[-1]
-        self.blocks = [block for block in self.blocks if block.start < length]
-        if not self.blocks or self.blocks[-1] is not last:
+    def _after_cut(self, newest: CodedBlock | None) -> None:
+        if not self.blocks or self.blocks[-1] is not newest:
             self._is_open = False
-        if self.blocks and self.blocks[-1].stop > length:
-            self.blocks[-1].truncate(length - self.blocks[-1].start)
-        if self.prefix is not None:
-            self.prefix.truncate(length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for stored in (self.prefix, self.buffer, *self.blocks):
-            if stored is not None:
-                stored.map(function)
+        super()._map_stored(function)
         if self._moments is not None:
             self._moments = self._moments.map(function)
         if self.coder is not None:
@@ -317,11 +262,7 @@ class TransformLayer(PromptLayer):
             yield from (("scales", tensor) for tensor in self.coder.tensors())
         if self._moments is not None:
             yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
-        if self.buffer is not None:
-            yield from (("residual", tensor) for tensor in self.buffer.tensors())
-        if self.prefix is not None:
-            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
-            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        yield from self._exact_tensors()
         if self._waiting_items is not None:
             yield "index", self._waiting_items
 
@@ -337,56 +278,33 @@ class TransformLayer(PromptLayer):
             yield from (block.keys, block.values)
         if self.coder is not None and not self._waiting:
             yield from self.coder.tensors()
-        if self.prefix is not None:
-            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+        yield from self._prefix_tensors()
 
-    def stats(self) -> dict[str, int]:
-        exact = self._length
-        if self.prefix is not None and self.blocks:
-            coded = sum(block.length for block in self.blocks)
-            exact -= coded - max(self.config.num_sink_tokens - self.blocks[0].start, 0)
-        return {
-            "tokens_cached": self._length,
-            "tokens_exact": exact,
-            **self._counters,
-            "dense_reads": self.dense_reads,
-        }
+    def _num_exact(self) -> int:
+        if self.prefix is None or not self.blocks:
+            return self._length
+        coded = sum(block.length for block in self.blocks)
+        return self._length - coded + max(self.config.num_sink_tokens - self.blocks[0].start, 0)
 
     def state(self) -> TransformLayerState:
         """All that it holds, as it is: nothing is copied."""
-        self.settle_prompt()
-        (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
+        exact = self._exact_state()
         # A calibrated cache has no file
         assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(
-            dtype=self.dtype,
-            batch_size=batch_size,
-            num_heads=num_heads,
-            key_head_dim=key_head_dim,
-            value_head_dim=value_head_dim,
-            length=self._length,
-            counters=dict(self._counters),
-            prefix=self.prefix,
+            **exact,
             coder=self.coder,
-            blocks=self.blocks,
             is_open=self._is_open,
-            buffer=self.buffer,
-            padding=self.padding,
             moments=self._moments,
             waiting_items=self._waiting_items,
         )
 
     def restore(self, state: TransformLayerState, device: torch.device) -> None:
         """Takes over what `state()` of another layer gave, on a device."""
-        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
-        self.prefix, self.coder, self.blocks, self.buffer = state.prefix, state.coder, state.blocks, state.buffer
-        self.padding, self._moments, self._waiting_items = state.padding, state.moments, state.waiting_items
+        self._restore_exact(state)
+        self.blocks, self.coder = state.blocks, state.coder
+        self._moments, self._waiting_items = state.moments, state.waiting_items
         self._is_open, self._waiting = state.is_open, state.waiting_items is not None
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
-        heads = state.batch_size, state.num_heads, state.length
-        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
         self.layouts = candidate_layouts(self.frequencies, state.key_head_dim)
-        self.dtype, self.device, self.batch_size = state.dtype, device, state.batch_size
-        self.is_initialized = True
-        if any(tensor.device != device for _, tensor in self.named_tensors()):
-            self.map_tensors(lambda tensor: tensor.to(device))
+        self._place_on(device)

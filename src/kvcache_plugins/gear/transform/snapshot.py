@@ -58,6 +58,7 @@ def layer_from_document(
     config: TransformConfig,
     frequencies: tuple[float, ...] | None,
     counter_names: Sequence[str],
+    sliding_window: int | None = None,
 ) -> TransformLayerState:
     """
     A layer from what a file holds of it.
@@ -68,6 +69,7 @@ def layer_from_document(
         config (`TransformConfig`): the options of the cache.
         frequencies (`tuple[float, ...]`, *optional*): of the rotary embedding, as the layer has them.
         counter_names (`Sequence[str]`): what a layer counts.
+        sliding_window (`int`, *optional*): tokens that a query sees; all by default.
 
     Raises:
         ValueError: if it is anything that no layer under these options can be.
@@ -91,7 +93,7 @@ def layer_from_document(
         waiting_items=_read_waiting(stored, sizes["batch_size"]),
     )
     document.finish()
-    _check_parts(state)
+    _check_parts(state, sliding_window)
     return state
 
 
@@ -119,7 +121,7 @@ def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None
     return waiting.bool()
 
 
-def _check_parts(state: TransformLayerState) -> None:
+def _check_parts(state: TransformLayerState, sliding_window: int | None) -> None:
     """What goes with tables is there with them, what goes without is not, and tokens follow each other."""
     prefix, waiting = state.prefix, state.waiting_items
     if state.coder is None:
@@ -127,9 +129,10 @@ def _check_parts(state: TransformLayerState) -> None:
         if prefix is not None or waiting is not None or state.is_open or length != state.length:
             raise ValueError("there are no tables, but not all tokens are exact ones behind them")
         return
-    if prefix is None or (state.moments is not None and waiting is None) or (state.is_open and not state.blocks):
+    has_begin = prefix is not None or (state.held_start > 0 and waiting is None)
+    if not has_begin or (state.moments is not None and waiting is None) or (state.is_open and not state.blocks):
         raise ValueError("there are tables, but not what goes with them")
-    check_order(state)
+    check_order(state, sliding_window)
     exact_start = state.length - (0 if state.buffer is None else state.buffer.length)
-    if waiting is not None and bool((prefix.end[waiting] < exact_start).any()):
+    if prefix is not None and waiting is not None and bool((prefix.end[waiting] < exact_start).any()):
         raise ValueError("an item that waits for a table has to have all its tokens in front")

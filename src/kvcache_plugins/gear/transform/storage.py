@@ -31,11 +31,15 @@ class CodedBlock:
     def stop(self) -> int:
         return self.start + self.length
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds rows of tokens that follow; capacity grows little, as spare room is held too and moving is cheap."""
+    def append(self, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
+        """
+        Adds rows of tokens that follow; capacity grows little, as spare room is held too and moving is cheap, and not
+        beyond `most` tokens before it is needed.
+        """
         total = self.length + keys.shape[2]
         if total > self.keys.shape[2]:
-            capacity = max(total, self.length + self.length // _GROWTH)
+            capacity = self.length + self.length // _GROWTH
+            capacity = max(total, capacity if most is None else min(capacity, most))
             self.keys, self.values = (_resized(rows, self.length, capacity) for rows in (self.keys, self.values))
         self.keys[:, :, self.length : total] = keys
         self.values[:, :, self.length : total] = values
@@ -45,6 +49,12 @@ class CodedBlock:
         """Keeps the first `length` tokens, and gives the room of the others back."""
         self.keys, self.values = (_resized(rows, length, length) for rows in (self.keys, self.values))
         self.length = length
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens; copies may share the rows of before."""
+        self.keys, self.values = (rows[:, :, count : self.length].clone() for rows in (self.keys, self.values))
+        self.start += count
+        self.length -= count
 
     def dense_tiles(
         self, sides: Collection[str], coder: RowCoder | BasisCoder, padding: torch.Tensor | None

@@ -1,0 +1,313 @@
+"""What the layers of a `GEARCache` have in common, whatever they make of their tokens.
+
+    [ prefix: exact, first tokens of each item ] [ blocks: compressed ] [ buffer: exact, newest ]
+
+Tokens wait in the buffer until they are compressed at the *beginning* of an update, so that a rollback of the newest
+one finds its tokens exact. A layer says how they are compressed, and what attention makes of a block of them.
+
+Where the model's layer attends to a window (`sliding_window.py`), the oldest tokens are let go of, some at a time,
+once no query to come can see them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
+from kvcache_plugins.ops.parts import DensePart
+
+from .dense_tiles import TiledBlock, dense_tiles
+from .layer_state import LayerState
+from .sliding_window import SlidingWindowMixin
+from .storage import ExactPrefix
+
+
+# An update of this many times `residual_length` tokens is a prompt of its own
+_PROMPT_FACTOR = 4
+
+
+class BufferConfig(Protocol):
+    """What is asked of the options of a layer."""
+
+    @property
+    def residual_length(self) -> int:
+        """Decoded tokens that wait in exact form."""
+
+
+class StoredBlock(Protocol):
+    """Consecutive tokens, compressed."""
+
+    start: int
+    length: int
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens, as many as can be dropped."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every stored tensor by `function` of it."""
+
+
+BlockT = TypeVar("BlockT", bound=StoredBlock)
+
+
+class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
+    """
+    Mixed into a `PromptLayer` that stores a prefix, blocks and a buffer, before it.
+
+    A subclass says how attention is computed over a block (`_block_part`, `_attend_parts`), how a block becomes dense
+    (`_tiled_blocks`), how much of its beginning can be dropped (`_num_droppable`), and what goes on when the newest
+    block has been cut (`_after_cut`).
+    """
+
+    config: BufferConfig
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.prefix: ExactPrefix | None = None
+        self.blocks: list[BlockT] = []
+        self.buffer: ResidualBuffer | None = None
+
+    @abstractmethod
+    def _attend_parts(
+        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
+    ) -> tuple[torch.Tensor, str, bool]:
+        """Attention over parts; the kernel that computed it, and whether another one was wanted."""
+
+    @abstractmethod
+    def _block_part(self, block: BlockT, mask: torch.Tensor | None) -> Any:
+        """A block as a part that attention goes over, with its columns of the mask."""
+
+    @abstractmethod
+    def _may_overlap(self, number: int, block: BlockT, prefix: ExactPrefix) -> bool:
+        """Whether a block may span tokens that the prefix holds, or padding of shorter items."""
+
+    @abstractmethod
+    def _tiled_blocks(self) -> Sequence[TiledBlock]:
+        """The blocks, as they become dense."""
+
+    @abstractmethod
+    def _num_droppable(self, block: BlockT, count: int) -> int:
+        """How many of the first `count` tokens of a block can be dropped."""
+
+    @abstractmethod
+    def _compress_buffer(self) -> None:
+        """Compresses what the last update has filled the buffer with."""
+
+    @abstractmethod
+    def _after_cut(self, newest: BlockT | None) -> None:
+        """Called when tokens have been dropped of blocks, of which `newest` was the last."""
+
+    def _before_update(self) -> None:
+        self._compress_buffer()
+        if not self.record_past:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops what no query to come sees, as far as whole chunks and rows allow it."""
+        first = self._first_seen(self._length)
+        if first <= self._held_start:
+            return
+        blocks, newest = self.blocks, self.blocks[-1] if self.blocks else None
+        self.blocks = [block for block in blocks if block.start + block.length > first]
+        num_dropped = 0
+        if self.blocks and self.blocks[0].start < first:
+            num_dropped = self._num_droppable(self.blocks[0], first - self.blocks[0].start)
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if num_dropped or len(self.blocks) < len(blocks):
+            self._after_cut(newest)
+            self._forget_before(self.blocks[0].start if self.blocks else self._exact_start)
+
+    def _forget_before(self, position: int) -> None:
+        """Takes down that no tokens are left before a position, and lets go of a prefix that ends there."""
+        self._held_start = max(position, self._held_start)
+        if self.prefix is not None and not self._needs_prefix() and self.prefix.stop() <= position:
+            self.prefix = None
+
+    def _needs_prefix(self) -> bool:
+        """Whether more may come to stand in the prefix."""
+        return False
+
+    def _is_prompt(self, count: int) -> bool:
+        return count >= _PROMPT_FACTOR * self.config.residual_length
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """See `LazyLayer.attend`."""
+        if is_causal:
+            shape = (query.shape[2], self.lazy_length())
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+        output, kernel, is_fallback = self._attend_parts(query, self._parts(attn_mask), scale)
+        self._counters["attend_calls"] += 1
+        self._counters["fused_calls"] += kernel != "torch"
+        self._counters["kernel_fallbacks"] += is_fallback
+        self._after_attention(query, attn_mask, is_causal=is_causal)
+        return output
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        """See `LazyLayer.on_exact_attention`."""
+        self._after_attention(query, attn_mask, is_causal=is_causal)
+
+    def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        self._learn_padding(None if is_causal else attn_mask)
+        self._note_queries(query)
+        self.settle_prompt()
+
+    def _note_queries(self, query: torch.Tensor) -> None:
+        """What the layer makes of queries; nothing by default."""
+
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
+        """Everything held, each token once, with its columns of the mask."""
+        prefix, first = self.prefix, self._first_visible
+        if prefix is not None and prefix.num_slots:
+            mask = None
+            if attn_mask is not None:
+                mask = mask_columns(attn_mask, prefix.positions - first, self.batch_size, self._length - first)
+            if not prefix.is_uniform or first:
+                mask = combine_masks(mask, prefix.in_use & (prefix.positions >= first))
+            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
+        for number, block in enumerate(self.blocks):
+            stop = block.start + block.length
+            if stop <= first:
+                continue
+            mask = self._columns(attn_mask, block.start, stop)
+            if prefix is not None and self._may_overlap(number, block, prefix):
+                columns = torch.arange(block.start, stop, device=self.device)
+                mask = combine_masks(mask, columns >= prefix.end[:, None])
+            yield self._block_part(block, mask)
+        position = self._exact_start
+        for keys, values, length in self._exact_tail():
+            if position + length > first:
+                yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
+            position += length
+
+    def _columns(self, attn_mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        """The mask's columns of the tokens from position `start` to `stop`, of which some may be out of sight."""
+        first = self._first_visible
+        if start >= first:
+            return slice_mask(attn_mask, start - first, stop - first)
+        return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
+
+    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys, values and their tokens in use, of what stands behind the compressed ones."""
+        if self.buffer is not None and self.buffer.length:
+            yield *self.buffer.tensors(), self.buffer.length
+        if self._pending is not None:
+            yield *self._pending, self._pending[0].shape[2]
+
+    @property
+    def _exact_start(self) -> int:
+        """Position of the first token behind the compressed ones."""
+        return self._length - sum(length for *_, length in self._exact_tail())
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
+        self.buffer.append(keys, values)
+
+    def materialize(self, side: str) -> torch.Tensor:
+        """See `LazyLayer.materialize`."""
+        if not self._length:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """See `LazyLayer.dense_tiles`."""
+        held = self.prefix, self._tiled_blocks(), self._exact_tail(), self._exact_start
+        return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device, self._first_visible)
+
+    def _drop_newest(self, count: int) -> None:
+        exact_start, length = self._exact_start, self._length - count
+        if self.buffer is not None:
+            self.buffer.drop_last(min(count, self.buffer.length))
+        if length >= exact_start:
+            return
+        newest = self.blocks[-1] if self.blocks else None
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.blocks[-1].start + self.blocks[-1].length > length:
+            self.blocks[-1].truncate(length - self.blocks[-1].start)
+        self._after_cut(newest)
+        if self.prefix is not None:
+            self.prefix.truncate(length)
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for stored in (self.prefix, self.buffer, *self.blocks):
+            if stored is not None:
+                stored.map(function)
+
+    def _exact_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Part and tensor of prefix and buffer."""
+        if self.buffer is not None:
+            yield from (("residual", tensor) for tensor in self.buffer.tensors())
+        if self.prefix is not None:
+            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
+            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+
+    def _prefix_tensors(self) -> Iterator[torch.Tensor]:
+        """What of the prefix copies may share."""
+        if self.prefix is not None:
+            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+
+    @abstractmethod
+    def _num_exact(self) -> int:
+        """Tokens that are exact, of the item that has most of them compressed."""
+
+    def stats(self) -> dict[str, int]:
+        """See `LazyLayer.stats`."""
+        return {
+            "tokens_cached": self._length,
+            "tokens_exact": self._num_exact() if self.sliding_window is None else self._num_exact_held(),
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }
+
+    def _num_exact_held(self) -> int:
+        """Tokens that are exact and have not been let go of."""
+        if not self.is_initialized:
+            return 0
+        in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
+        return self._length - self._exact_start + in_front
+
+    def _exact_state(self) -> dict[str, Any]:
+        """The fields of its `LayerState` that every layer has; nothing is copied."""
+        self.settle_prompt()
+        batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
+        return {
+            "dtype": self.dtype,
+            "batch_size": batch_size,
+            "num_heads": num_heads,
+            "key_head_dim": key_head_dim,
+            "value_head_dim": self._shapes["values"][3],
+            "length": self._length,
+            "counters": dict(self._counters),
+            "prefix": self.prefix,
+            "blocks": self.blocks,
+            "buffer": self.buffer,
+            "padding": self.padding,
+            "held_start": self._held_start,
+        }
+
+    def _restore_exact(self, state: LayerState) -> None:
+        """Takes those fields over."""
+        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
+        heads = state.batch_size, state.num_heads, state.length
+        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
+        self.dtype, self.batch_size = state.dtype, state.batch_size
+        self.prefix, self.buffer, self.padding = state.prefix, state.buffer, state.padding
+        self._held_start = state.held_start
+        self.is_initialized = True
+
+    def _place_on(self, device: torch.device) -> None:
+        """Moves everything that has been restored to a device."""
+        self.device = device
+        if any(tensor.device != device for _, tensor in self.named_tensors()):
+            self.map_tensors(lambda tensor: tensor.to(device))

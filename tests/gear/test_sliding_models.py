@@ -1,0 +1,182 @@
+"""Models whose layers attend to windows, some or all of them, with caches that compress these layers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from kvcache_plugins import GEARCache, create_cache, predict_memory
+from kvcache_plugins.contract import CONTRACT, run_check
+from kvcache_plugins.contract.models import tiny_models
+from kvcache_plugins.contract.reachable import reachable_bytes
+from kvcache_plugins.contract.subject import RECORDS_PAST
+
+
+VOCAB_SIZE, WINDOW, CONTEXT = 211, 4096, 6000
+FINE = {
+    "gear": {"nbits": 8, "residual_length": 16, "sliding": "compressed"},
+    "transform": {"nbits": 8, "backbone": "transform", "sliding": "compressed"},
+}
+# What older releases of Transformers need a dense sliding layer to be rolled back for is not there
+ITEMS = {"hybrid"} | (
+    {"crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search", "chunked-prefill"}
+    | {"prompt-lookup", "assisted", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
+    if RECORDS_PAST
+    else set()
+)
+
+
+def make_mistral(sliding_window: int | None, **fields: object) -> PreTrainedModel:
+    options = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.1,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MistralForCausalLM(MistralConfig(**{**options, **fields}, sliding_window=sliding_window)).eval()
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Iterator[PreTrainedModel]:
+    """As Mistral 7B v0.1 has them, all layers with a window of 4096."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make_mistral(WINDOW)
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("item", [check for check in CONTRACT if check.name in ITEMS], ids=lambda item: item.name)
+@pytest.mark.parametrize("options", FINE.values(), ids=FINE.keys())
+def test_contract(options, item):
+    model = tiny_models()["hybrid"] if item.on_hybrid else make_mistral(90)
+    result = run_check(item, model, lambda: GEARCache(model, **options))
+    assert result.status == "pass", result.detail
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gear", "gear-2bit", "gear-t22"])
+def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral):
+    token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
+    cache = create_cache(name, mistral)
+    mistral(token_ids, past_key_values=cache, logits_to_keep=1)
+    sizes = [cache.memory().total_bytes]
+    predicted = predict_memory(mistral, name, CONTEXT, device="cpu")
+    assert predicted.total_bytes == sizes[0] and predicted.num_values == cache.memory().num_values
+    for step in range(70):
+        mistral(token_ids[:, step : step + 1], past_key_values=cache)
+        sizes.append(cache.memory().total_bytes)
+    assert sizes[-1] == reachable_bytes(cache)
+    # The rate: what full attention would hold of as many tokens
+    full, residual = make_mistral(None), cache.gear_config.residual_length
+    chunk = max(residual, 64)
+    held = create_cache(name, full)
+    full(token_ids[:, : WINDOW + chunk], past_key_values=held, logits_to_keep=1)
+    # Of two layers, keys and values of one head of 64 channels in float32
+    buffer = residual * 2 * 2 * 64 * 4
+    # Factors of decoded chunks belong to fewer tokens each than those of a prompt
+    slack = 1.01 if name == "gear-2bit" else 1.002
+    assert max(sizes) <= slack * (held.memory().total_bytes + buffer)
+    stats = cache.stats()
+    assert (stats["layers_windowed"], stats["layers_left"], stats["dense_reads"]) == (2, 0, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"nbits": 8}, {"nbits": 8, "backbone": "transform"}], ids=FINE.keys())
+def test_goes_on_as_the_dense_cache_does(options, mistral, tmp_path):
+    token_ids, mask = torch.randint(0, VOCAB_SIZE, (2, CONTEXT + 80)), torch.ones(2, CONTEXT + 80, dtype=torch.long)
+    mask[1, :3000] = 0
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    dense, cache = DynamicCache(config=mistral.config), GEARCache(mistral, **options)
+
+    def forward(each, start, stop):
+        seen = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        return mistral(token_ids[:, start:stop], past_key_values=each, logits_to_keep=1, **seen).logits
+
+    for each in (dense, cache):
+        forward(each, 0, CONTEXT)
+    cache.save(tmp_path / "cache.safetensors", mistral)
+    loaded, (fork,) = GEARCache.load(tmp_path / "cache.safetensors", mistral), cache.fork(1)
+    for step in range(CONTEXT, CONTEXT + 80):
+        logits = [forward(each, step, step + 1) for each in (dense, cache, loaded, fork)]
+        assert (logits[1] - logits[0]).abs().max() < 0.1 * logits[0].std()
+        assert all(torch.allclose(other, logits[1], atol=1e-3) for other in logits[2:])
+
+
+def test_generates_what_the_dense_cache_does(mistral):
+    token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
+    token_ids[:, -200:] = token_ids[:, -400:-200]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": VOCAB_SIZE, "pad_token_id": 0}
+    ways = [{}, {"num_beams": 2}, *([{"prompt_lookup_num_tokens": 4}] if RECORDS_PAST else [])]
+    for way in ways:
+        tokens, expected = (
+            mistral.generate(token_ids, past_key_values=cache, **options, **way)
+            for cache in (GEARCache(mistral, nbits=8, backbone="kivi"), DynamicCache(config=mistral.config))
+        )
+        assert torch.equal(tokens, expected), way
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "is_compressed"),
+    [
+        (511, {}, False),
+        (512, {}, True),
+        (511, {"sliding": "compressed"}, True),
+        (4096, {"sliding": "dense"}, False),
+        (512, {"residual_length": 128}, False),
+        (287, {"backbone": "transform"}, False),
+        (288, {"backbone": "transform"}, True),
+    ],
+    ids=str,
+)
+def test_which_windows_are_compressed(window, options, is_compressed):
+    config = make_mistral(window).config
+    if is_compressed:
+        cache = GEARCache(config, **options)
+    else:
+        with pytest.warns(UserWarning, match=f"a window of {window} tokens"):
+            cache = GEARCache(config, **options)
+    assert cache.stats()["layers_windowed"] == 2 * is_compressed
+    assert cache.stats()["layers_left"] == 2 * (not is_compressed)
+    assert cache.is_sliding == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"backbone": "transform"}], ids=str)
+def test_wrong_values_are_named(options):
+    with pytest.raises(ValueError, match=r"`sliding`.*auto.*compressed.*dense.*'window'"):
+        GEARCache(sliding="window", **options)
+
+
+def test_chunked_attention_is_a_window_too(tiny_model):
+    from kvcache_plugins.contract.families.survey import build_family
+    from kvcache_plugins.contract.families.trial import generate, prompt
+
+    model = build_family("llama4_text")
+    tokens = prompt(model, 60, 1)
+    cache = GEARCache(model.config, nbits=8, residual_length=8, sliding="compressed")
+    assert cache.stats()["layers_windowed"] > 0
+    run, dense = (generate(model, each, tokens, None, 20, None) for each in (cache, DynamicCache(config=model.config)))
+    assert torch.equal(run.tokens, dense.tokens)
+
+
+@pytest.mark.parametrize("spec", ["gear-k3v2:sliding=compressed,residual_length=8,q_group_size=8", "gear-t22"])
+def test_predicted_memory_follows_the_window(spec):
+    model, token_ids = make_mistral(300), torch.randint(0, VOCAB_SIZE, (2, 700))
+    for context in (250, 700):
+        name, _, options = spec.partition(":")
+        pairs = [pair.split("=") for pair in options.split(",") if pair]
+        cache = create_cache(name, model, **{key: int(value) if value.isdigit() else value for key, value in pairs})
+        with torch.no_grad():
+            model(token_ids[:, : context - 100], past_key_values=cache)
+            for step in range(context - 100, context):
+                model(token_ids[:, step : step + 1], past_key_values=cache)
+        predicted = predict_memory(model, spec, context, batch_size=2, new_tokens=100, device="cpu")
+        assert predicted.total_bytes == cache.memory().total_bytes
+        assert predicted.num_values == cache.memory().num_values
