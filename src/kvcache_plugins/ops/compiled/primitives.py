@@ -42,6 +42,8 @@ OPTIONS: dict[str, Any] = {
     "cache": True,
     "error_model": "numpy",
 }
+# What is called in one place, with more arrays than a call should hand over
+INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 # Rows that share the codes that are unpacked
 ROWS = 4
 _ZERO = np.float32(0)
