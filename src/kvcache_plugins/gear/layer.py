@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.dispatch import choose_kernel
+from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
 
 from .block_layer import BlockLayerMixin
@@ -85,7 +85,7 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     def _attend_parts(
         self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
     ) -> tuple[torch.Tensor, str, bool]:
-        kernel, is_fallback = choose_kernel(query)
+        kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
     def _block_part(self, block: CompressedBlock, mask: torch.Tensor | None) -> CompressedPart:

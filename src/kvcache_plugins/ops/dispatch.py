@@ -17,8 +17,8 @@ KERNELS = ("auto", "triton", "torch", "compiled")
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 # More new tokens than that are a prompt: products of matrices, which plain PyTorch does best
 MAX_NUM_QUERIES = 16
-# The same of the kernel of CPUs, which dequantizes nothing for them
-_MAX_NUM_COMPILED_QUERIES = 32
+# The same of compiled attention over what costs more to dequantize than over rows
+MAX_NUM_COMPILED_QUERIES = 32
 
 
 def requested_kernel() -> str:
@@ -34,15 +34,16 @@ def requested_kernel() -> str:
     return requested
 
 
-def choose_kernel(query: torch.Tensor) -> tuple[str, bool]:
+def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES) -> tuple[str, bool]:
     """
-    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states.
+    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states, which `"compiled"` is for
+    up to `most_compiled` new tokens.
 
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
     """
     kernel, is_fallback = choose_token_kernel(query)
-    most = _MAX_NUM_COMPILED_QUERIES if kernel == "compiled" else MAX_NUM_QUERIES
+    most = most_compiled if kernel == "compiled" else MAX_NUM_QUERIES
     return ("torch", False) if query.shape[2] > most else (kernel, is_fallback)
 
 
