@@ -27,6 +27,8 @@ from .storage import ExactPrefix
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
+# Columns that a mask which is kept is a multiple of: one column alone would stand for all
+_MASK_STEP = 8
 
 
 class BufferConfig(Protocol):
@@ -72,6 +74,8 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         self.prefix: ExactPrefix | None = None
         self.blocks: list[BlockT] = []
         self.buffer: ResidualBuffer | None = None
+        # What attention goes over before the buffer, where no mask is given; from one token to the next it is the same
+        self._settled_parts: list[Any] | None = None
 
     @abstractmethod
     def _attend_parts(
@@ -97,16 +101,11 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
 
     @abstractmethod
     def _compress_buffer(self) -> None:
-        """Compresses what the last update has filled the buffer with."""
+        """Compresses what is in the buffer, which is full."""
 
     @abstractmethod
     def _after_cut(self, newest: BlockT | None) -> None:
         """Called when tokens have been dropped of blocks, of which `newest` was the last."""
-
-    def _before_update(self) -> None:
-        self._compress_buffer()
-        if not self.record_past:
-            self._let_go()
 
     def _let_go(self) -> None:
         """Drops what no query to come sees, as far as whole chunks and rows allow it."""
@@ -165,8 +164,28 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     def _note_queries(self, query: torch.Tensor) -> None:
         """What the layer makes of queries; nothing by default."""
 
+    def settle_prompt(self) -> None:
+        """See `PromptLayer.settle_prompt`."""
+        if self._pending is not None:
+            self._settled_parts = None
+        super().settle_prompt()
+
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
         """Everything held, each token once, with its columns of the mask."""
+        if attn_mask is None and self._pending is None and self.sliding_window is None:
+            if self._settled_parts is None:
+                self._settled_parts = list(self._compressed_parts(None))
+            yield from self._settled_parts
+        else:
+            yield from self._compressed_parts(attn_mask)
+        position, first = self._exact_start, self._first_visible
+        for keys, values, length in self._exact_tail():
+            if position + length > first:
+                yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
+            position += length
+
+    def _compressed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
+        """Prefix and blocks of the same."""
         prefix, first = self.prefix, self._first_visible
         if prefix is not None and prefix.num_slots:
             mask = None
@@ -181,14 +200,12 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
                 continue
             mask = self._columns(attn_mask, block.start, stop)
             if prefix is not None and self._may_overlap(number, block, prefix):
+                if mask is None and self.device.type == "cpu":
+                    # No longer than needed, as it is kept
+                    stop = min(stop, -(-int(prefix.end.max()) // _MASK_STEP) * _MASK_STEP + block.start)
                 columns = torch.arange(block.start, stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             yield self._block_part(block, mask)
-        position = self._exact_start
-        for keys, values, length in self._exact_tail():
-            if position + length > first:
-                yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
-            position += length
 
     def _columns(self, attn_mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
         """The mask's columns of the tokens from position `start` to `stop`, of which some may be out of sight."""
@@ -214,6 +231,55 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
             self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
         self.buffer.append(keys, values)
 
+    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `PromptLayer._exact_states`: until something is compressed."""
+        prefix, buffer = self.prefix, self.buffer
+        if self.blocks or buffer is None:
+            return None
+        if self._first_visible:
+            # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
+            skipped = self._first_visible - self._exact_start
+            return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
+        if prefix is not None and prefix.num_slots:
+            if not prefix.is_uniform:
+                return None
+            buffer.put_in_front(prefix.keys, prefix.values)
+            prefix.keys, prefix.values = buffer.in_front()
+        return buffer.everything()
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `PromptLayer._append_token`."""
+        prefix, buffer = self.prefix, self.buffer
+        if self.blocks or buffer is None or self._is_buffer_full() or self._first_seen(self._length):
+            return None
+        if prefix is None or prefix.num_slots == 0:
+            return buffer.append_to_all(keys, values)
+        if prefix.num_slots != buffer.num_in_front:
+            return None
+        states = buffer.append_to_all(keys, values)
+        prefix.keys, prefix.values = buffer.in_front()
+        return states
+
+    def _is_buffer_full(self) -> bool:
+        """Whether the next update compresses what is in the buffer."""
+        return self.buffer is not None and self.buffer.length >= self.config.residual_length
+
+    def _separate(self) -> None:
+        """Has prefix and buffer hold tensors of their own again, as one of them is about to change."""
+        self._settled_parts = None
+        if self.buffer is not None and self.buffer.num_in_front and self.prefix is not None:
+            self.prefix.keys, self.prefix.values = self.prefix.keys.clone(), self.prefix.values.clone()
+            self.buffer.separate()
+
+    def _before_update(self) -> None:
+        """See `PromptLayer._before_update`: compresses what has waited for long enough."""
+        if self._num_new > 1 or self._is_buffer_full() or self._settled_parts is None:
+            self._separate()
+        if self._is_buffer_full():
+            self._compress_buffer()
+        if not self.record_past:
+            self._let_go()
+
     def materialize(self, side: str) -> torch.Tensor:
         """See `LazyLayer.materialize`."""
         if not self._length:
@@ -226,6 +292,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device, self._first_visible)
 
     def _drop_newest(self, count: int) -> None:
+        self._separate()
         exact_start, length = self._exact_start, self._length - count
         if self.buffer is not None:
             self.buffer.drop_last(min(count, self.buffer.length))
@@ -240,12 +307,14 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
             self.prefix.truncate(length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._settled_parts = None
         for stored in (self.prefix, self.buffer, *self.blocks):
             if stored is not None:
                 stored.map(function)
 
     def _exact_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of prefix and buffer."""
+        self._separate()
         if self.buffer is not None:
             yield from (("residual", tensor) for tensor in self.buffer.tensors())
         if self.prefix is not None:
@@ -254,6 +323,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
 
     def _prefix_tensors(self) -> Iterator[torch.Tensor]:
         """What of the prefix copies may share."""
+        self._separate()
         if self.prefix is not None:
             yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
@@ -280,6 +350,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     def _exact_state(self) -> dict[str, Any]:
         """The fields of its `LayerState` that every layer has; nothing is copied."""
         self.settle_prompt()
+        self._separate()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         return {
             "dtype": self.dtype,
@@ -298,6 +369,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
 
     def _restore_exact(self, state: LayerState) -> None:
         """Takes those fields over."""
+        self._settled_parts = None
         self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}

@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.dispatch import choose_kernel
+from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
 
 from .block_layer import BlockLayerMixin
@@ -85,7 +85,7 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     def _attend_parts(
         self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
     ) -> tuple[torch.Tensor, str, bool]:
-        kernel, is_fallback = choose_kernel(query)
+        kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
     def _block_part(self, block: CompressedBlock, mask: torch.Tensor | None) -> CompressedPart:
@@ -94,26 +94,10 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     def _may_overlap(self, number: int, block: CompressedBlock, prefix: ExactPrefix) -> bool:
         return number == 0 and (not prefix.is_uniform or prefix.num_slots > block.start)
 
-    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        prefix, buffer, first = self.prefix, self.buffer, self._first_visible
-        if self.blocks or buffer is None:
-            return None
-        if first:
-            # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
-            skipped = first - self._exact_start
-            return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
-        if prefix is None or prefix.num_slots == 0:
-            return buffer.keys, buffer.values
-        if not prefix.is_uniform:
-            return None
-        pairs = ((prefix.keys, buffer.keys), (prefix.values, buffer.values))
-        keys, values = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs)
-        return keys, values
-
     def _compress_buffer(self) -> None:
+        """The chunks that the last update has filled."""
         chunk_length, buffer = self.config.residual_length, self.buffer
-        if buffer is None or buffer.length < chunk_length:
-            return
+        assert buffer is not None
         num_chunks = buffer.length // chunk_length
         count = num_chunks * chunk_length
         states = buffer.keys[:, :, :count], buffer.values[:, :, :count]

@@ -6,7 +6,7 @@ What no query to come sees is let go of before the next update, so that the newe
 it was longer than the window; with `activate_past_recording` nothing is let go of before a `crop`.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     # Mixed in: no class between a layer and `PromptLayer`
     _Base = PromptLayer
 else:
-    _Base = object
+    # As of all layers, so that a layer may be given the class of one that keeps recurrent states too
+    _Base = ABC
 
 
 class SlidingWindowMixin(_Base):

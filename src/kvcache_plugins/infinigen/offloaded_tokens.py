@@ -49,6 +49,11 @@ class OffloadedTokens:
         """Tokens stored."""
         return self.num_pooled + (0 if self.window is None else self.window.length)
 
+    @property
+    def is_window_full(self) -> bool:
+        """Whether some of it is to move on."""
+        return self.window is not None and self.window.length >= self.num_recent + self.store.flush_length
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores tokens `[B, H, tokens, D or E]` that follow, in the window."""
         if self.window is None:
@@ -68,7 +73,7 @@ class OffloadedTokens:
     def flush(self, padding: LeftPadding) -> None:
         """Moves on what has waited in the window for long enough."""
         window, flush_length = self.window, self.store.flush_length
-        if window is None or window.length < self.num_recent + flush_length:
+        if window is None or not self.is_window_full:
             return
         count = (window.length - self.num_recent) // flush_length * flush_length
         self.store.add(window.keys[:, :, :count], window.values[:, :, :count], self.num_pooled, padding)

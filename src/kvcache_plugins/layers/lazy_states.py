@@ -120,7 +120,6 @@ class LazyStates(torch.Tensor):
             return f"LazyStates({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
-    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -128,26 +127,9 @@ class LazyStates(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _scaled_dot_product_attention(*args, **kwargs)
-        if func in FACTORS or func in ADDING:
-            product = _product(func, args, kwargs)
-            if product is not None:
-                return product
-        elif isinstance(args[0], LazyStates):
-            seen = _see(func, args[0], args[1:], kwargs)
-            if seen is not None:
-                return seen
-        elif func in _JOINING:
-            joined = _join(args[0], **kwargs) if len(args) == 1 else _join(*args, **kwargs)
-            if joined is not None:
-                return joined
-        if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        _refuse_writing(func, args)
-        return func(*_densify(args), **_densify(kwargs))
+        # Asked for several times a layer: what keeps it out of graphs is no small part of it
+        answer = _answer_outside_of_graphs if torch.compiler.is_compiling() else _answer
+        return answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -158,6 +140,32 @@ class LazyStates(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return func(*_densify(args), **_densify(kwargs or {}))
+
+
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function makes of lazy states."""
+    if func is F.scaled_dot_product_attention:
+        return _scaled_dot_product_attention(*args, **kwargs)
+    if func in FACTORS or func in ADDING:
+        product = _product(func, args, kwargs)
+        if product is not None:
+            return product
+    elif isinstance(args[0], LazyStates):
+        seen = _see(func, args[0], args[1:], kwargs)
+        if seen is not None:
+            return seen
+    elif func in _JOINING:
+        joined = _join(args[0], **kwargs) if len(args) == 1 else _join(*args, **kwargs)
+        if joined is not None:
+            return joined
+    if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    _refuse_writing(func, args)
+    return func(*_densify(args), **_densify(kwargs))
+
+
+_answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
 def _is_metadata_getter(func: Callable[..., Any]) -> bool:

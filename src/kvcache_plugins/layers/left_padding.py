@@ -39,3 +39,25 @@ class LeftPadding:
         if self.counts is None or self.longest() <= start:
             return None
         return torch.arange(start, start + count, device=device) >= self.counts.to(device)[:, None]
+
+
+def padding_in_weights(weights: torch.Tensor, batch_size: int, length: int) -> torch.Tensor | None:
+    """
+    Left padding of the items of a prompt, told by its attention's weights: all is hidden from rows of padding alike,
+    so they attend to nothing, or to everything in equal shares, what comes after them included.
+
+    Args:
+        weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, items first.
+        batch_size, length (`int`): items and tokens of the prompt.
+
+    Returns:
+        `torch.Tensor` of shape `[batch_size]`, or `None` if they are not those of a whole prompt.
+    """
+    is_square = weights.dim() >= 3 and weights.shape[-2:] == (length, length)
+    if length < 2 or not is_square or weights.numel() % (batch_size * length * length):
+        return None
+    weights = weights.detach().reshape(batch_size, -1, length, length)
+    own, last = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1]  # [B, H, T]
+    is_real = ~((own == last) | own.isnan()).all(dim=1)
+    is_real[:, -1] = True
+    return (is_real.cumsum(dim=1) == 0).sum(dim=1)

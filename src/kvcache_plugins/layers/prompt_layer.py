@@ -16,7 +16,7 @@ from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 from .index_states import IndexStates
 from .lazy_layer import LazyLayer
 from .lazy_states import LazyStates
-from .left_padding import LeftPadding
+from .left_padding import LeftPadding, padding_in_weights
 
 
 # The end of an error of a prompt that does not go on from what is held
@@ -59,6 +59,8 @@ class PromptLayer(LazyLayer):
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
+        # Whether it was one token, and all states were handed out exact
+        self._is_exact = False
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
 
@@ -77,7 +79,6 @@ class PromptLayer(LazyLayer):
         self.batch_size = key_states.shape[0]
         self.is_initialized = True
 
-    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +93,29 @@ class PromptLayer(LazyLayer):
             ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
             as it was.
         """
+        if torch.compiler.is_compiling():
+            return self._update_outside_of_graphs(key_states, value_states)
+        if self._is_exact and (key_states.shape, value_states.shape) == self._token_shapes:
+            states = self._append_to_exact(key_states, value_states)
+            if states is not None:
+                return states
+        return self._update(key_states, value_states)
+
+    def _append_to_exact(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`update` by a token while attention is over exact states: what a dense cache does, and little more."""
+        if key_states.dtype != self.dtype or key_states.device != self.device or torch.is_grad_enabled():
+            return None
+        states = self._append_token(key_states, value_states)
+        if states is None:
+            return None
+        self._length += 1
+        return self._seen(*states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` in any case."""
+        self._is_exact = False
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -117,14 +141,25 @@ class PromptLayer(LazyLayer):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            # A token's attention tells the layer nothing
             states = self._exact_states()
             if states is not None:
-                return states
+                self._is_exact, self._token_shapes = True, (key_states.shape, value_states.shape)
+                return self._seen(*states)
         keys, values = (
             LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
             for side, states in zip(("keys", "values"), exact, strict=True)
         )
+        return keys, values
+
+    # Nothing that `torch.compile` could trace
+    _update_outside_of_graphs = torch.compiler.disable(_update)
+
+    def _seen(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact states as attention is given them: as they are, unless the layer has to hear of the queries."""
+        if not self._needs_queries:
+            return keys, values
+        pairs = (("keys", keys), ("values", values))
+        keys, values = (LazyStates(self, side, each.shape, self.dtype, self.device, each) for side, each in pairs)
         return keys, values
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -165,8 +200,17 @@ class PromptLayer(LazyLayer):
             self.padding = padding
         self.settle_prompt()
 
+    @property
+    def _needs_queries(self) -> bool:
+        """Whether attention of a token over exact states tells the layer anything."""
+        return False
+
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values, where they are exact and at hand: plain attention over them costs least."""
+        return None
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Stores a token behind exact states that were handed out, and returns all; `None` if they do not stay so."""
         return None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -237,7 +281,10 @@ class PromptLayer(LazyLayer):
     def on_weighted_sum(self, weights: torch.Tensor) -> None:
         self._count_written_out()
         if self._pending is not None and not self._mask_seen and self._given_mask is None:
-            self._learn_padding_of(weights)
+            padding = padding_in_weights(weights, self.batch_size, self._length)
+            self._mask_seen = padding is not None
+            if padding is not None and bool(padding.any()):
+                self.padding = padding
         self.settle_prompt()
 
     def _count_written_out(self) -> None:
@@ -245,24 +292,6 @@ class PromptLayer(LazyLayer):
         is_first = self._pending is not None and self._pending[0].shape[2] == self._length
         if "written_out_calls" in self._counters and not is_first:
             self._counters["written_out_calls"] += 1
-
-    def _learn_padding_of(self, weights: torch.Tensor) -> None:
-        """
-        Tells the left padding of a first prompt by its weights: all is hidden from rows of padding alike, so they
-        attend to nothing, or to everything in equal shares, what comes after them included.
-        """
-        length = self._length
-        is_square = weights.dim() >= 3 and weights.shape[-2:] == (length, length)
-        if length < 2 or not is_square or weights.numel() % (self.batch_size * length * length):
-            return
-        weights = weights.detach().reshape(self.batch_size, -1, length, length)
-        own, last = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1]  # [B, H, T]
-        is_real = ~((own == last) | own.isnan()).all(dim=1)
-        is_real[:, -1] = True
-        padding = (is_real.cumsum(dim=1) == 0).sum(dim=1)
-        self._mask_seen = True
-        if bool(padding.any()):
-            self.padding = padding
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True

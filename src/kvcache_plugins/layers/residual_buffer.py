@@ -15,6 +15,9 @@ class ResidualBuffer:
 
     Capacity grows in small steps, as what is reserved is held too: moving a few tokens costs less than the room would.
     It ends at `limit`, the most that waits in ordinary decoding; a longer update goes beyond only as far as it needs.
+
+    While nothing is compressed, attention is over all tokens as they are. They then lie in the same tensors, those
+    that are not the buffer's in front, and grow as a dense cache does: see `append_to_all`.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
@@ -23,16 +26,52 @@ class ResidualBuffer:
         self._keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
         self._values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
         self.length = 0
+        # Tokens in front that are not the buffer's
+        self.num_in_front = 0
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._keys[:, :, : self.length]
+        return self._keys[:, :, self.num_in_front : self.num_in_front + self.length]
 
     @property
     def values(self) -> torch.Tensor:
-        return self._values[:, :, : self.length]
+        return self._values[:, :, self.num_in_front : self.num_in_front + self.length]
+
+    def put_in_front(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes tokens `[B, H, tokens, D]` into the same tensors, in front of its own."""
+        self.separate()
+        pairs = ((keys, self.keys), (values, self.values))
+        self._keys, self._values = (torch.cat([front.to(own.dtype), own], dim=2) for front, own in pairs)
+        self.num_in_front = keys.shape[2]
+
+    def in_front(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those tokens, as views."""
+        count = self.num_in_front
+        return self._keys.narrow(2, 0, count), self._values.narrow(2, 0, count)
+
+    def separate(self) -> None:
+        """Gives the tokens in front back to whoever has put them there."""
+        if self.num_in_front:
+            self._keys, self._values = self.keys.clone(), self.values.clone()
+            self.num_in_front = 0
+
+    def everything(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens in use, with those in front."""
+        held = self.num_in_front + self.length
+        if held == self._keys.shape[2]:
+            return self._keys, self._values
+        return self._keys[:, :, :held], self._values[:, :, :held]
+
+    def append_to_all(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, with no room beyond them, and returns all, with those in front."""
+        held_keys, held_values = self.everything()
+        self._keys = torch.cat((held_keys, keys), dim=2)
+        self._values = torch.cat((held_values, values), dim=2)
+        self.length += keys.shape[2]
+        return self._keys, self._values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds tokens; there may be none in front."""
         total = self.length + keys.shape[2]
         if total > self._keys.shape[2]:
             self._resize(max(total, min(-(-total // _STEP) * _STEP, self.limit)))
@@ -43,7 +82,7 @@ class ResidualBuffer:
     def drop_first(self, count: int) -> None:
         """Forgets the oldest `count` tokens, and gives their room back."""
         keys, values = self.keys[:, :, count:], self.values[:, :, count:]
-        self.length = keys.shape[2]
+        self.length, self.num_in_front = keys.shape[2], 0
         capacity = min(-(-max(self.length, 1) // _STEP) * _STEP, max(self.limit, self.length))
         self._keys, self._values = (_with_room(states, capacity) for states in (keys, values))
 
@@ -51,10 +90,13 @@ class ResidualBuffer:
         self.length -= count
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.separate()
         self._keys, self._values = function(self._keys), function(self._values)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with all their room."""
+        if self.num_in_front:
+            return self._keys[:, :, self.num_in_front :], self._values[:, :, self.num_in_front :]
         return self._keys, self._values
 
     def _resize(self, capacity: int) -> None:

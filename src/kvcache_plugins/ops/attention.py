@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-from .online_softmax import OnlineAttention
 from .operators import decode_attention, flatten_parts, run_kernel
 from .parts import CompressedPart, DensePart
+from .tiles import attend_tiles
 
 
 def attend(
@@ -49,9 +49,5 @@ def attend(
             dense = [part for part in parts if isinstance(part, DensePart)]
             return run_kernel(query, dense, compressed, scale, kernel)
     # One after another: a part may come from elsewhere, and not all of them may fit into memory at once
-    attention = OnlineAttention(query, num_key_value_heads, scale)
-    for part in parts:
-        tiles = part.tiles() if isinstance(part, CompressedPart) else (part,)
-        for tile in tiles:
-            attention.add_tile(*tile.in_use(), tile.mask)
-    return attention.result()
+    tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CompressedPart) else (part,)))
+    return attend_tiles(query, tiles, num_key_value_heads, scale)

@@ -17,6 +17,8 @@ KERNELS = ("auto", "triton", "torch", "compiled")
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 # More new tokens than that are a prompt: products of matrices, which plain PyTorch does best
 MAX_NUM_QUERIES = 16
+# The same of compiled attention over what costs more to dequantize than over rows
+MAX_NUM_COMPILED_QUERIES = 32
 
 
 def requested_kernel() -> str:
@@ -32,16 +34,17 @@ def requested_kernel() -> str:
     return requested
 
 
-def choose_kernel(query: torch.Tensor) -> tuple[str, bool]:
+def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES) -> tuple[str, bool]:
     """
-    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states.
+    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states, which `"compiled"` is for
+    up to `most_compiled` new tokens.
 
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
     """
-    if query.shape[2] > MAX_NUM_QUERIES:
-        return "torch", False
-    return choose_token_kernel(query)
+    kernel, is_fallback = choose_token_kernel(query)
+    most = most_compiled if kernel == "compiled" else MAX_NUM_QUERIES
+    return ("torch", False) if query.shape[2] > most else (kernel, is_fallback)
 
 
 def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
@@ -50,6 +53,17 @@ def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
     if requested == "torch" or torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
     return _kernel_on(_device_type(query), requested)
+
+
+def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
+    """
+    Whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: of a prompt on a CPU,
+    where keys and values, of `value_dim` channels, are of one size.
+    """
+    is_prompt = query.shape[2] > MAX_NUM_QUERIES and query.device.type == "cpu"
+    if not is_prompt or query.shape[3] != value_dim or requested_kernel() == "torch":
+        return False
+    return not (torch.is_grad_enabled() and query.requires_grad)
 
 
 def choose_compression_kernel(states: torch.Tensor) -> str:

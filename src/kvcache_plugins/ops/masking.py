@@ -16,8 +16,19 @@ def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    """The columns from `start` to `stop`, with all four dimensions."""
-    return None if mask is None else _full_rank(mask, stop)[..., start:stop]
+    """
+    The columns from `start` to `stop`, with all four dimensions; where a mask of several columns has no more of them,
+    nothing is hidden. `None` if nothing is at all.
+    """
+    if mask is None:
+        return None
+    mask = _full_rank(mask, stop)
+    missing = stop - mask.shape[3]
+    if missing <= 0:
+        return mask[..., start:stop]
+    if start >= mask.shape[3]:
+        return None
+    return F.pad(mask[..., start:], (0, missing), value=mask.dtype == torch.bool)
 
 
 def mask_columns(

@@ -42,7 +42,8 @@ class CompressedPart:
     Attributes:
         keys, values (`CompressedStates`): the states.
         length (`int`): tokens in use, T; the chunks may have room for more.
-        mask (`torch.Tensor`, *optional*): as in `DensePart`.
+        mask (`torch.Tensor`, *optional*): as in `DensePart`. It may have fewer columns, but several: what they do not
+            cover is attended to.
     """
 
     keys: CompressedStates

@@ -5,7 +5,6 @@ import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
@@ -13,18 +12,6 @@ from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 pytest.importorskip("numba")
 TOLERANCE = 3e-5
-# Batch size, heads, tokens, head dims of keys and values, sums of widths, queries
-CASES = {
-    "smollm2": (1, 3, 1000, 64, 64, 19, 16, 1),
-    "one-token": (1, 1, 1, 64, 64, 19, 16, 1),
-    "wide": (2, 2, 129, 64, 64, 60, 40, 4),
-    "no-bits-for-most": (1, 1, 70, 128, 128, 5, 3, 1),
-    "least": (1, 2, 63, 8, 8, 3, 3, 3),
-    "unlike-dims": (2, 2, 131, 80, 48, 30, 6, 5),
-    "odd-dims": (1, 2, 65, 20, 33, 24, 40, 16),
-    "large": (1, 1, 200, 300, 256, 64, 64, 2),
-    "long": (1, 1, 5000, 32, 32, 12, 8, 1),
-}
 
 
 def make_table(num_heads: int, head_dim: int, total: int, *, is_weighted: bool) -> BasisTable:
@@ -38,9 +25,9 @@ def make_table(num_heads: int, head_dim: int, total: int, *, is_weighted: bool) 
     return BasisTable(mean, basis, allocate_widths(energies[None], total)[0], is_weighted=is_weighted)
 
 
-def make_part(case: str, padding: list[int] | None = None, start: int = 4, layout: int = 0) -> CodedPart:
+def make_part(sizes, padding: list[int] | None = None, start: int = 4, layout: int = 0) -> CodedPart:
     torch.manual_seed(0)
-    batch_size, num_heads, length, key_dim, value_dim, key_total, value_total, _ = CASES[case]
+    batch_size, num_heads, length, key_dim, value_dim, key_total, value_total, _ = sizes
     rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
     tables = DeviceTables(
         make_table(num_heads, key_dim, key_total, is_weighted=True),
@@ -52,34 +39,23 @@ def make_part(case: str, padding: list[int] | None = None, start: int = 4, layou
     return CodedPart(*coder.encode(keys, values, start, shift), coder, start, shift, length, None)
 
 
-def both(monkeypatch, case, parts):
-    batch_size, num_heads, _, key_dim, *_, num_queries = CASES[case]
-    query = torch.randn(batch_size, 3 * num_heads, num_queries, key_dim)
-    outputs = {}
-    for kernel in ("torch", "compiled"):
-        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-        outputs[kernel] = attend(query, iter(parts), num_heads, None, kernel)
-    return outputs["torch"], outputs["compiled"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_attention_is_that_of_pytorch(monkeypatch, case):
-    expected, output = both(monkeypatch, case, [make_part(case)])
+def test_attention_is_that_of_pytorch(attend_both, sizes):
+    expected, output = attend_both(sizes, [make_part(sizes)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("layout", [1, -1], ids=["interleaved", "none"])
-def test_other_layouts(monkeypatch, layout):
-    expected, output = both(monkeypatch, "wide", [make_part("wide", layout=layout)])
+def test_other_layouts(attend_both, wide, layout):
+    expected, output = attend_both(wide, [make_part(wide, layout=layout)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_padding_masks_exact_parts_and_spare_room(monkeypatch):
-    part = make_part("wide", padding=[0, 40])
+def test_padding_masks_exact_parts_and_spare_room(attend_both, wide):
+    part = make_part(wide, padding=[0, 40])
     length = 101
     columns = torch.arange(length)
     mask = (columns >= torch.tensor([0, 36])[:, None])[:, None, None] & (torch.rand(2, 6, 4, length) > 0.2)
     masked = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, length, mask)
     exact = DensePart(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 7, None)
-    expected, output = both(monkeypatch, "wide", [exact, masked])
+    expected, output = attend_both(wide, [exact, masked])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)

@@ -82,6 +82,8 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         super()._clear()
         self.coder: RowCoder | BasisCoder | None = None
         self._moments: QueryMoments | None = None
+        # Queries of single tokens that these do not count yet
+        self._newest_queries: list[torch.Tensor] = []
         # Items that have no table yet, as they had too few tokens when others got theirs, `[batch_size]`
         self._waiting_items: torch.Tensor | None = None
         self._waiting = False
@@ -106,10 +108,23 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Adds the newest queries to what the table will be made of, until there is one."""
-        if self.calibrated is not None or (self.coder is not None and not self._waiting):
+        if not self._needs_queries:
             return
         query = query.detach()[:, :, -_NUM_QUERIES:]
-        valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
+        if query.shape[2] == 1 and self.padding is None:
+            # Added up several at a time. A new list, as a copy of the layer may hold the same
+            self._newest_queries = [*self._newest_queries, query]
+            if len(self._newest_queries) == self.config.residual_length:
+                self._add_newest_queries()
+            return
+        self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
+
+    def _add_newest_queries(self) -> None:
+        if self._newest_queries:
+            queries, self._newest_queries = self._newest_queries, []
+            self._add_moments(torch.cat(queries, dim=2), None)
+
+    def _add_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> None:
         moments = QueryMoments.of(query, self._shapes["keys"][1], self.layouts, valid)
         self._moments = moments if self._moments is None else self._moments.plus(moments)
 
@@ -120,10 +135,23 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     def _may_overlap(self, number: int, block: CodedBlock, prefix: ExactPrefix) -> bool:
         return not prefix.is_uniform and block.start < self._prefix_stop
 
+    @property
+    def _needs_queries(self) -> bool:
+        """Until there is a table."""
+        return self.calibrated is None and (self.coder is None or self._waiting)
+
+    def _is_buffer_full(self) -> bool:
+        # Of the first tokens no table is made until there are enough of them
+        return super()._is_buffer_full() and (self.coder is not None or self._length >= self._least_tokens)
+
+    @property
+    def _least_tokens(self) -> int:
+        """Tokens that an item has to have for a table."""
+        return self.config.shortest_prompt if self.calibrated is None else self.config.num_sink_tokens + 1
+
     def _compress_buffer(self) -> None:
-        buffer = self.buffer
-        if buffer is not None and buffer.length >= self.config.residual_length:
-            self._code_tail(buffer.keys, buffer.values)
+        assert self.buffer is not None
+        self._code_tail(self.buffer.keys, self.buffer.values)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         if self.buffer is not None and self.buffer.length:
@@ -142,11 +170,11 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         """
         start, length = self._length - keys.shape[2], self._length
         padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-        least = self.config.shortest_prompt if self.calibrated is None else self.config.num_sink_tokens + 1
-        has_enough = length - padding >= least
+        has_enough = length - padding >= self._least_tokens
         if self.coder is None and not bool(has_enough.any()):
             return False
         check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
+        self._add_newest_queries()
         if self.coder is None:
             start = self._begin(keys, values, padding, has_enough)
         elif self._waiting:
@@ -245,6 +273,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
             self._is_open = False
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._add_newest_queries()
         super()._map_stored(function)
         if self._moments is not None:
             self._moments = self._moments.map(function)
@@ -260,6 +289,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
                 yield "spare", rows[:, :, block.length :]
         if self.coder is not None:
             yield from (("scales", tensor) for tensor in self.coder.tensors())
+        self._add_newest_queries()
         if self._moments is not None:
             yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
         yield from self._exact_tensors()
@@ -289,6 +319,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     def state(self) -> TransformLayerState:
         """All that it holds, as it is: nothing is copied."""
         exact = self._exact_state()
+        self._add_newest_queries()
         # A calibrated cache has no file
         assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(

@@ -14,7 +14,18 @@ with kept_beside(Path(__file__).parents[1]):
     from . import code_scores, largest, rows
     from .door import attend
     from .transform_coder import encode_rows as encode_transform_rows
+    from .transform_decoder import decode_rows as decode_transform_rows
+    from .transform_decoder import turn_states
     from .transform_door import attend_rows as attend_transform_rows
 
 
-__all__ = ["attend", "attend_transform_rows", "code_scores", "encode_transform_rows", "largest", "rows"]
+__all__ = [
+    "attend",
+    "attend_transform_rows",
+    "code_scores",
+    "decode_transform_rows",
+    "encode_transform_rows",
+    "largest",
+    "rows",
+    "turn_states",
+]

@@ -19,6 +19,7 @@ from .arrays import Side, floats_at, layout_at, side_at
 from .exact import partial_results
 from .layout import CodeLayout
 from .primitives import OPTIONS, ROWS, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .tasks import num_tasks, queries_of, task_of
 from .tile import (
     Queries,
     Sums,
@@ -121,7 +122,7 @@ def _run_task(
 
 @njit(**OPTIONS)
 def _run(
-    task: int,
+    number: int,
     shape: Any,
     scale: float,
     query: int,
@@ -133,21 +134,13 @@ def _run(
     scratch: int,
 ) -> None:
     """One task of `attend_block`."""
-    batch_size, num_heads, groups, num_queries, key_dim, _, _ = shape
-    length, tiles_per_task, num_tasks = span
-    num_rows = groups * num_queries
-    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
-    output, total, maximum = partial_results(scratch, shape, first, num_tasks)
+    length, tiles_per_task, num_parts = span
+    task = task_of(number, shape, span)
+    output, total, maximum = partial_results(scratch, shape, first, num_parts)
     bias = floats_at(mask[0], mask[1:])
-    row_blocks = -(-num_rows // ROWS)
     # Made in each task: to hand a hundred arrays over to threads would take longer
     keys, values = side_at(key_table), side_at(value_table)
     key_layout, value_layout = layout_at(key_table), layout_at(value_table)
-    item, part = task // num_tasks, task % num_tasks
-    head, row = item // row_blocks, item % row_blocks * ROWS
-    b, h = head // num_heads, head % num_heads
-    last_row = min(row + ROWS, num_rows)
-    rows = last_row - row
     sums = Sums(
         np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
         np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
@@ -156,39 +149,35 @@ def _run(
         np.zeros((1, 2 * ROWS), dtype=np.float32),
         np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
     )
-    tiles = (int64(part * tiles_per_task), int64((part + 1) * tiles_per_task))
-    own = load_queries(queries[b, h, row:last_row], float32(scale), rows, keys, key_layout)
+    tiles = (int64(task.part * tiles_per_task), int64((task.part + 1) * tiles_per_task))
+    own = load_queries(queries_of(task, shape, query), float32(scale), task.rows, keys, key_layout)
     _run_task(
         own,
-        rows,
-        row,
+        task.rows,
+        task.row,
         keys,
         values,
         key_layout,
         value_layout,
         bias,
-        groups,
-        num_queries,
+        shape[2],
+        shape[3],
         length,
-        b,
-        h,
+        task.batch,
+        task.head,
         tiles,
         sums,
     )
+    b, h, last_row = task.batch, task.head, task.row + task.rows
     write_result(
         values,
         value_layout,
-        rows,
+        task.rows,
         sums,
-        output[part, b, h, row:last_row],
-        total[part, b, h, row:last_row],
-        maximum[part, b, h, row:last_row],
+        output[task.part, b, h, task.row : last_row],
+        total[task.part, b, h, task.row : last_row],
+        maximum[task.part, b, h, task.row : last_row],
     )
-
-
-@njit(**OPTIONS)
-def _num_tasks(shape: Any, span: Any) -> int:
-    return shape[0] * shape[1] * -(-shape[2] * shape[3] // ROWS) * span[2]
 
 
 @njit(**OPTIONS)
@@ -218,8 +207,8 @@ def attend_block(
         first: the first of them.
         scratch: what `exact.partial_results` makes arrays of.
     """
-    for task in range(_num_tasks(shape, span)):
-        _run(task, shape, scale, query, key_table, value_table, mask, span, first, scratch)
+    for number in range(num_tasks(shape, span)):
+        _run(number, shape, scale, query, key_table, value_table, mask, span, first, scratch)
 
 
 @njit(parallel=True, **OPTIONS)
@@ -235,5 +224,5 @@ def attend_block_in_parallel(
     scratch: int,
 ) -> None:
     """The same by as many threads as Numba is set to; with one of them that would only take longer."""
-    for task in prange(_num_tasks(shape, span)):
-        _run(task, shape, scale, query, key_table, value_table, mask, span, first, scratch)
+    for number in prange(num_tasks(shape, span)):
+        _run(number, shape, scale, query, key_table, value_table, mask, span, first, scratch)

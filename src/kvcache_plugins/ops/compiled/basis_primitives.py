@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from .primitives import OPTIONS, ROWS
-from .transform_primitives import Blocks, points_of
+from .transform_primitives import Blocks, add_turned, points_of
 from .vectors import LANES, broadcast, load_floats, multiply, multiply_add, store_floats, sums_of_eight
 
 
@@ -68,29 +68,12 @@ def _make_dot_states(num_rows: int) -> Callable[..., None]:
     def dot_states(own: Any, partners: Any, states: Any, cosines: Any, sines: Any, count: Any, scores: Any) -> None:
         for t in range(0, count, 2):
             u = min(t + 1, count - 1)
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
+            zero = broadcast(_ZERO)
+            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
             for d in range(0, states.shape[1], LANES):
-                a, b = load_floats(states, t, d), load_floats(states, u, d)
-                a_sine, b_sine = multiply(a, load_floats(sines, t, d)), multiply(b, load_floats(sines, u, d))
-                a, b = multiply(a, load_floats(cosines, t, d)), multiply(b, load_floats(cosines, u, d))
-                q, p = load_floats(own, 0, d), load_floats(partners, 0, d)
-                a0, b0 = (
-                    multiply_add(a_sine, p, multiply_add(a, q, a0)),
-                    multiply_add(b_sine, p, multiply_add(b, q, b0)),
-                )
-                if num_rows > 1:
-                    q, p = load_floats(own, 1, d), load_floats(partners, 1, d)
-                    a1 = multiply_add(a_sine, p, multiply_add(a, q, a1))
-                    b1 = multiply_add(b_sine, p, multiply_add(b, q, b1))
-                if num_rows > 2:
-                    q, p = load_floats(own, 2, d), load_floats(partners, 2, d)
-                    a2 = multiply_add(a_sine, p, multiply_add(a, q, a2))
-                    b2 = multiply_add(b_sine, p, multiply_add(b, q, b2))
-                if num_rows > 3:
-                    q, p = load_floats(own, 3, d), load_floats(partners, 3, d)
-                    a3 = multiply_add(a_sine, p, multiply_add(a, q, a3))
-                    b3 = multiply_add(b_sine, p, multiply_add(b, q, b3))
-            store_floats(scores, 0, t * ROWS, sums_of_eight(a0, a1, a2, a3, b0, b1, b2, b3))
+                pair = load_floats(states, t, d), load_floats(states, u, d)
+                sums = add_turned(num_rows, own, partners, d, pair, (t, u), cosines, sines, sums)
+            store_floats(scores, 0, t * ROWS, sums_of_eight(*sums))
 
     return dot_states  # type: ignore[no-any-return]
 

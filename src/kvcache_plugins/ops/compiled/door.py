@@ -91,14 +91,15 @@ class Arguments:
         return table.ctypes.data
 
     def mask(self, mask: torch.Tensor | None, length: int) -> tuple[int, int, int, int, int]:
-        """Address and dimensions of what is added to the scores."""
-        mask = slice_mask(mask, 0, length)
+        """Address and dimensions of what is added to the scores, of the first tokens or of all."""
         if mask is None:
             return 0, 1, 1, 1, 0
+        if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
+            mask = slice_mask(mask, 0, length)
+            assert mask is not None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        batch_size, num_heads, num_queries, _ = mask.shape
-        return self.address(mask), batch_size, num_heads, num_queries, length
+        return self.address(mask), *mask.shape
 
 
 def attend(

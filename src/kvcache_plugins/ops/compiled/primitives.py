@@ -42,6 +42,8 @@ OPTIONS: dict[str, Any] = {
     "cache": True,
     "error_model": "numpy",
 }
+# What is called in one place, with more arrays than a call should hand over
+INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 # Rows that share the codes that are unpacked
 ROWS = 4
 _ZERO = np.float32(0)
@@ -256,11 +258,14 @@ def sum_products(factors: Any, weights: Any, tokens: int, columns: Any) -> None:
 def add_bias(
     bias: Any, batch: int, head: int, groups: int, num_queries: int, row: int, start: int, tokens: int, scores: Any
 ) -> None:
-    """Adds the mask's columns from `start` on to the scores of up to four rows, from `row` on, that are in use."""
+    """
+    Adds the mask's columns from `start` on, as far as there are any, to the scores of up to four rows, from `row` on,
+    that are in use.
+    """
     for r in range(row, min(row + ROWS, groups * num_queries)):
         query_head, query = head * groups + r // num_queries, r % num_queries
         line = bias[min(batch, bias.shape[0] - 1), min(query_head, bias.shape[1] - 1), min(query, bias.shape[2] - 1)]
-        for t in range(tokens):
+        for t in range(min(tokens, line.shape[0] - start)):
             scores[0, t * ROWS + r - row] += line[start + t]
 
 

@@ -13,7 +13,17 @@ from numba import float32, int64, njit
 
 from .arrays import Side
 from .layout import CodeLayout
-from .primitives import OPTIONS, ROWS, accumulate_codes, dot_codes, scale_columns, scale_rows, sum_products, to_floats
+from .primitives import (
+    INLINED,
+    OPTIONS,
+    ROWS,
+    accumulate_codes,
+    dot_codes,
+    scale_columns,
+    scale_rows,
+    sum_products,
+    to_floats,
+)
 from .vectors import (
     LANES,
     add,
@@ -30,10 +40,6 @@ from .vectors import (
     store_four,
     sums_of_eight,
 )
-
-
-# Called in one place, with more arrays than a call should hand over
-INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 
 
 class Queries(NamedTuple):

@@ -15,7 +15,8 @@ from numba import float32, njit, prange
 
 from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
 from .exact import partial_results
-from .primitives import OPTIONS, ROWS, add_bias, scale_rows, softmax_tile
+from .primitives import INLINED, OPTIONS, ROWS, add_bias, scale_rows, softmax_tile
+from .tasks import Task, num_tasks, queries_of, task_of
 from .tile import rotate_row
 from .transform_primitives import Blocks, accumulate_rows, dot_rows, make_blocks
 from .vectors import (
@@ -83,7 +84,7 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
 
 
 @njit(**OPTIONS)
-def turn_back(
+def _turn_back(
     query: Any, rows: int, scale: Any, channels: Channels, frequencies: Any, position: int, own: Any, partners: Any
 ) -> None:
     """Queries `[rows, D]` turned back by the angles of a position: own channels and partners', times deviations."""
@@ -99,7 +100,7 @@ def turn_back(
 
 
 @njit(**OPTIONS)
-def turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
+def _turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
     """The same from one tile to the next."""
     for i in range(0, own.shape[1], LANES):
         cosine, minus_sine = load_floats(channels.cosines, TILE, i), load_floats(channels.sines, TILE, i)
@@ -110,123 +111,188 @@ def turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
             store_floats(partners, r, i, multiply_add(a, sine, multiply(b, cosine)))
 
 
+class Rows(NamedTuple):
+    """Rows of a head `[capacity, R]`, and where what is in them."""
+
+    rows: Any
+    blocks: Blocks
+
+
+class Work(NamedTuple):
+    """
+    What a task does, but for the keys: its queries `[rows, D]` and the factor of their scores, the channels of keys,
+    the frequencies of their embedding and the position of the first token; values, and the scales of all bytes; what
+    is added to scores `[.., .., .., T]`; from which tile up to which; and tokens in use.
+    """
+
+    task: Task
+    num_queries: int
+    groups: int
+    query: Any
+    scale: Any
+    channels: Channels
+    frequencies: Any
+    position: int
+    values: Rows
+    scales: Any
+    bias: Any
+    tiles: tuple[int, int]
+    length: int
+
+
+class RowSums(NamedTuple):
+    """The online softmax of a task: values `[4, 8 N]`, and twice every row's sum of weights and maximum `[1, 8]`."""
+
+    sums: Any
+    total: Any
+    maximum: Any
+
+
 @njit(**OPTIONS)
-def _run_tiles(
-    query: Any,
-    rows: int,
-    first_row: int,
-    scale: Any,
-    channels: Channels,
-    frequencies: Any,
-    position: int,
-    keys: tuple[Any, Blocks],
-    values: tuple[Any, Blocks],
-    scales: Any,
-    bias: tuple[Any, int, int, int, int],
-    tiles: tuple[int, int],
-    length: int,
-    sums: Any,
-    total: Any,
-    maximum: Any,
-) -> None:
-    """Attention of `rows` queries over tiles from `tiles[0]` to `tiles[1]`; `position` is that of the first token."""
-    key_rows, key_blocks = keys
-    value_rows, value_blocks = values
-    mask, batch, head, groups, num_queries = bias
-    size = channels.own.shape[0]
+def rows_at(side: Any, task: Task, shape: Any) -> Any:
+    """Rows of a task's head, of a side that begins with address, capacity and R."""
+    return bytes_at(side[0], (shape[0] * shape[1], side[1], side[2]))[task.matrix]
+
+
+@njit(**OPTIONS)
+def load_work(
+    task: Task, shape: Any, scale: float, query: int, channels: Channels, values: Rows, codebook: Any, rotary: Any,
+    mask: Any, span: Any,
+) -> Work:  # fmt: skip
+    """The arguments are those of `attend_rows_block`, and what was made of them."""
+    tiles = (task.part * span[1], (task.part + 1) * span[1])
+    position = rotary[5] - longs_at(rotary[4], (shape[0],))[task.batch]
+    return Work(
+        task,
+        shape[3],
+        shape[2],
+        queries_of(task, shape, query),
+        float32(scale),
+        channels,
+        doubles_at(rotary[3], (shape[4],)),
+        position,
+        values,
+        floats_at(codebook[2], (256,)),
+        floats_at(mask[0], mask[1:]),
+        tiles,
+        span[0],
+    )
+
+
+@njit(**OPTIONS)
+def make_sums(size: int) -> RowSums:
+    """Of nothing so far."""
+    return RowSums(
+        np.zeros((ROWS, size), dtype=np.float32),
+        np.zeros((1, 2 * ROWS), dtype=np.float32),
+        np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+    )
+
+
+@njit(**OPTIONS)
+def ends_of(work: Work) -> tuple[int, int]:
+    """A task's first token, and the one behind its last."""
+    return work.tiles[0] * TILE, min(work.tiles[1] * TILE, work.length)
+
+
+@njit(**OPTIONS)
+def load_scales(work: Work, rows: Any) -> Any:
+    """The scales of a task's tokens, `[T]`, of all that are in use."""
+    scales = np.zeros(work.length, dtype=np.float32)
+    first, last = ends_of(work)
+    for t in range(first, last):
+        scales[t] = work.scales[rows[t, 0]]
+    return scales
+
+
+@njit(**OPTIONS)
+def turn_to(work: Work, start: int, own: Any, partners: Any) -> None:
+    """Turns the queries to the tile that begins at a token, in turn."""
+    if (start // TILE - work.tiles[0]) % ANCHOR_TILES == 0:
+        _turn_back(
+            work.query,
+            work.task.rows,
+            work.scale,
+            work.channels,
+            work.frequencies,
+            work.position + start,
+            own,
+            partners,
+        )
+    else:
+        _turn_on(work.task.rows, work.channels, own, partners)
+
+
+@njit(**INLINED)
+def add_tile(work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: RowSums) -> None:
+    """Adds a tile, whose keys have made its scores `[1, 4 T + 4]`; `decay` `[1, 8]` has room for what it needs."""
+    start, tokens = span
+    if work.bias.shape[3] > 0:
+        add_bias(
+            work.bias,
+            work.task.batch,
+            work.task.head,
+            work.groups,
+            work.num_queries,
+            work.task.row,
+            start,
+            tokens,
+            scores,
+        )
+    if softmax_tile(tokens, scores, sums.maximum, sums.total, decay):
+        scale_rows(decay, sums.sums)
+    for t in range(tokens):
+        factor = broadcast_four(work.scales[work.values.rows[start + t, 0]])
+        store_four(scores, 0, t * ROWS, multiply(load_four(scores, 0, t * ROWS), factor))
+    accumulate_rows(work.task.rows, scores, work.values.rows, work.values.blocks, span, sums.sums)
+
+
+@njit(**OPTIONS)
+def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
+    channels, size = work.channels, work.channels.own.shape[0]
     own, partners = np.zeros((ROWS, size), dtype=np.float32), np.zeros((ROWS, size), dtype=np.float32)
     scores = np.zeros((1, (TILE + 2) * ROWS), dtype=np.float32)
     decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    key_scales = np.zeros(length, dtype=np.float32)
-    first, last = tiles[0] * TILE, min(tiles[1] * TILE, length)
-    for t in range(first, last):
-        key_scales[t] = scales[key_rows[t, 0]]
+    key_scales = load_scales(work, keys.rows)
+    first, last = ends_of(work)
     for start in range(first, last, TILE):
-        tokens, tile = min(TILE, last - start), start // TILE
-        if (tile - tiles[0]) % ANCHOR_TILES == 0:
-            turn_back(query, rows, scale, channels, frequencies, position + start, own, partners)
-        else:
-            turn_on(rows, channels, own, partners)
-        span = (start, tokens)
+        span = (start, min(TILE, last - start))
+        turn_to(work, start, own, partners)
         dot_rows(
-            rows, own, partners, key_rows, key_blocks, channels.means, key_scales, channels.cosines, channels.sines,
-            span, scores,
+            work.task.rows, own, partners, keys.rows, keys.blocks, channels.means, key_scales, channels.cosines,
+            channels.sines, span, scores,
         )  # fmt: skip
-        if mask.shape[3] > 0:
-            add_bias(mask, batch, head, groups, num_queries, first_row, start, tokens, scores)
-        if softmax_tile(tokens, scores, maximum, total, decay):
-            scale_rows(decay, sums)
-        for t in range(tokens):
-            factor = broadcast_four(scales[value_rows[start + t, 0]])
-            store_four(scores, 0, t * ROWS, multiply(load_four(scores, 0, t * ROWS), factor))
-        accumulate_rows(rows, scores, value_rows, value_blocks, span, sums)
+        add_tile(work, span, scores, decay, sums)
 
 
 @njit(**OPTIONS)
 def _run(
-    task: int, shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any,
+    number: int, shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any,
     mask: Any, span: Any, first: int, scratch: int,
 ) -> None:  # fmt: skip
     """One task of `attend_rows_block`."""
-    batch_size, num_heads, groups, num_queries, key_dim, value_dim, _ = shape
-    length, tiles_per_task, num_tasks = span
-    num_rows = groups * num_queries
-    queries = floats_at(query, (batch_size * num_heads, num_rows, key_dim))
-    output, total, maximum = partial_results(scratch, shape, first, num_tasks)
-    row_blocks = -(-num_rows // ROWS)
-    item, part = task // num_tasks, task % num_tasks
-    matrix, row = item // row_blocks, item % row_blocks * ROWS
-    b, h = matrix // num_heads, matrix % num_heads
-    rows = min(ROWS, num_rows - row)
-    coefficients = floats_at(codebook[0], (9, 3))
-    unshrunk = floats_at(codebook[1], (9, 3))
-    scales = floats_at(codebook[2], (256,))
-    multipliers = longs_at(codebook[3], (9,))
-    sides = batch_size * num_heads
-    key_rows = bytes_at(key_side[0], (sides, key_side[1], key_side[2]))[matrix]
-    value_rows = bytes_at(value_side[0], (sides, value_side[1], value_side[2]))[matrix]
+    task, key_dim, value_dim = task_of(number, shape, span), shape[4], shape[5]
+    output, total, maximum = partial_results(scratch, shape, first, span[2])
+    sides, multipliers = shape[0] * shape[1], longs_at(codebook[3], (9,))
     key_count, value_count = -(-key_dim // LANES), -(-value_dim // LANES)
-    key_widths = bytes_at(key_side[3], (sides, key_count))[matrix]
-    value_widths = bytes_at(value_side[3], (sides, value_count))[matrix]
-    key_blocks = make_blocks(key_widths, key_side[2], coefficients, multipliers)
-    value_blocks = make_blocks(value_widths, value_side[2], unshrunk, multipliers)
-    channels = _load_channels(key_side[4:], rotary, matrix, key_dim, key_count)
-    frequencies = doubles_at(rotary[3], (key_dim,))
-    position = rotary[5] - longs_at(rotary[4], (batch_size,))[b]
-    sums = np.zeros((ROWS, value_count * LANES), dtype=np.float32)
-    own_total = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    own_maximum = np.full((1, 2 * ROWS), -np.inf, dtype=np.float32)
-    _run_tiles(
-        queries[matrix, row : row + rows],
-        rows,
-        row,
-        float32(scale),
-        channels,
-        frequencies,
-        position,
-        (key_rows, key_blocks),
-        (value_rows, value_blocks),
-        scales,
-        (floats_at(mask[0], mask[1:]), b, h, groups, num_queries),
-        (part * tiles_per_task, (part + 1) * tiles_per_task),
-        length,
-        sums,
-        own_total,
-        own_maximum,
-    )
-    deviation = float_of_half(halves_at(value_side[4], (sides,))[matrix])
-    for r in range(rows):
+    key_widths = bytes_at(key_side[3], (sides, key_count))[task.matrix]
+    value_widths = bytes_at(value_side[3], (sides, value_count))[task.matrix]
+    key_blocks = make_blocks(key_widths, key_side[2], floats_at(codebook[0], (9, 3)), multipliers)
+    value_blocks = make_blocks(value_widths, value_side[2], floats_at(codebook[1], (9, 3)), multipliers)
+    channels = _load_channels(key_side[4:], rotary, task.matrix, key_dim, key_count)
+    values = Rows(rows_at(value_side, task, shape), value_blocks)
+    sums = make_sums(value_count * LANES)
+    work = load_work(task, shape, scale, query, channels, values, codebook, rotary, mask, span)
+    _run_tiles(work, Rows(rows_at(key_side, task, shape), key_blocks), sums)
+    deviation = float_of_half(halves_at(value_side[4], (sides,))[task.matrix])
+    part, b, h, row = task.part, task.batch, task.head, task.row
+    for r in range(task.rows):
         for d in range(value_dim):
-            output[part, b, h, row + r, d] = sums[r, d] * deviation
+            output[part, b, h, row + r, d] = sums.sums[r, d] * deviation
         if value_side[5] > 1:
-            rotate_row(output[part, b, h, row : row + rows], r, 0, value_dim, value_side[5])
-        total[part, b, h, row + r] = own_total[0, r] + own_total[0, r + ROWS]
-        maximum[part, b, h, row + r] = own_maximum[0, r]
-
-
-@njit(**OPTIONS)
-def _num_tasks(shape: Any, span: Any) -> int:
-    return shape[0] * shape[1] * -(-shape[2] * shape[3] // ROWS) * span[2]
+            rotate_row(output[part, b, h, row : row + task.rows], r, 0, value_dim, value_side[5])
+        total[part, b, h, row + r] = sums.total[0, r] + sums.total[0, r + ROWS]
+        maximum[part, b, h, row + r] = sums.maximum[0, r]
 
 
 @njit(**OPTIONS)
@@ -254,8 +320,8 @@ def attend_rows_block(
         first: the first of them.
         scratch: what `exact.partial_results` makes arrays of.
     """
-    for task in range(_num_tasks(shape, span)):
-        _run(task, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
+    for number in range(num_tasks(shape, span)):
+        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
 
 
 @njit(parallel=True, **OPTIONS)
@@ -264,5 +330,5 @@ def attend_rows_block_in_parallel(
     span: Any, first: int, scratch: int,
 ) -> None:  # fmt: skip
     """The same by as many threads as Numba is set to."""
-    for task in prange(_num_tasks(shape, span)):
-        _run(task, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
+    for number in prange(num_tasks(shape, span)):
+        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)

@@ -1,18 +1,13 @@
 """The door to the compiled attention over transform-coded rows: parts of a cache in, tensors out."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotation_size
-from kvcache_plugins.ops.transform_coding import codebooks, trellis
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
-from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import scale_of
 
 from .basis_attention import attend_basis_block, attend_basis_block_in_parallel
 from .door import Arguments
@@ -20,13 +15,12 @@ from .exact import attend_exact, merge
 from .primitives import ROWS
 from .threads import num_threads, use_threads
 from .transform_attention import TILE, attend_rows_block, attend_rows_block_in_parallel
+from .transform_tables import codebook_of, padding_of, rotary_tables
 
 
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 16
 _TASKS_PER_THREAD = 4
-# From 0 to the most bits that any quantizer has
-_NUM_WIDTHS = codebooks.MAX_WIDTH + 1
 # By whether rows are in calibrated bases, and whether several threads share the tasks
 _KERNELS = {
     (False, False): attend_rows_block,
@@ -34,33 +28,6 @@ _KERNELS = {
     (True, False): attend_basis_block,
     (True, True): attend_basis_block_in_parallel,
 }
-
-
-@cache
-def _codebook(quantizer: str) -> tuple[torch.Tensor, ...]:
-    """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
-    coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
-    is_trellis = quantizer == "trellis"
-    own = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS)
-    coefficients[: len(own)] = own
-    if is_trellis:
-        multipliers[: len(own)] = torch.tensor(trellis.MULTIPLIERS)
-    of_values = coefficients.clone()
-    of_values[: len(own)] *= unshrunk(quantizer)[:, None]
-    return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
-
-
-@cache
-def _rotary(layout: RotaryLayout) -> tuple[torch.Tensor, ...]:
-    """Partners, cosines and signed sines of the offsets in a tile and of its length, and frequencies."""
-    device = torch.device("cpu")
-    cosines, sines = layout.angles(torch.arange(TILE + 1))
-    return layout.partners(device), cosines.contiguous(), sines.contiguous(), layout.channel_frequencies(device)
-
-
-@cache
-def _no_padding(batch_size: int) -> torch.Tensor:
-    return torch.zeros(batch_size, dtype=torch.int64)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -105,7 +72,7 @@ def attend_rows(
             else:
                 quantizer = part.coder.keys.quantizer
                 sides = _key_side(part, part.coder, arguments), _value_side(part, part.coder, arguments)
-            codebook = tuple(map(_address, _codebook(quantizer)))
+            codebook = tuple(map(_address, codebook_of(quantizer)))
             attend_to(shape, scale, queries, *sides, codebook, _angles(part, arguments), mask, span, first, results)
         else:
             states = arguments.address(part.keys), arguments.address(part.values)
@@ -146,8 +113,8 @@ def _value_side(part: CodedPart, coder: RowCoder, arguments: Arguments) -> tuple
 
 
 def _angles(part: CodedPart, arguments: Arguments) -> tuple[int, ...]:
-    padding = _no_padding(part.keys.shape[0]) if part.padding is None else arguments.keep(part.padding.long())
-    partners, cosines, sines, frequencies = map(_address, _rotary(part.coder.layout))
+    padding = arguments.keep(padding_of(part.padding, part.keys.shape[0]))
+    partners, cosines, sines, frequencies = map(_address, rotary_tables(part.coder.layout))
     return partners, cosines, sines, frequencies, padding.data_ptr(), part.start
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from .fields import load_halves_of_block, load_ints, multiply_ints, shift_right
-from .primitives import OPTIONS, ROWS
+from .primitives import INLINED, OPTIONS, ROWS
 from .vectors import (
     LANES,
     add,
@@ -29,8 +29,6 @@ from .vectors import (
 )
 
 
-# What is called in one place, with more arrays than a call should hand over
-INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 _ZERO = np.float32(0)
 _STATE_BITS = 8
 
@@ -101,6 +99,38 @@ def points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
     return multiply(centred, multiply_add(square, inner, broadcast(points[v, 2])))
 
 
+@njit(**INLINED)
+def add_turned(
+    num_rows: int, own: Any, partners: Any, place: int, states: Any, offsets: Any, cosines: Any, sines: Any, sums: Any
+) -> Any:
+    """
+    Adds what eight channels of two tokens' keys add to scores.
+
+    Args:
+        num_rows: queries in use, 1 to 4.
+        own, partners, cosines, sines: as in `dot_rows`.
+        place: of the channels.
+        states: the channels of both tokens.
+        offsets: places of both tokens in the tile.
+        sums: the sums of the first token for four queries, and of the second.
+    """
+    (a, b), (t, u), (a0, a1, a2, a3, b0, b1, b2, b3) = states, offsets, sums
+    a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
+    a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
+    q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
+    a0, b0 = multiply_add(a_sine, p, multiply_add(a, q, a0)), multiply_add(b_sine, p, multiply_add(b, q, b0))
+    if num_rows > 1:
+        q, p = load_floats(own, 1, place), load_floats(partners, 1, place)
+        a1, b1 = multiply_add(a_sine, p, multiply_add(a, q, a1)), multiply_add(b_sine, p, multiply_add(b, q, b1))
+    if num_rows > 2:
+        q, p = load_floats(own, 2, place), load_floats(partners, 2, place)
+        a2, b2 = multiply_add(a_sine, p, multiply_add(a, q, a2)), multiply_add(b_sine, p, multiply_add(b, q, b2))
+    if num_rows > 3:
+        q, p = load_floats(own, 3, place), load_floats(partners, 3, place)
+        a3, b3 = multiply_add(a_sine, p, multiply_add(a, q, a3)), multiply_add(b_sine, p, multiply_add(b, q, b3))
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
 def _make_dot_rows(num_rows: int) -> Callable[..., None]:
     @njit(**OPTIONS)
     def dot_rows(
@@ -111,33 +141,16 @@ def _make_dot_rows(num_rows: int) -> Callable[..., None]:
         for t in range(0, count, 2):
             u = min(t + 1, count - 1)
             scale_a, scale_b = broadcast(scales[first + t]), broadcast(scales[first + u])
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
+            zero = broadcast(_ZERO)
+            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
             for v in range(blocks.low.shape[0]):
                 place = v * LANES
                 a = b = load_floats(means, 0, place)
                 if blocks.widths[v] > 0:
                     a = multiply_add(points_of(rows, first + t, blocks, v), scale_a, a)
                     b = multiply_add(points_of(rows, first + u, blocks, v), scale_b, b)
-                a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
-                a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
-                q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
-                a0, b0 = (
-                    multiply_add(a_sine, p, multiply_add(a, q, a0)),
-                    multiply_add(b_sine, p, multiply_add(b, q, b0)),
-                )
-                if num_rows > 1:
-                    q, p = load_floats(own, 1, place), load_floats(partners, 1, place)
-                    a1 = multiply_add(a_sine, p, multiply_add(a, q, a1))
-                    b1 = multiply_add(b_sine, p, multiply_add(b, q, b1))
-                if num_rows > 2:
-                    q, p = load_floats(own, 2, place), load_floats(partners, 2, place)
-                    a2 = multiply_add(a_sine, p, multiply_add(a, q, a2))
-                    b2 = multiply_add(b_sine, p, multiply_add(b, q, b2))
-                if num_rows > 3:
-                    q, p = load_floats(own, 3, place), load_floats(partners, 3, place)
-                    a3 = multiply_add(a_sine, p, multiply_add(a, q, a3))
-                    b3 = multiply_add(b_sine, p, multiply_add(b, q, b3))
-            store_floats(scores, 0, t * ROWS, sums_of_eight(a0, a1, a2, a3, b0, b1, b2, b3))
+                sums = add_turned(num_rows, own, partners, place, (a, b), (t, u), cosines, sines, sums)
+            store_floats(scores, 0, t * ROWS, sums_of_eight(*sums))
 
     return dot_rows  # type: ignore[no-any-return]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from kvcache_plugins.ops.online_softmax import OnlineAttention
 from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.tiles import attend_tiles
 
 from .basis_coder import BasisCoder
 from .parts import CodedPart, RowCoder
@@ -42,8 +42,5 @@ def attend(
             from .triton_attention import attend as attend_with_triton
 
             return attend_with_triton(query, parts, num_key_value_heads, scale)
-    attention = OnlineAttention(query, num_key_value_heads, scale)
-    for part in parts:
-        for tile in part.tiles() if isinstance(part, CodedPart) else (part,):
-            attention.add_tile(*tile.in_use(), tile.mask)
-    return attention.result()
+    tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,)))
+    return attend_tiles(query, tiles, num_key_value_heads, scale)

@@ -19,7 +19,7 @@ from torch import nn
 from .allocation import BLOCK
 from .rotary import RotaryLayout
 from .rows import RowTable
-from .statistics import Angles
+from .turning import turn
 
 
 # Times that a key's scale and codes are fitted to each other, at most
@@ -128,14 +128,13 @@ class BasisCoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on."""
         key_table, value_table = self.tables.on(keys.device)
-        angles = self._angles(start, padding, keys)
-        keys = self.layout.rotate(keys.float(), angles.cosines, -angles.sines)
+        keys = turn(keys, self.layout, start, padding, is_back=True)
         return key_table.encode(keys), value_table.encode(values)
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""
-        angles = self._angles(start, padding, rows)
-        return self.layout.rotate(self.tables.on(rows.device)[0].decode(rows), angles.cosines, angles.sines)
+        keys = self.tables.on(rows.device)[0].decode(rows)
+        return turn(keys, self.layout, start, padding, is_back=False)
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Values `[B, H, T, D]`, float32, of rows."""
@@ -148,9 +147,6 @@ class BasisCoder:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "BasisCoder":
         """The same, as nothing of it is an item's or a cache's."""
         return self
-
-    def _angles(self, start: int, padding: torch.Tensor | None, tokens: torch.Tensor) -> Angles:
-        return Angles.at(self.layout, start, tokens.shape[2], padding, tokens.device)
 
 
 class DeviceTables(nn.Module):

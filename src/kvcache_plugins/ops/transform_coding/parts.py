@@ -15,7 +15,7 @@ from kvcache_plugins.ops.rotation import rotate
 from .basis_coder import BasisCoder
 from .rotary import RotaryLayout
 from .rows import RowTable
-from .statistics import Angles
+from .turning import turn
 
 
 # Dense float32 values of one tile stay within the processor's caches
@@ -43,18 +43,16 @@ class RowCoder:
         Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on, given the tokens `[B]` at the
         start of every item that have no position.
         """
-        angles = self._angles(start, padding, keys)
-        keys = self.layout.rotate(keys.float(), angles.cosines, -angles.sines)
+        keys = turn(keys, self.layout, start, padding, is_back=True)
         return self.keys.encode(keys), self.values.encode(rotate(values))
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""
-        angles = self._angles(start, padding, rows)
-        return self.layout.rotate(self.keys.decode(rows), angles.cosines, angles.sines)
+        return turn(self.keys.decode(rows), self.layout, start, padding, is_back=False)
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Values `[B, H, T, D]`, float32, of rows."""
-        return rotate(self.values.decode(rows))
+        return self.values.decode_rotated(rows)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything stored."""
@@ -64,9 +62,6 @@ class RowCoder:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCoder":
         """The same with `function` applied to every tensor."""
         return RowCoder(self.keys.map(function), self.values.map(function), self.layout)
-
-    def _angles(self, start: int, padding: torch.Tensor | None, tokens: torch.Tensor) -> Angles:
-        return Angles.at(self.layout, start, tokens.shape[2], padding, tokens.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +75,7 @@ class CodedPart:
         start (`int`): index of the first token.
         padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
         length (`int`): tokens in use, T.
-        mask (`torch.Tensor`, *optional*): as in `DensePart`.
+        mask (`torch.Tensor`, *optional*): as in `CompressedPart`.
     """
 
     keys: torch.Tensor

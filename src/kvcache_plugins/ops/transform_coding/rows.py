@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.ops.dispatch import choose_coding_kernel
+from kvcache_plugins.ops.rotation import rotate
 
 from .allocation import BLOCK
 from .quantizers import QUANTIZERS, Quantizer, unshrunk
@@ -96,7 +97,19 @@ class RowTable:
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """States `[B, H, T, D]`, float32, of rows `[B, H, T, R]`."""
+        if choose_coding_kernel(rows) == "compiled":
+            from kvcache_plugins.ops.compiled import decode_transform_rows
+
+            return decode_transform_rows(rows, self, is_rotated=False)
         return torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
+
+    def decode_rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same where states were rotated before they were coded, see `ops.rotation`: these as they were."""
+        if choose_coding_kernel(rows) == "compiled":
+            from kvcache_plugins.ops.compiled import decode_transform_rows
+
+            return decode_transform_rows(rows, self, is_rotated=True)
+        return rotate(self.decode(rows))
 
     def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch_size, num_heads = tokens.shape[:2]

@@ -1,0 +1,54 @@
+"""What compiled attention is shared out in: tasks, each a run of tiles of one key/value head and up to four queries.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, D head dim.
+"""
+
+from typing import Any, NamedTuple
+
+from numba import njit
+
+from .arrays import floats_at
+from .primitives import OPTIONS, ROWS
+
+
+class Task(NamedTuple):
+    """
+    A task's item and head, both also as the number of a matrix; its first query of that head's `G Q`, and how many of
+    them; and the number of its run of tiles.
+    """
+
+    batch: int
+    head: int
+    matrix: int
+    row: int
+    rows: int
+    part: int
+
+
+@njit(**OPTIONS)
+def num_tasks(shape: Any, span: Any) -> int:
+    """
+    Tasks of a call.
+
+    Args:
+        shape: B, H, G, Q, and more.
+        span: tokens in use, tiles of a task, and runs of tiles.
+    """
+    return shape[0] * shape[1] * -(-shape[2] * shape[3] // ROWS) * span[2]
+
+
+@njit(**OPTIONS)
+def task_of(number: int, shape: Any, span: Any) -> Task:
+    """One of them."""
+    num_rows = shape[2] * shape[3]
+    row_blocks = -(-num_rows // ROWS)
+    item, part = number // span[2], number % span[2]
+    matrix, row = item // row_blocks, item % row_blocks * ROWS
+    return Task(matrix // shape[1], matrix % shape[1], matrix, row, min(ROWS, num_rows - row), part)
+
+
+@njit(**OPTIONS)
+def queries_of(task: Task, shape: Any, query: int) -> Any:
+    """A task's queries `[rows, D]`, of `[B, H * G, Q, D]` at an address."""
+    queries = floats_at(query, (shape[0] * shape[1], shape[2] * shape[3], shape[4]))
+    return queries[task.matrix, task.row : task.row + task.rows]
