@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.ops.slot_products import gather_weights, multiply_heads, scatter_scores
 
-from .attention_weights import attend_and_weigh, sum_weights
+from .attention_weights import attend_and_weigh, sum_given_weights, sum_weights
 from .h2o_config import H2OConfig
 from .kept_tokens import FREE, KeptTokens
 from .slot_mask import SlotMask
@@ -37,6 +38,7 @@ class H2OLayer(PromptLayer):
 
     needs_prompt_attention = True
     stores_attention = True
+    attends_by_heads = True
 
     def __init__(self, config: H2OConfig, layer_idx: int):
         self.config = config
@@ -70,6 +72,15 @@ class H2OLayer(PromptLayer):
         real = self._valid_tokens(self._length - num_queries, num_queries)
         with torch.no_grad():
             self._prompt_weights = sum_weights(query, self._pending[0], mask, scale, real)
+        self.settle_prompt()
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
+        if self._pending is None:
+            return
+        if not self._mask_seen:
+            self._learn_padding_of(weights)
+        if by_heads is not None:
+            self._prompt_weights = sum_given_weights(by_heads, self._valid_tokens(0, self._length))
         self.settle_prompt()
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
@@ -108,6 +119,23 @@ class H2OLayer(PromptLayer):
         self._attended = self._attended or counts
         self._counters["attend_calls"] += 1
         return torch.cat(outputs, dim=2)
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        self.settle_prompt()
+        kept = self.kept
+        assert kept is not None, "nothing was stored"
+        scores = multiply_heads(query, kept.keys.transpose(2, 3))
+        return scatter_scores(scores, kept.positions, self._length)
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        kept = self.kept
+        assert kept is not None, "nothing was stored"
+        weights = gather_weights(weights, kept.positions)
+        if not self._attended and weights.shape[3] == self._num_latest:
+            self._count_weights(slice(0, self._num_latest), weights.detach().float().sum(dim=2))
+            self._attended = True
+        self._counters["attend_calls"] += 1
+        return multiply_heads(weights, kept.values)
 
     def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
         """
@@ -160,8 +188,8 @@ class H2OLayer(PromptLayer):
         if not self._all_weighed:
             raise ValueError(
                 f"layer {self.layer_idx} holds {self._length} tokens and has to drop some, but which ones only "
-                "attention weights tell, and other attention implementations than `sdpa` do not show them to the "
-                "cache: they are not supported, set `attn_implementation` to `sdpa` or let `heavy_ratio` and "
+                "attention weights tell, and the model's attention does not show them to the cache: set "
+                "`attn_implementation` to `sdpa` or `eager`, where that is not so already, or let `heavy_ratio` and "
                 "`recent_ratio` add up to 1"
             )
         if self.kept.is_within(min(totals)):
@@ -190,7 +218,7 @@ class H2OLayer(PromptLayer):
         if self._num_dropped():
             raise NotImplementedError(
                 f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
-                "them is not supported: set `attn_implementation` to `sdpa`"
+                "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
             )
         return self.kept.dense(side, self._length)
 

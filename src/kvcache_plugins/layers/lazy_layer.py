@@ -29,6 +29,8 @@ class LazyLayer(CacheLayerMixin):
     is_compileable = False
     # Whether attention over one new token adds to what is stored, beside what `update` stores
     stores_attention = False
+    # Whether products of attention that is written out are asked for by heads: see `head_scores`
+    attends_by_heads = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -124,13 +126,46 @@ class LazyLayer(CacheLayerMixin):
     def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
         """Called after attention over views of the states, whose queries are not the layer's."""
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        """
+        The first product of attention that is written out, of a layer that `attends_by_heads`.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H, G, Q, D]`): queries, by key/value head.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, G, Q, tokens]`, -inf for tokens that are not to be attended to; `None` if
+            it is to be made of `dense_tiles`.
+        """
+        return None
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """
+        The second product.
+
+        Args:
+            weights (`torch.Tensor` of shape `[B, H, G, Q, tokens]`): what the model has made of the scores.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, G, Q, value head dim]`; `None` if it is to be made of `dense_tiles`.
+        """
+        return None
+
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        """
+        Called, of a layer that `attends_by_heads`, after attention that is written out has multiplied its queries
+        `[B, H, G, Q, D]` with exact keys, with the products.
+        """
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         """
         Called after attention that is written out has multiplied its weights with the values.
 
         Args:
             weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, however the model has laid out
                 items and heads.
+            by_heads (`torch.Tensor` of shape `[B, H, G, Q, tokens]`, *optional*): the same by key/value head, of a
+                layer that `attends_by_heads`, where the model's values are whole heads.
         """
 
     def on_dense_read(self, side: str) -> None:

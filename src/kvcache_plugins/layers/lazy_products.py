@@ -4,7 +4,8 @@ The scores are as large as the model wants them, `[..., queries, tokens]`; keys 
 What the model does between the two products (softcaps, sinks, biases, masks, softmax, dropout) it does itself, on
 plain tensors.
 
-Products with exact states, as of a prompt, are the dense ones.
+Products with exact states, as of a prompt, are the dense ones. A layer that need not, or cannot, hand out all tokens
+(it has dropped some, or fetches few) is asked for products by heads instead, where the model's view has heads.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 
 from .gradients import without_gradients
+from .head_layout import HeadLayout, find_head_layout
 from .lazy_views import View
 from .states_source import StatesSource
 
@@ -52,17 +54,41 @@ def multiply(left: torch.Tensor, states: ViewedStates) -> torch.Tensor | None:
     num_dims = len(states.shape)
     if num_dims < 3 or left.dim() < 2 or states.token_dim < num_dims - 2 or not _is_newest(states):
         return None
-    is_sum = states.token_dim == num_dims - 2
+    is_sum, layer = states.token_dim == num_dims - 2, states.layer
+    layout = _layout_of(states, left)
+    by_heads = None if layout is None else layout.to_heads(left)
     if states.exact is not None:
         product = torch.matmul(left, states.exact)
     else:
         with torch.no_grad():
-            product = _weighted_sum(left, states) if is_sum else _scores(left, states)
+            product = _of_heads(layer, layout, by_heads, is_sum)
+            if product is None:
+                product = _weighted_sum(left, states) if is_sum else _scores(left, states)
         if torch.is_grad_enabled() and left.requires_grad:
             product = without_gradients(product)
     if is_sum:
-        states.layer.on_weighted_sum(left)
+        layer.on_weighted_sum(left, by_heads)
+    elif states.exact is not None and layout is not None and by_heads is not None:
+        layer.on_exact_scores(by_heads, layout.to_heads(product))
     return product
+
+
+def _layout_of(states: ViewedStates, left: torch.Tensor) -> HeadLayout | None:
+    layer = states.layer
+    if not layer.attends_by_heads or len(states.origin.sides) != 1:
+        return None
+    (side,) = states.origin.sides
+    return find_head_layout(states.origin, layer.states_shape(side), states.token_dim, tuple(left.shape[:-2]))
+
+
+def _of_heads(
+    layer: StatesSource, layout: HeadLayout | None, by_heads: torch.Tensor | None, is_sum: bool
+) -> torch.Tensor | None:
+    """The product, if the layer has one of its own."""
+    if layout is None or by_heads is None:
+        return None
+    product = layer.head_sums(by_heads) if is_sum else layer.head_scores(by_heads)
+    return None if product is None else layout.to_rows(product).to(by_heads.dtype)
 
 
 def _is_newest(states: ViewedStates) -> bool:

@@ -23,6 +23,7 @@ class ListeningLayer(DynamicLayer):
     """
 
     has_gradients = False
+    attends_by_heads = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,20 @@ class ListeningLayer(DynamicLayer):
     def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
         """Says nothing of queries."""
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        batch_size, num_heads, num_tokens, head_dim = self.materialize(side).shape
+        return batch_size, num_heads, num_tokens, head_dim
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        """Says nothing of queries."""
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         """Says nothing of queries."""
 
     def on_dense_read(self, side: str) -> None:

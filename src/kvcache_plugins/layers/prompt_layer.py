@@ -234,7 +234,7 @@ class PromptLayer(LazyLayer):
         self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         self._count_written_out()
         if self._pending is not None and not self._mask_seen and self._given_mask is None:
             self._learn_padding_of(weights)
