@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.layers.lazy_views import View
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.slot_products import gather_weights, multiply_heads, scatter_scores
 
@@ -64,18 +65,49 @@ class H2OLayer(PromptLayer):
         # Where layers share their states, the first one's attention counts
         if self._pending is None:
             return
+        self._weigh_prompt(query, self._pending[0], attn_mask, is_causal=is_causal, scale=scale)
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        if self._pending is None:
+            return
+        # All query heads are of the one head, however many its states are projected to
+        is_shared = keys is not None and self._shapes["keys"][1] == self._shapes["values"][1] == 1
+        self._weigh_prompt(query, keys if is_shared else None, attn_mask, is_causal=is_causal, scale=scale)
+
+    def _weigh_prompt(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        """Stores a prompt with the weights of its queries, if their keys are known."""
         if self._length > 1:
             self._learn_padding(attn_mask)
         self._mask_seen = True
-        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length)
-        num_queries = query.shape[2]
-        real = self._valid_tokens(self._length - num_queries, num_queries)
-        with torch.no_grad():
-            self._prompt_weights = sum_weights(query, self._pending[0], mask, scale, real)
+        if keys is not None:
+            mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length)
+            num_queries = query.shape[2]
+            real = self._valid_tokens(self._length - num_queries, num_queries)
+            with torch.no_grad():
+                weights = sum_weights(query, keys, mask, scale, real)
+            self._prompt_weights = weights if weights.shape[1] == self._shapes["keys"][1] else weights.sum(1, True)
         self.settle_prompt()
 
     def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         if self._pending is None:
+            if self._doubts_padding and self._num_new == 1:
+                self._check_padding(weights)
             return
         if not self._mask_seen:
             self._learn_padding_of(weights)
@@ -104,18 +136,54 @@ class H2OLayer(PromptLayer):
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
         self.settle_prompt()
-        kept, num_new = self.kept, self._num_latest
+        assert self.kept is not None, "nothing was stored"
+        return self._attend(query, self.kept.keys, self.kept.values, attn_mask, is_causal=is_causal, scale=scale)
+
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        self.settle_prompt()
+        kept = self.kept
         assert kept is not None, "nothing was stored"
+        # Of several heads each has tokens of its own, which a view may mix
+        if kept.keys.shape[1] != 1 or kept.values.shape[1] != 1:
+            return None
+        tile, done = {"keys": kept.keys, "values": kept.values}, dict[View, torch.Tensor]()
+        states = keys.of(tile, done), values.of(tile, done)
+        return self._attend(query, *states, attn_mask, is_causal=is_causal, scale=scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attention over the states in all slots, of the heads that are stored or of views of the only one."""
+        kept, num_new = self.kept, self._num_latest
+        assert kept is not None
         if num_new > 1:
             self._learn_padding(attn_mask)
         # Transformers hands one token's query heads over as rows of their key/value head
         counts = not self._attended and (num_new == 1 or num_new == query.shape[2])
-        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length, positions=kept.positions)
+        positions = kept.positions.expand(-1, keys.shape[1], -1)
+        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length, positions=positions)
         outputs = []
-        for rows, output, weights in attend_and_weigh(query, kept.keys, kept.values, mask, scale):
+        for rows, output, weights in attend_and_weigh(query, keys, values, mask, scale):
             outputs.append(output)
             if counts:
-                self._count_weights(rows, weights.detach())
+                is_view = weights.shape[1] != kept.keys.shape[1]
+                self._count_weights(rows, weights.detach().sum(1, True) if is_view else weights.detach())
         self._attended = self._attended or counts
         self._counters["attend_calls"] += 1
         return torch.cat(outputs, dim=2)
@@ -125,7 +193,7 @@ class H2OLayer(PromptLayer):
         kept = self.kept
         assert kept is not None, "nothing was stored"
         scores = multiply_heads(query, kept.keys.transpose(2, 3))
-        return scatter_scores(scores, kept.positions, self._length)
+        return self._let_padding_through(scatter_scores(scores, kept.positions, self._length))
 
     def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
         kept = self.kept

@@ -175,8 +175,12 @@ class InfiniGenLayer(PromptLayer):
     def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
         if query.shape[3] != 1 or self._num_new != 1 or not self.wants_speculation:
             return None
+        factor = query.shape[4] ** -0.5 if self._score_factor is None else self._score_factor
+        return self._let_padding_through(self._chosen_scores(query, factor))
+
+    def _chosen_scores(self, query: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        """Scores of one new token `[B, H, G, 1, D]` for what was chosen for it, -inf for the rest."""
         if self._step is None or self._step.fetch.length != self._length:
-            factor = query.shape[4] ** -0.5 if self._score_factor is None else self._score_factor
             rows = query[:, :, :, 0]
             fetch = self._fetch_for(rows, None, factor)
             self._step = WrittenOutStep(fetch, self.tokens, self._times)
@@ -237,8 +241,11 @@ class InfiniGenLayer(PromptLayer):
     ) -> torch.Tensor:
         scale = query.shape[3] ** -0.5 if scale is None else scale
         self._counters["attend_calls"] += 1
-        if self._num_new == 1 and self.wants_speculation and (attn_mask is None or attn_mask.shape[-3] == 1):
-            return self._attend_selected(query, attn_mask, scale)
+        if self._num_new == 1 and self.wants_speculation:
+            if attn_mask is None or attn_mask.dim() < 3 or attn_mask.shape[-3] == 1:
+                return self._attend_selected(query, attn_mask, scale)
+            if query.shape[2] == 1:
+                return self._attend_biased(query, attn_mask, scale)
         if is_causal:
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -270,6 +277,15 @@ class InfiniGenLayer(PromptLayer):
             self._counters["kernel_fallbacks"] += is_fallback
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
+
+    def _attend_biased(self, query: torch.Tensor, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
+        """The same under a mask of which every head has its own, such as a bias of positions."""
+        by_heads = query.unflatten(1, (self._shapes["keys"][1], -1))  # [B, H, G, 1, D]
+        scores = (self._chosen_scores(by_heads, scale) * scale).flatten(1, 2)
+        masked = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        weights = masked.softmax(dim=-1).unflatten(1, by_heads.shape[1:3])
+        assert self._step is not None
+        return self._step.sums(weights).flatten(1, 2).to(query.dtype)
 
     def _fetch_for(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor) -> Fetch:
         """What was speculated for this token; if nothing was, what its own query chooses."""

@@ -28,13 +28,27 @@ class HeadLayout:
     Attributes:
         heads (`tuple[int, int]`): B and H.
         rows (`tuple[int, ...]`): the dimensions of the product before the last two.
-        order (`torch.Tensor` of shape `[B * H * G]`, *optional*): rows in the order of the heads that they hold; `None`
-            if that is how they stand.
+        order (`torch.Tensor` of shape `[B * H * G]`, *optional*): rows in the order of the heads that they hold;
+            `None` if that is how they stand.
     """
 
     heads: tuple[int, int]
     rows: tuple[int, ...]
     order: torch.Tensor | None
+
+    def is_as(self, other: "HeadLayout") -> bool:
+        """Whether another one is the same."""
+        if self.order is None or other.order is None:
+            return self.order is other.order and self.rows == other.rows
+        return self.rows == other.rows and torch.equal(self.order, other.order)
+
+    def keeps_items(self) -> bool:
+        """Whether the first dimension of the rows is that of the items of a batch."""
+        num_items = self.heads[0]
+        if self.rows[0] != num_items or self.order is None:
+            return self.rows[0] == num_items
+        items = self.order.view(num_items, -1) // math.prod(self.rows[1:])
+        return torch.equal(items, torch.arange(num_items)[:, None].expand_as(items))
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
         """`[..., Q, D or T]`, whose rows broadcast to the product's, as `[B, H, G, Q, D or T]`."""

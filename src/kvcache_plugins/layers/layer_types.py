@@ -41,14 +41,8 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
             Makes the layer of an index.
 
     Raises:
-        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any, or an
-        encoder.
+        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any.
     """
-    if config.is_encoder_decoder:
-        raise ValueError(
-            "`config` has an encoder, and what is attended to across would be stored among a layer's own tokens. "
-            "`EncoderDecoderCache(GEARCache(), DynamicCache())` keeps them apart, with a cache that needs no config"
-        )
     own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or []
     foreign = sorted(set(layer_types) - _BOUNDED_LAYER_TYPES - _FULL_LAYER_TYPES)

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .lazy_states import LazyStates
+from .lazy_views import View
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -123,8 +124,43 @@ class LazyLayer(CacheLayerMixin):
         being known. The arguments are those of `attend`.
         """
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
-        """Called after attention over views of the states, whose queries are not the layer's."""
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        """
+        Attention over views of what is stored, such as latent states that have been projected. The arguments are those
+        of `attend`.
+
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value head dim]`; `None` if it is to be made
+            of `dense_tiles`.
+        """
+        return None
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        """
+        Called after attention over views of the states, whose queries are not of the heads that are stored.
+
+        Args:
+            keys (`torch.Tensor` of shape `[batch_size, num_heads, seq_len, head_dim]`, *optional*): the view's, where
+                states are exact.
+            query, attn_mask, is_causal, scale: as in `attend`.
+        """
 
     def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
         """

@@ -133,17 +133,63 @@ def attend_views(
     is_four = len(keys.shape) == len(values.shape) == query.dim() == 4
     if not is_four or keys.token_dim != 2 or values.token_dim != 2 or not _is_newest(keys) or not _is_newest(values):
         return None
+    layer, options = keys.layer, {"is_causal": is_causal, "scale": scale}
+    layout = _shared_layout(query, keys, values, attn_mask)
+    by_heads = None if layout is None else layout.to_heads(query).flatten(1, 2)
     if keys.exact is not None and values.exact is not None:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        output = F.scaled_dot_product_attention(query, keys.exact, values.exact, attn_mask=attn_mask, **options)
+        output = F.scaled_dot_product_attention(
+            query, keys.exact, values.exact, attn_mask=attn_mask, enable_gqa=enable_gqa, **options
+        )
+        if by_heads is not None:
+            layer.on_exact_attention(by_heads, attn_mask, **options)
+            return output
     elif keys.exact is not None or values.exact is not None or keys.shape[1] != values.shape[1]:
         return None
     else:
         with torch.no_grad():
-            output = _attend_tiles(query, keys, values, _causal(attn_mask, query, keys, is_causal), scale)
+            if layout is not None and by_heads is not None:
+                of_heads = layer.attend(by_heads, attn_mask, **options)
+                output = layout.to_rows(of_heads.unflatten(1, (layout.heads[1], -1)))
+            else:
+                output = _attend_projected(query, keys, values, attn_mask, **options)
         if torch.is_grad_enabled() and query.requires_grad:
             output = without_gradients(output)
-    keys.layer.on_viewed_attention(attn_mask, is_causal=is_causal)
+    if by_heads is None:
+        layer.on_viewed_attention(query, keys.exact, attn_mask, **options)
+    return output
+
+
+def _shared_layout(
+    query: torch.Tensor, keys: ViewedStates, values: ViewedStates, attn_mask: torch.Tensor | None
+) -> HeadLayout | None:
+    """The layout that keys and values have in common, where attention over them is over the heads that are stored."""
+    # Every query head its own mask would have to follow it
+    if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] != 1:
+        return None
+    found = [
+        find_head_layout(states.origin, states.layer.states_shape(side), states.token_dim, tuple(query.shape[:2]))
+        for states, side in ((keys, "keys"), (values, "values"))
+        if states.origin.sides == {side}
+    ]
+    if len(found) < 2 or found[0] is None or found[1] is None:
+        return None
+    return found[0] if found[0].is_as(found[1]) and found[0].keeps_items() else None
+
+
+def _attend_projected(
+    query: torch.Tensor,
+    keys: ViewedStates,
+    values: ViewedStates,
+    attn_mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention over what is computed of the states, by the layer if it knows how, else tile by tile."""
+    views = keys.origin, values.origin
+    output = keys.layer.attend_views(query, *views, attn_mask, is_causal=is_causal, scale=scale)
+    if output is None:
+        output = _attend_tiles(query, keys, values, _causal(attn_mask, query, keys, is_causal), scale)
     return output
 
 

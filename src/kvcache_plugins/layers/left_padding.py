@@ -38,4 +38,4 @@ class LeftPadding:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
         if self.counts is None or self.longest() <= start:
             return None
-        return torch.arange(start, start + count, device=device) >= self.counts.to(device)[:, None]
+        return torch.arange(start, start + count, device=device) >= self.first_tokens(1, device)

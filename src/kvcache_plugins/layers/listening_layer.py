@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .lazy_states import LazyStates
+from .lazy_views import View
 
 
 # As many of the newest as any cache looks at
@@ -45,7 +46,27 @@ class ListeningLayer(DynamicLayer):
     ) -> None:
         self.queries = query[:, :, -_NUM_QUERIES:].clone()
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         """Says nothing of queries."""
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:

@@ -56,6 +56,8 @@ class PromptLayer(LazyLayer):
         self._index = IndexStates()
         self.padding = None
         self._mask_seen = False
+        # Until a decode step has shown that the model hides from it what its prompt hid
+        self._doubts_padding = False
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
@@ -229,15 +231,26 @@ class PromptLayer(LazyLayer):
         self._learn_padding(attn_mask)
         self.settle_prompt()
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         self._count_written_out()
         self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
 
     def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         self._count_written_out()
+        # What is given also knows of padding that goes on behind the prompt
         if self._pending is not None and not self._mask_seen and self._given_mask is None:
             self._learn_padding_of(weights)
+        elif self._doubts_padding and self._num_new == 1:
+            self._check_padding(weights)
         self.settle_prompt()
 
     def _count_written_out(self) -> None:
@@ -256,13 +269,38 @@ class PromptLayer(LazyLayer):
         if length < 2 or not is_square or weights.numel() % (self.batch_size * length * length):
             return
         weights = weights.detach().reshape(self.batch_size, -1, length, length)
-        own, last = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1]  # [B, H, T]
-        is_real = ~((own == last) | own.isnan()).all(dim=1)
-        is_real[:, -1] = True
+        own, other = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1].clone()  # [B, H, T]
+        # After the last row's token there is none; before it there is padding, if any at all
+        other[..., -1] = weights[..., -1, 0]
+        is_real = ~((own == other) | own.isnan()).all(dim=1)
         padding = (is_real.cumsum(dim=1) == 0).sum(dim=1)
         self._mask_seen = True
         if bool(padding.any()):
-            self.padding = padding
+            self.padding, self._doubts_padding = padding, True
+
+    def _let_padding_through(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, H, G, Q, T]`, finite for padding as long as it has to show whether the model hides it itself."""
+        if not self._doubts_padding:
+            return scores
+        real = self._valid_tokens(0, scores.shape[4])
+        return scores if real is None else scores.masked_fill(~real[:, None, None, None], 0)
+
+    def _check_padding(self, weights: torch.Tensor) -> None:
+        """
+        Raises:
+            ValueError: if weights of a new token `[..., queries, tokens]` are of what was padding in the prompt, and
+            is not stored.
+        """
+        self._doubts_padding = False
+        real = self._valid_tokens(0, weights.shape[-1])
+        if real is None or weights.numel() % (self.batch_size * weights.shape[-1]):
+            return
+        weights = weights.detach().reshape(self.batch_size, -1, weights.shape[-1])
+        if bool((weights.masked_fill(real[:, None], 0) != 0).any()):
+            raise ValueError(
+                f"layer {self.layer_idx} of the model attends to padding when it decodes, which it hid from its "
+                "prompt and which is not stored: give it prompts of one length"
+            )
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True

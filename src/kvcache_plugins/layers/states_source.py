@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from .lazy_views import View
+
 
 class StatesSource(Protocol):
     """See `LazyLayer`, which says what each is."""
@@ -31,7 +33,27 @@ class StatesSource(Protocol):
     ) -> None:
         """Called after attention over exact states."""
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        """Attention over views of what is stored."""
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         """Called after attention over views of the states."""
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
