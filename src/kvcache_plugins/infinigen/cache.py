@@ -179,10 +179,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
                 "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
             )
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
-            raise ValueError(
-                f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left "
-                f"to offload of the model's {len(layers)} layers"
-            )
+            kept = sorted(self._full_layers)
+            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = weakref.ref(model)

@@ -378,7 +378,7 @@ class InfiniGenLayer(PromptLayer):
 
 def _warn_of_all() -> None:
     warnings.warn(
-        "all that is cached is fetched for every token, as attention does not show its queries to the cache, or is of "
-        "latent states: exact, and slow. Of other models `model.set_attn_implementation('sdpa')` fetches what matters",
+        "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
+        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less",
         stacklevel=3,
     )
