@@ -245,7 +245,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         self._announced = layer_idx
-        layer = self.layers[layer_idx]
+        # In older releases of Transformers layers that share the states of others have none here
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         offloaded = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
         if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
@@ -258,7 +259,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if target is None or not self._speculates or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
-        # During a prefill by several ranks another layer stands there
         if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
         # Another prompt's rows: what comes next is refused

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -50,6 +51,11 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
         raise ValueError(
             f"`config`: layers of type {', '.join(f'`{each}`' for each in foreign)} keep states in a form of their "
             "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
+        )
+    if any(_is_hybrid(layer) and not hasattr(layer, "number_of_states") for layer in own):
+        raise ValueError(
+            "`config`: layers with attention beside a recurrence are supported from later releases of Transformers on: "
+            f"{transformers.__version__} keeps the recurrence's states in another form"
         )
     full = [index for index, layer in enumerate(own) if _is_full(layer)]
     if not full:
