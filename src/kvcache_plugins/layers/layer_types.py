@@ -54,7 +54,7 @@ def replace_full_attention(config: PreTrainedConfig, make_layer: Callable[[int],
         )
     if any(_is_hybrid(layer) and not hasattr(layer, "number_of_states") for layer in own):
         raise ValueError(
-            "`config`: layers with attention beside a recurrence are supported from later releases of Transformers on: "
+            "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
             f"{transformers.__version__} keeps the recurrence's states in another form"
         )
     full = [index for index, layer in enumerate(own) if _is_full(layer)]

@@ -46,6 +46,8 @@ def test_families_that_people_use(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "gemma2", "gpt_oss", "gptj"])
 def test_attention_that_only_exists_written_out_is_answered(family: str) -> None:
     model = build_family(family)
+    if model.config._attn_implementation == "sdpa":
+        pytest.skip("fused in this release of Transformers")
     cache = GEARCache(model.config, nbits=2, residual_length=16)
     generate(model, cache, prompt(model, 80, 1), None, 20, None)
     stats = cache.stats()
