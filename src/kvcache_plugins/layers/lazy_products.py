@@ -61,8 +61,10 @@ def multiply(left: torch.Tensor, states: ViewedStates) -> torch.Tensor | None:
         product = torch.matmul(left, states.exact)
     else:
         with torch.no_grad():
-            product = _of_heads(layer, layout, by_heads, is_sum)
-            if product is None:
+            of_heads = _of_heads(layer, layout, by_heads, is_sum)
+            if of_heads is not None:
+                product = of_heads
+            else:
                 product = _weighted_sum(left, states) if is_sum else _scores(left, states)
         if torch.is_grad_enabled() and left.requires_grad:
             product = without_gradients(product)
@@ -133,7 +135,8 @@ def attend_views(
     is_four = len(keys.shape) == len(values.shape) == query.dim() == 4
     if not is_four or keys.token_dim != 2 or values.token_dim != 2 or not _is_newest(keys) or not _is_newest(values):
         return None
-    layer, options = keys.layer, {"is_causal": is_causal, "scale": scale}
+    layer = keys.layer
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     layout = _shared_layout(query, keys, values, attn_mask)
     by_heads = None if layout is None else layout.to_heads(query).flatten(1, 2)
     if keys.exact is not None and values.exact is not None:
