@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from kvcache_plugins import H2OCache, create_cache
@@ -13,6 +14,7 @@ from kvcache_plugins.baselines import attention_weights
 from kvcache_plugins.baselines.h2o_config import H2OConfig
 from kvcache_plugins.baselines.h2o_layer import H2OLayer
 from kvcache_plugins.contract import CONTRACT, run_check, tiny_models
+from kvcache_plugins.contract.families.survey import build_family
 from kvcache_plugins.reports.memory import reachable_tensors
 
 
@@ -256,7 +258,13 @@ def test_crop_into_dropped_history_tells_the_truth(tiny_llama):
     assert cache.memory().total_bytes == 0
 
 
-def test_other_attention_is_refused_when_tokens_would_be_dropped(tiny_model):
+def read_dense(module, query, key, value, *args, **kwargs):
+    """Attention that shows nothing of its weights, as flash attention."""
+    return sdpa_attention_forward(module, query, key + 0, value + 0, *args, **kwargs)
+
+
+def test_attention_that_shows_no_weights_is_refused_when_tokens_would_be_dropped(tiny_model, monkeypatch):
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", read_dense)
     model = tiny_model("llama", attn_implementation="eager")
     cache = H2OCache(model.config)
     prompt = torch.randint(3, 128, (2, 30))
@@ -264,11 +272,11 @@ def test_other_attention_is_refused_when_tokens_would_be_dropped(tiny_model):
     feed(model, cache, prompt[:, :10])
     length, memory = cache.get_seq_length(), cache.memory()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"layer 0 .*not supported.*`attn_implementation` to `sdpa`"):
+        with pytest.raises(ValueError, match=r"layer 0 .*not show them.*`attn_implementation` to `sdpa` or `eager`"):
             feed(model, cache, prompt[:, :1])
         assert (cache.get_seq_length(), cache.memory()) == (length, memory)
     assert cache.stats()["updates_without_weights"] == 3
-    assert cache.stats()["prompts_without_mask"] == 0
+    assert cache.stats()["prompts_without_mask"] == 2
     assert cache.stats()["tokens_dropped"] == 0
     # A whole cache can be read, one that has dropped tokens cannot
     model.set_attn_implementation("sdpa")
@@ -277,6 +285,33 @@ def test_other_attention_is_refused_when_tokens_would_be_dropped(tiny_model):
     model.set_attn_implementation("eager")
     with pytest.raises(NotImplementedError, match=r"layer 0 has dropped tokens.*not supported.*`sdpa`"):
         feed(model, dropping, prompt[:, :1])
+
+
+@pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
+def test_attention_that_is_written_out_drops_the_same_tokens(tiny_model, padding):
+    model = tiny_model("llama")
+    caches = H2OCache(model.config, **SMALL), H2OCache(model.config, **SMALL)
+    expected = run(model, caches[0], padding)
+    model.set_attn_implementation("eager")
+    logits = run(model, caches[1], padding)
+    assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    assert caches[0].stats()["tokens_dropped"] > 0
+    assert caches[0].stats() == caches[1].stats()
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(one.kept.positions.sort().values, other.kept.positions.sort().values)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "jetmoe", "bloom"])
+def test_tokens_are_dropped_whatever_attention_is_over(family):
+    """Of latent states, of heads that are repeated in another order, of items and heads in one dimension."""
+    model, tokens = build_family(family), torch.randint(5, 90, (2, 60))
+    cache = H2OCache(model.config, **SMALL)
+    logits = [feed(model, cache, tokens)]
+    logits += [feed(model, cache, tokens[:, :size]) for size in (1, 1, 5, 1)]
+    stats = cache.stats()
+    assert stats["tokens_dropped"] > 0
+    assert stats["dense_reads"] == stats["updates_without_weights"] == 0
+    assert torch.cat(logits, dim=1).isfinite().all()
 
 
 def test_short_sequences_can_be_read_dense(tiny_llama):

@@ -109,7 +109,6 @@ FAILURES = {
 # Items that a cache declines by raising a `ValueError` or a `NotImplementedError` that says so
 DECLINED = {
     **{(cache, "save-load"): "no `save` and `load`" for cache in TRANSFORMERS},
-    ("h2o", "eager"): "which ones only attention weights tell, and other attention implementations than `sdpa` do not",
     **{(cache, "save-load"): "no `save` and `load`" for cache in ("h2o", *INFINIGEN, *CODED)},
     **{(cache, "hybrid"): "only supported for models with only full attention layers" for cache in QUANTIZED},
 }

@@ -1,19 +1,36 @@
 """Encoder-decoders: a cache for the decoder's own tokens inside an `EncoderDecoderCache`; alone it is refused."""
 
+import warnings
+
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, EncoderDecoderCache
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from kvcache_plugins import GEARCache, create_cache
 
 
+# What comes out is the dense cache's
+SAME = {
+    "gear-4bit": {"nbits": 8, "residual_length": 16},
+    "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()},
+    "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
+}
+
+
 @pytest.fixture(scope="module")
 def bart():
-    """A random BART of 2 and 2 layers, in eval mode."""
+    """A random BART of 3 and 2 layers, in eval mode."""
     config = BartConfig(
         vocab_size=128,
         d_model=64,
-        encoder_layers=2,
+        encoder_layers=3,
         decoder_layers=2,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
@@ -30,6 +47,27 @@ def bart():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return BartForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module")
+def t5():
+    """A random T5 of 3 and 2 layers, whose scores have biases of positions, in eval mode."""
+    config = T5Config(
+        vocab_size=128,
+        d_model=64,
+        d_kv=16,
+        d_ff=64,
+        num_layers=3,
+        num_decoder_layers=2,
+        num_heads=4,
+        initializer_factor=2.0,
+        pad_token_id=0,
+        eos_token_id=None,
+        decoder_start_token_id=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(config).eval()
 
 
 def generate(model, input_ids, decoder_input_ids, cache):
@@ -56,7 +94,44 @@ def test_compresses_inside_an_encoder_decoder_cache(bart, prompt):
     assert torch.equal(tokens, expected)
 
 
+def made(name, model, **options):
+    with warnings.catch_warnings():
+        # That InfiniGen chooses by the layers' own queries
+        warnings.simplefilter("ignore")
+        return create_cache(name, model, **options)
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_caches_made_for_the_model(family, implementation, name, prompt, request):
+    model = request.getfixturevalue(family)
+    source, start = prompt(30), prompt(100, seed=1)
+    model.set_attn_implementation(implementation)
+    expected = generate(model, source, start, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    own = made(name, model, **SAME[name])
+    assert len(own.layers) == 2
+    assert torch.equal(generate(model, source, start, EncoderDecoderCache(own, DynamicCache())), expected)
+    model.set_attn_implementation("sdpa")
+    stats = own.stats()
+    assert stats["dense_reads"] == 0
+    assert own.get_seq_length() == 100 + 7
+    did = {"gear-4bit": "tokens_compressed", "infinigen": "selected_calls", "h2o": "tokens_kept"}
+    assert stats[did[name]] > 0
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_tokens_are_dropped_of_the_decoder(family, prompt, request):
+    model = request.getfixturevalue(family)
+    own = made("h2o", model, heavy_ratio=0.1, recent_ratio=0.1)
+    generate(model, prompt(30), prompt(100, seed=1), EncoderDecoderCache(own, DynamicCache()))
+    assert own.stats()["tokens_dropped"] > 0
+
+
 @pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o"])
-def test_refused_alone(name, bart):
-    with pytest.raises(ValueError, match=r"has an encoder.*EncoderDecoderCache"):
-        create_cache(name, bart)
+def test_refused_alone(name, bart, prompt):
+    cache = made(name, bart)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"decoder's own tokens.*`EncoderDecoderCache\(cache, D"):
+            generate(bart, prompt(30), prompt(100, seed=1), cache)
+        cache.reset()

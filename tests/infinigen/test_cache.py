@@ -4,6 +4,7 @@ import copy
 import gc
 import resource
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from kvcache_plugins import InfiniGenCache, create_cache
+from kvcache_plugins.contract.families.survey import build_family
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
@@ -320,15 +322,34 @@ def test_needs_a_model(llama: PreTrainedModel) -> None:
             create_cache("infinigen", given)
 
 
-def test_eager_attention_is_exact(llama: PreTrainedModel) -> None:
-    model = make_model("llama")
-    model.set_attn_implementation("eager")
-    prompt, steps = tokens(200), tokens(4, seed=1)
-    with InfiniGenCache(model, share=0.05, full_layers=()) as cache, pytest.warns(UserWarning, match="sdpa"):
+@pytest.mark.parametrize("speculate", [True, False], ids=["speculated", "own query"])
+@pytest.mark.parametrize("options", [{"share": 0.05}, {"min_weight": 0.5}, {"partial_ratio": 0.5}], ids=str)
+def test_eager_attention_chooses_what_sdpa_does(options: dict[str, Any], speculate: bool) -> None:
+    model, prompt, steps = make_model("llama"), tokens(200), tokens(4, seed=1)
+    logits, stats = [], []
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        with InfiniGenCache(model, full_layers=(), speculate=speculate, **options) as cache:
+            logits.append(decode_logits(model, cache, prompt, steps))
+        stats.append(cache.stats())
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    names = "selected_calls", "exact_calls", "tokens_fetched", "speculated_calls", "dense_reads"
+    assert [stats[0][name] for name in names] == [stats[1][name] for name in names]
+    assert 0 < stats[1]["tokens_fetched"] < stats[1]["tokens_fetchable"]
+    assert stats[1]["dense_reads"] == stats[1]["exact_calls"] == 0
+
+
+def test_latent_attention_is_exact() -> None:
+    model = build_family("deepseek_v3")
+    prompt, steps = tokens(100).clamp(max=90), tokens(4, seed=1).clamp(max=90)
+    with pytest.warns(UserWarning, match="multi-head latent attention"):
+        cache = InfiniGenCache(model, share=0.05, full_layers=())
+    with pytest.warns(UserWarning, match="the whole cache is fetched"):
         logits = decode_logits(model, cache, prompt, steps)
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    assert cache.stats()["dense_reads"] > 0
+    assert cache.stats()["exact_calls"] > 0
+    assert cache.stats()["dense_reads"] == 0
 
 
 @torch.no_grad()

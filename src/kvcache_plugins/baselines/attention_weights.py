@@ -81,6 +81,20 @@ def sum_weights(
     return total
 
 
+def sum_given_weights(weights: torch.Tensor, real_queries: torch.Tensor | None) -> torch.Tensor:
+    """
+    As `sum_weights`, of weights that a model has computed.
+
+    Args:
+        weights (`torch.Tensor` of shape `[B, H, G, Q, S]`): those.
+        real_queries (`torch.Tensor` of shape `[B, Q]`, *optional*): as in `sum_weights`.
+    """
+    weights = weights.detach()
+    if real_queries is not None:
+        weights = weights * real_queries[:, None, None, :, None]
+    return weights.sum(dim=(2, 3), dtype=torch.float32)
+
+
 def attend_and_weigh(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: SlotMask, scale: float | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:

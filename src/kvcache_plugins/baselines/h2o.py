@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
+from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -29,8 +31,8 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
     beyond it, tokens are dropped at the beginning of the next update (and of a prompt in chunks, between the chunks).
     Lengths, positions and masks are those of the whole sequence.
 
-    Weights are only seen under `sdpa` attention. Under any other implementation the first update that would have to
-    drop a token raises a `ValueError`.
+    Weights are seen under `sdpa` attention and where a model writes attention out, as `eager` does. Under any other
+    implementation the first update that would have to drop a token raises a `ValueError`.
 
     A `crop` of up to 32 tokens of the newest update, as in assisted decoding, leaves no trace, unless that update was
     the prompt. Any other `crop` removes what it is asked to remove, but the weights that the removed queries gave
@@ -92,10 +94,11 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
-            config = config.get_text_config(decoder=True)
+            config = decoder_config(config)
             self.expected_heads = key_value_heads(config)
             layers: list[Any] = replace_full_attention(config, self._layer)
             super().__init__(layers=layers)
+        self._update_order = UpdateOrder(config, len(self.layers))
 
     def _layer(self, layer_idx: int) -> H2OLayer:
         return H2OLayer(self.h2o_config, layer_idx)

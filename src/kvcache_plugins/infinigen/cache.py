@@ -16,8 +16,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.recurrent_states import HybridLayersMixin
+from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
@@ -41,8 +43,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     Management](https://www.usenix.org/conference/osdi24/presentation/lee). Keys and values of full-attention layers
     live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
     next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
-    and fetched. Attention is over those and the newest tokens. Several new tokens at once, and any attention
-    implementation but `sdpa`, attend to everything: exact, and slower.
+    and fetched. Attention is over those and the newest tokens, be it `sdpa`'s or written out by the model. Several new
+    tokens at once, and latent attention, attend to everything: exact, and slower.
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
     does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
@@ -145,8 +147,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     ):
         if not isinstance(model, torch.nn.Module):
             raise ValueError(
-                f"`model` has to be a `PreTrainedModel`, whose layers tell what will be attended to, but got "
-                f"{type(model)}"
+                f"`model` has to be a `PreTrainedModel`, whose layers tell what comes, but got {type(model)}"
             )
         model = unwrap_model(model)
         self.infinigen_config = InfiniGenConfig(
@@ -170,7 +171,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         check_mask("attention_mask", attention_mask)
         self.calibration = self._read(calibration, model)
         self._given_mask = attention_mask
-        config = model.config.get_text_config(decoder=True)
+        config = decoder_config(model.config)
         self._full_layers = self._choose_full_layers(config.num_hidden_layers)
         layers = replace_full_attention(config, self._layer)
         if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
@@ -178,16 +179,15 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
                 "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
             )
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
-            raise ValueError(
-                f"`full_layers`, or the calibration, keeps layers {sorted(self._full_layers)} whole: nothing is left "
-                f"to offload of the model's {len(layers)} layers"
-            )
+            kept = sorted(self._full_layers)
+            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = weakref.ref(model)
         self._announced: int | None = None
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
+        self._update_order = UpdateOrder(config, len(layers))
         attachment = attach(model, self)
         reason = attachment.why_unknown()
         if reason is not None and self.infinigen_config.speculate:
@@ -216,9 +216,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if full is not None:
             wrong = [index for index in full if not isinstance(index, int) or not 0 <= index < num_layers]
             if wrong:
-                raise ValueError(
-                    f"`full_layers` has to hold indices of the model's {num_layers} layers but got {wrong}"
-                )
+                raise ValueError(f"`full_layers` has to hold indices of the model's {num_layers} layers, not {wrong}")
             return set(full)
         if self.calibration is not None:
             # The first layer has no layer before it, so nothing is known of it
@@ -247,7 +245,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         self._announced = layer_idx
-        layer = self.layers[layer_idx]
+        # In older releases of Transformers layers that share the states of others have none here
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         offloaded = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
         if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
@@ -260,7 +259,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if target is None or not self._speculates or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
-        # During a prefill by several ranks another layer stands there
         if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
         # Another prompt's rows: what comes next is refused
@@ -285,6 +283,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
+        self._update_order.note(layer_idx)
         announced, self._announced = self._announced, None
         attachment = self._attachment
         is_heard = attachment is not None and layer_idx in attachment.heard
@@ -298,6 +297,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
+        self._update_order.restart()
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers

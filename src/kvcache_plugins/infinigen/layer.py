@@ -12,7 +12,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
@@ -30,6 +30,7 @@ from .prefetch import start_fetch
 from .selected_attention import attend_selected
 from .selection import Selection, most_chosen
 from .token_store import TokenStore
+from .written_out import WrittenOutStep, score_factor
 
 
 class InfiniGenLayer(PromptLayer):
@@ -52,8 +53,11 @@ class InfiniGenLayer(PromptLayer):
             input; held for one forward only.
     """
 
+    attends_by_heads = True
+
     counter_names = (
         "attend_calls",
+        "written_out_calls",
         "selected_calls",
         "speculated_calls",
         "exact_calls",
@@ -84,6 +88,11 @@ class InfiniGenLayer(PromptLayer):
         super()._clear()
         self.tokens.clear()
         self._fetch: Fetch | None = None
+        # Between the two products of attention that is written out
+        self._step: WrittenOutStep | None = None
+        # Of the prompt's last query, `[B, H, G, tokens]`, and the factor that follows from it
+        self._last_scores: torch.Tensor | None = None
+        self._score_factor: torch.Tensor | None = None
         # Queries of the prompt, `[B, H * G, tokens, D]`, while columns are chosen by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
@@ -142,6 +151,7 @@ class InfiniGenLayer(PromptLayer):
         return tokens.window.append_to_all(keys, values)
 
     def _before_update(self) -> None:
+        self._step = None
         self.tokens.flush(self._left_padding)
         self._after_moving()
 
@@ -161,13 +171,51 @@ class InfiniGenLayer(PromptLayer):
             self._prompt_queries = query
         super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
 
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        self._last_scores = scores[..., -1, :].detach()
+        if self.config.partial_ratio is not None:
+            self._prompt_queries = query.flatten(1, 2)
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
+        last, self._last_scores = self._last_scores, None
+        if last is not None and by_heads is not None:
+            self._score_factor = score_factor(last, by_heads[..., -1, :].detach())
+        super().on_weighted_sum(weights, by_heads)
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        if query.shape[3] != 1 or self._num_new != 1 or not self.wants_speculation:
+            return None
+        factor = query.shape[4] ** -0.5 if self._score_factor is None else self._score_factor
+        return self._left_padding.let_through(self._chosen_scores(query, factor))
+
+    def _chosen_scores(self, query: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        """Scores of one new token `[B, H, G, 1, D]` for what was chosen for it, -inf for the rest."""
+        if self._step is None or self._step.fetch.length != self._length:
+            rows = query[:, :, :, 0]
+            fetch = self._fetch_for(rows, None, factor)
+            self._step = WrittenOutStep(fetch, self.tokens, self._times)
+            self._note(fetch.selection, rows, factor)
+        return self._step.scores(query)
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        if self._step is None or weights.shape[3] != 1:
+            return None
+        return self._step.sums(weights)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+        self._refuse_evicted()
+        if self.pool is not None and self._num_new == 1:
+            _warn_of_all()
+        self._counters["exact_calls"] += 1
+        for keys, values, start, stop in self.tokens.stretches():
+            yield slice(start, stop), {"keys": keys, "values": values}
+        if self._pending is not None:
+            keys, values = self._pending
+            yield slice(self._length - keys.shape[2], self._length), {"keys": keys, "values": values}
+
     def on_dense_read(self, side: str) -> None:
         if self.pool is not None:
-            warnings.warn(
-                "the whole cache is fetched for every token, as attention is not by `sdpa`: exact, and slow. "
-                "`model.set_attn_implementation('sdpa')` fetches what matters",
-                stacklevel=2,
-            )
+            _warn_of_all()
         super().on_dense_read(side)
 
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
@@ -184,7 +232,9 @@ class InfiniGenLayer(PromptLayer):
         self._fetch = self._start_fetch(query, attn_mask, scale, self._length + 1)
         self._counters["speculated_calls"] += 1
 
-    def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
+    def _start_fetch(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor, length: int
+    ) -> Fetch:
         """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
         pool = self.pool
         assert pool is not None
@@ -201,8 +251,11 @@ class InfiniGenLayer(PromptLayer):
     ) -> torch.Tensor:
         scale = query.shape[3] ** -0.5 if scale is None else scale
         self._counters["attend_calls"] += 1
-        if self._num_new == 1 and self.wants_speculation and (attn_mask is None or attn_mask.shape[-3] == 1):
-            return self._attend_selected(query, attn_mask, scale)
+        if self._num_new == 1 and self.wants_speculation:
+            if attn_mask is None or attn_mask.dim() < 3 or attn_mask.shape[-3] == 1:
+                return self._attend_selected(query, attn_mask, scale)
+            if query.shape[2] == 1:
+                return self._attend_biased(query, attn_mask, scale)
         if is_causal:
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -222,12 +275,9 @@ class InfiniGenLayer(PromptLayer):
 
     def _attend_selected(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> torch.Tensor:
         """Attention of one new token over what was fetched for it and the window."""
-        pool, fetch = self.pool, self._fetch
+        pool = self.pool
         assert pool is not None
-        self._fetch = None
-        if fetch is None or fetch.length != self._length:
-            # Nothing was speculated for this token: its own query is at hand
-            fetch = self._start_fetch(query, attn_mask, scale, self._length)
+        fetch = self._fetch_for(query, attn_mask, scale)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(self.batch_size, 1, attn_mask.shape[-2], self._length)[:, 0, 0]
         rows = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3])
@@ -238,7 +288,23 @@ class InfiniGenLayer(PromptLayer):
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
 
-    def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
+    def _attend_biased(self, query: torch.Tensor, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
+        """The same under a mask of which every head has its own, such as a bias of positions."""
+        by_heads = query.unflatten(1, (self._shapes["keys"][1], -1))  # [B, H, G, 1, D]
+        scores = (self._chosen_scores(by_heads, scale) * scale).flatten(1, 2)
+        masked = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        weights = masked.softmax(dim=-1).unflatten(1, by_heads.shape[1:3])
+        assert self._step is not None
+        return self._step.sums(weights).flatten(1, 2).to(query.dtype)
+
+    def _fetch_for(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor) -> Fetch:
+        """What was speculated for this token; if nothing was, what its own query chooses."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is None or fetch.length != self._length:
+            fetch = self._start_fetch(query, attn_mask, scale, self._length)
+        return fetch
+
+    def _note(self, selection: Selection, query: torch.Tensor, scale: float | torch.Tensor) -> None:
         """Counts what was fetched, and how much of it was right."""
         pool, on_device = self.pool, self._device_counters
         assert pool is not None
@@ -254,11 +320,14 @@ class InfiniGenLayer(PromptLayer):
             on_device.add("hits", hits)
             on_device.add("hits_possible", selection.count.sum())
 
-    def materialize(self, side: str) -> torch.Tensor:
+    def _refuse_evicted(self) -> None:
         if self._counters["tokens_evicted"]:
             raise ValueError(
                 "a cache that has evicted tokens cannot be made dense: use `sdpa` attention, or no `pool_tokens`"
             )
+
+    def materialize(self, side: str) -> torch.Tensor:
+        self._refuse_evicted()
         number = 0 if side == "keys" else 1
         dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         for *states, start, stop in self.tokens.stretches():
@@ -268,12 +337,14 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch = None
+        self._fetch = self._step = None
         self.tokens.drop_newest(count)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = None
+        self._fetch = self._step = None
         self.tokens.map(function)
+        if self._score_factor is not None and self._score_factor.device != self.device:
+            self._score_factor = self._score_factor.to(self.device)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tokens.named_tensors()
@@ -290,7 +361,9 @@ class InfiniGenLayer(PromptLayer):
         """Nothing: tokens are fetched when they have been chosen."""
 
     def _move_to(self, device: torch.device) -> None:
-        self._fetch, self.device = None, device
+        self._fetch, self._step, self.device = None, None, device
+        if self._score_factor is not None:
+            self._score_factor = self._score_factor.to(device)
         self.tokens.serve(device)
         if self.padding is not None:
             self.padding = self.padding.to(device)
@@ -311,3 +384,11 @@ class InfiniGenLayer(PromptLayer):
             "dense_reads": self.dense_reads,
             **times,
         }
+
+
+def _warn_of_all() -> None:
+    warnings.warn(
+        "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
+        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less",
+        stacklevel=3,
+    )

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -51,14 +52,8 @@ def replace_full_attention(
             own in its place, which is the default.
 
     Raises:
-        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any, or an
-        encoder.
+        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any.
     """
-    if config.is_encoder_decoder:
-        raise ValueError(
-            "`config` has an encoder, and what is attended to across would be stored among a layer's own tokens. "
-            "`EncoderDecoderCache(GEARCache(), DynamicCache())` keeps them apart, with a cache that needs no config"
-        )
     own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or []
     foreign = sorted(set(layer_types) - _BOUNDED_LAYER_TYPES - _FULL_LAYER_TYPES)
@@ -66,6 +61,11 @@ def replace_full_attention(
         raise ValueError(
             f"`config`: layers of type {', '.join(f'`{each}`' for each in foreign)} keep states in a form of their "
             "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
+        )
+    if any(_is_hybrid(layer) and not hasattr(layer, "number_of_states") for layer in own):
+        raise ValueError(
+            "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
+            f"{transformers.__version__} keeps the recurrence's states in another form"
         )
     full = [index for index, layer in enumerate(own) if _is_full(layer)]
     windowed = {

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .lazy_states import LazyStates
+from .lazy_views import View
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -29,6 +30,8 @@ class LazyLayer(CacheLayerMixin):
     is_compileable = False
     # Whether attention over one new token adds to what is stored, beside what `update` stores
     stores_attention = False
+    # Whether products of attention that is written out are asked for by heads: see `head_scores`
+    attends_by_heads = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -121,16 +124,84 @@ class LazyLayer(CacheLayerMixin):
         being known. The arguments are those of `attend`.
         """
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
-        """Called after attention over views of the states, whose queries are not the layer's."""
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        """
+        Attention over views of what is stored, such as latent states that have been projected. The arguments are those
+        of `attend`.
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value head dim]`; `None` if it is to be made
+            of `dense_tiles`.
+        """
+        return None
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        """
+        Called after attention over views of the states, whose queries are not of the heads that are stored.
+
+        Args:
+            keys (`torch.Tensor` of shape `[batch_size, num_heads, seq_len, head_dim]`, *optional*): the view's, where
+                states are exact.
+            query, attn_mask, is_causal, scale: as in `attend`.
+        """
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        """
+        The first product of attention that is written out, of a layer that `attends_by_heads`.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H, G, Q, D]`): queries, by key/value head.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, G, Q, tokens]`, -inf for tokens that are not to be attended to; `None` if
+            it is to be made of `dense_tiles`.
+        """
+        return None
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """
+        The second product.
+
+        Args:
+            weights (`torch.Tensor` of shape `[B, H, G, Q, tokens]`): what the model has made of the scores.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, G, Q, value head dim]`; `None` if it is to be made of `dense_tiles`.
+        """
+        return None
+
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        """
+        Called, of a layer that `attends_by_heads`, after attention that is written out has multiplied its queries
+        `[B, H, G, Q, D]` with exact keys, with the products.
+        """
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         """
         Called after attention that is written out has multiplied its weights with the values.
 
         Args:
             weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, however the model has laid out
                 items and heads.
+            by_heads (`torch.Tensor` of shape `[B, H, G, Q, tokens]`, *optional*): the same by key/value head, of a
+                layer that `attends_by_heads`, where the model's values are whole heads.
         """
 
     def on_dense_read(self, side: str) -> None:

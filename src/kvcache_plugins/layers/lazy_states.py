@@ -98,7 +98,7 @@ class LazyStates(torch.Tensor):
         elif shape is None:
             seen = step.function(torch.empty(layout.shape, dtype=dtype, device="meta"))
             shape, dtype = tuple(seen.shape), seen.dtype
-        view = Step(step.function, self.origin) if origin is None else origin
+        view = Step(step.function, self.origin, only_moves=step.only_moves) if origin is None else origin
         return LazyStates(self.layer, view, shape, dtype, layout.device, exact, 0, step.token_dim)
 
     def densify(self) -> torch.Tensor:

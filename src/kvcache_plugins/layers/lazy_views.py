@@ -20,9 +20,11 @@ class View(ABC):
 
     Attributes:
         sides (`frozenset[str]`): what of `"keys"` and `"values"` it is of.
+        only_moves (`bool`): whether it moves and repeats numbers, and changes none.
     """
 
     sides: frozenset[str]
+    only_moves: bool = False
 
     def of(self, tile: Tile, done: dict["View", torch.Tensor] | None = None) -> torch.Tensor:
         """
@@ -45,6 +47,8 @@ class View(ABC):
 class StoredSide(View):
     """Keys or values as they are stored."""
 
+    only_moves = True
+
     def __init__(self, side: str):
         self.side, self.sides = side, frozenset({side})
 
@@ -55,8 +59,9 @@ class StoredSide(View):
 class Step(View):
     """A function of other views, all of one layer."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], *sources: View):
+    def __init__(self, function: Callable[..., torch.Tensor], *sources: View, only_moves: bool = False):
         self.function, self.sources = function, sources
+        self.only_moves = only_moves and all(source.only_moves for source in sources)
         self.sides = frozenset().union(*(source.sides for source in sources))
 
     def _make(self, tile: Tile, done: dict[View, torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,13 @@ class LeftPadding:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is known."""
         self.counts = None
+        # Told by weights: until a decode step has shown that the model hides from it what its prompt hid
+        self.is_doubted = False
 
     @property
     def counts(self) -> torch.Tensor | None:
@@ -38,26 +44,53 @@ class LeftPadding:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
         if self.counts is None or self.longest() <= start:
             return None
-        return torch.arange(start, start + count, device=device) >= self.counts.to(device)[:, None]
+        return torch.arange(start, start + count, device=device) >= self.first_tokens(1, device)
 
+    def learn(self, weights: torch.Tensor, batch_size: int, length: int) -> bool:
+        """
+        Tells the padding of a prompt by its attention's weights: all is hidden from rows of padding alike, so they
+        attend to nothing, or to everything in equal shares, what comes after them included.
 
-def padding_in_weights(weights: torch.Tensor, batch_size: int, length: int) -> torch.Tensor | None:
-    """
-    Left padding of the items of a prompt, told by its attention's weights: all is hidden from rows of padding alike,
-    so they attend to nothing, or to everything in equal shares, what comes after them included.
+        Args:
+            weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, items first.
+            batch_size, length (`int`): items and tokens of the prompt.
 
-    Args:
-        weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, items first.
-        batch_size, length (`int`): items and tokens of the prompt.
+        Returns:
+            `bool`: whether they are those of a whole prompt; nothing is told from others.
+        """
+        is_square = weights.dim() >= 3 and weights.shape[-2:] == (length, length)
+        if length < 2 or not is_square or weights.numel() % (batch_size * length * length):
+            return False
+        weights = weights.detach().reshape(batch_size, -1, length, length)
+        own, other = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1].clone()  # [B, H, T]
+        # After the last row's token there is none; before it there is padding, if any at all
+        other[..., -1] = weights[..., -1, 0]
+        is_real = ~((own == other) | own.isnan()).all(dim=1)
+        padding = (is_real.cumsum(dim=1) == 0).sum(dim=1)
+        if bool(padding.any()):
+            self.counts, self.is_doubted = padding, True
+        return True
 
-    Returns:
-        `torch.Tensor` of shape `[batch_size]`, or `None` if they are not those of a whole prompt.
-    """
-    is_square = weights.dim() >= 3 and weights.shape[-2:] == (length, length)
-    if length < 2 or not is_square or weights.numel() % (batch_size * length * length):
-        return None
-    weights = weights.detach().reshape(batch_size, -1, length, length)
-    own, last = weights.diagonal(dim1=-2, dim2=-1), weights[..., -1]  # [B, H, T]
-    is_real = ~((own == last) | own.isnan()).all(dim=1)
-    is_real[:, -1] = True
-    return (is_real.cumsum(dim=1) == 0).sum(dim=1)
+    def let_through(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, H, G, Q, T]`, finite for padding as long as it has to show whether the model hides it itself."""
+        real = self.valid_tokens(0, scores.shape[4], scores.device) if self.is_doubted else None
+        return scores if real is None else scores.masked_fill(~real[:, None, None, None], 0)
+
+    def check_hidden(self, weights: torch.Tensor, batch_size: int, layer_idx: int) -> None:
+        """
+        Args:
+            weights (`torch.Tensor` of shape `[..., queries, tokens]`): of a new token.
+
+        Raises:
+            ValueError: if they are of what was padding in the prompt, and is not stored.
+        """
+        self.is_doubted = False
+        real = self.valid_tokens(0, weights.shape[-1], weights.device)
+        if real is None or weights.numel() % (batch_size * weights.shape[-1]):
+            return
+        weights = weights.detach().reshape(batch_size, -1, weights.shape[-1])
+        if bool((weights.masked_fill(real[:, None], 0) != 0).any()):
+            raise ValueError(
+                f"layer {layer_idx} of the model attends to padding when it decodes, which it hid from its prompt and "
+                "which is not stored: give it prompts of one length"
+            )

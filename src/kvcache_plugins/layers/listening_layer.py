@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .lazy_states import LazyStates
+from .lazy_views import View
 
 
 # As many of the newest as any cache looks at
@@ -23,6 +24,7 @@ class ListeningLayer(DynamicLayer):
     """
 
     has_gradients = False
+    attends_by_heads = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +46,43 @@ class ListeningLayer(DynamicLayer):
     ) -> None:
         self.queries = query[:, :, -_NUM_QUERIES:].clone()
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         """Says nothing of queries."""
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        batch_size, num_heads, num_tokens, head_dim = self.materialize(side).shape
+        return batch_size, num_heads, num_tokens, head_dim
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        """Says nothing of queries."""
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         """Says nothing of queries."""
 
     def on_dense_read(self, side: str) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.models.layer_config import has_own_layers
 
+from .encoder_decoder import UpdateOrder
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
 
@@ -27,6 +28,7 @@ class ModelMatchMixin(HybridLayersMixin):
     """
 
     expected_heads: frozenset[int] = frozenset()
+    _update_order: UpdateOrder
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
     _is_direct = False
@@ -36,6 +38,11 @@ class ModelMatchMixin(HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
+        try:
+            self._update_order.note(layer_idx)
+        except ValueError:
+            self._take_back()
+            raise
         if self._given is None or layer_idx <= max(self._given, default=-1):
             # One layer again and again is no forward of a model: somebody fills layer after layer
             self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
@@ -90,6 +97,7 @@ class ModelMatchMixin(HybridLayersMixin):
     def reset(self) -> None:
         super().reset()
         self._given, self._is_direct = None, False
+        self._update_order.restart()
 
     def _num_held(self, layer_idx: int) -> int | None:
         """Tokens of a layer, 0 of one that is still to be made; `None` of one that is Transformers' own."""

@@ -13,17 +13,17 @@ import torch
 
 from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 
-from .index_states import IndexStates
+from .index_states import IndexedLayerMixin, IndexStates
 from .lazy_layer import LazyLayer
 from .lazy_states import LazyStates
-from .left_padding import LeftPadding, padding_in_weights
+from .left_padding import LeftPadding
 
 
 # The end of an error of a prompt that does not go on from what is held
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 
-class PromptLayer(LazyLayer):
+class PromptLayer(IndexedLayerMixin, LazyLayer):
     """
     A layer whose prompt waits until attention has seen it.
 
@@ -54,7 +54,7 @@ class PromptLayer(LazyLayer):
         self._sides_read: set[str] = set()
         # Of indexed sparse attention
         self._index = IndexStates()
-        self.padding = None
+        self._left_padding.clear()
         self._mask_seen = False
         self._length = 0
         # Tokens of the newest update
@@ -213,33 +213,6 @@ class PromptLayer(LazyLayer):
         """Stores a token behind exact states that were handed out, and returns all; `None` if they do not stay so."""
         return None
 
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """
-        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
-
-        Args:
-            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
-        """
-        return self._index.append(indexer_key_states)
-
-    # The name that one family has for it
-    update_index = update_indexer
-
-    @property
-    def has_index(self) -> bool:
-        """Whether it holds keys of an indexer."""
-        return self._index.keys is not None
-
-    @property
-    def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
-        positions = self._index.positions
-        return None if positions is None else positions.movedim(0, 1)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, position_ids: torch.Tensor | None) -> None:
-        self._index.positions = None if position_ids is None else position_ids.movedim(1, 0)
-
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
 
@@ -273,19 +246,32 @@ class PromptLayer(LazyLayer):
         self._learn_padding(attn_mask)
         self.settle_prompt()
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         self._count_written_out()
         self._learn_padding(None if is_causal else attn_mask)
         self.settle_prompt()
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         self._count_written_out()
-        if self._pending is not None and not self._mask_seen and self._given_mask is None:
-            padding = padding_in_weights(weights, self.batch_size, self._length)
-            self._mask_seen = padding is not None
-            if padding is not None and bool(padding.any()):
-                self.padding = padding
+        self._note_weights(weights)
         self.settle_prompt()
+
+    def _note_weights(self, weights: torch.Tensor) -> None:
+        """Weights of a first prompt tell its padding, those of a token after it whether that was right."""
+        if self._pending is None:
+            if self._left_padding.is_doubted and self._num_new == 1:
+                self._left_padding.check_hidden(weights, self.batch_size, self.layer_idx)
+        # What is given also knows of padding that goes on behind the prompt
+        elif not self._mask_seen and self._given_mask is None:
+            self._mask_seen = self._left_padding.learn(weights, self.batch_size, self._length)
 
     def _count_written_out(self) -> None:
         """Of a first prompt attention is over exact states, whoever computes it."""

@@ -77,8 +77,9 @@ class HybridLayersMixin(Cache):
     def is_linear(self) -> list[bool]:
         """As `Cache.is_linear`: layers that have attention beside a recurrence are none of those without."""
         # Not by `super()`: `torch.compile` knows no properties of bases
-        recurrent = LinearAttentionCacheLayerMixin
-        return [isinstance(layer, recurrent) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+        return [
+            isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers
+        ]
 
 
 @cache

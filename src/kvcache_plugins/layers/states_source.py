@@ -5,11 +5,14 @@ from typing import Protocol
 
 import torch
 
+from .lazy_views import View
+
 
 class StatesSource(Protocol):
     """See `LazyLayer`, which says what each is."""
 
     has_gradients: bool
+    attends_by_heads: bool
 
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
@@ -30,10 +33,42 @@ class StatesSource(Protocol):
     ) -> None:
         """Called after attention over exact states."""
 
-    def on_viewed_attention(self, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    def attend_views(
+        self,
+        query: torch.Tensor,
+        keys: View,
+        values: View,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor | None:
+        """Attention over views of what is stored."""
+
+    def on_viewed_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
         """Called after attention over views of the states."""
 
-    def on_weighted_sum(self, weights: torch.Tensor) -> None:
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """The shape that the dense states of one side have."""
+
+    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
+        """Products of queries with all keys, by heads."""
+
+    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """Sums of all values, by heads."""
+
+    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
+        """Called after attention that is written out has multiplied queries with exact keys."""
+
+    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
         """Called after attention that is written out has summed up the values."""
 
     def on_dense_read(self, side: str) -> None:

@@ -25,11 +25,13 @@ class TokenStep:
         function (`Callable`): what is done to a tile.
         token_dim (`int`): the dimension that tokens are in then.
         shape (`tuple[int, ...]`, *optional*): of all tokens, where it cannot be told from a tensor without data.
+        only_moves (`bool`): whether it moves and repeats numbers, and changes none but by a cast.
     """
 
     function: TensorFunction
     token_dim: int
     shape: tuple[int, ...] | None = None
+    only_moves: bool = True
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -215,7 +217,7 @@ def _linear(layout: Layout, weight: torch.Tensor, bias: torch.Tensor | None = No
     if layout.token_dim == len(layout.shape) - 1:
         return None
     shape = *layout.shape[:-1], weight.shape[0]
-    return TokenStep(lambda states: F.linear(states, weight, bias), layout.token_dim, shape)
+    return TokenStep(lambda states: F.linear(states, weight, bias), layout.token_dim, shape, only_moves=False)
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> Handler:
@@ -227,8 +229,8 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Handler:
             if other.dim() > len(layout.shape) or (place >= 0 and other.shape[place] != 1):
                 return None
             shape = tuple(torch.broadcast_shapes(layout.shape, other.shape))
-            return TokenStep(lambda states: function(states, other), layout.token_dim, shape)
-        return TokenStep(lambda states: function(states, other), layout.token_dim)
+            return TokenStep(lambda states: function(states, other), layout.token_dim, shape, only_moves=False)
+        return TokenStep(lambda states: function(states, other), layout.token_dim, only_moves=False)
 
     return handler
 

@@ -1,6 +1,19 @@
-"""Configs whose layers differ: one layer's own, and the head dimensions of all."""
+"""The config of a decoder within a model's, and configs whose layers differ: one layer's own, all head dimensions."""
+
+import copy
 
 from transformers import PreTrainedConfig
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model's text decoder, whose `num_hidden_layers` are the decoder's."""
+    config = config.get_text_config(decoder=True)
+    # A name that Transformers does not take for the decoder's
+    num_layers = getattr(config, "num_decoder_layers", None) if config.is_encoder_decoder else None
+    if num_layers is not None:
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = num_layers
+    return config
 
 
 def layer_config(config: PreTrainedConfig, layer_idx: int) -> PreTrainedConfig:
