@@ -13,6 +13,7 @@ from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 
 from .held_out_prompt import HeldOutPrompt
 
@@ -60,18 +61,23 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
 
 def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
     """
-    Bytes that the compressed layers would hold of a prompt, told from shapes alone. It is as long as the prefix,
+    Bytes that the compressed layers would hold of a prompt, told from shapes alone, and what they share with all
+    caches of the model. It is as long as the prefix,
     rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
     nothing of what is generated.
     """
-    alike = Counter(
-        (layer.keys.shape, layer.values.shape, layer.keys.dtype)
-        for layer in prefill.layers
-        if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
-    )
-    config, total = cache.gear_config, 0
-    for (*shapes, dtype), count in alike.items():
-        layer = GEARLayer(config, 0) if isinstance(config, GEARConfig) else TransformLayer(config, 0)
+    alike: Counter[tuple[torch.Size, torch.Size, torch.dtype, BasisCoder | None]] = Counter()
+    for own, dense in zip(cache.layers, prefill.layers, strict=True):
+        if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None:
+            # Layers of a calibrated cache have rows of different sizes
+            calibrated = own.calibrated if isinstance(own, TransformLayer) else None
+            alike[dense.keys.shape, dense.values.shape, dense.keys.dtype, calibrated] += 1
+    config, total = cache.gear_config, sum(cache.memory().shared.values())
+    for (*shapes, dtype, calibrated), count in alike.items():
+        if isinstance(config, GEARConfig):
+            layer: GEARLayer | TransformLayer = GEARLayer(config, 0)
+        else:
+            layer = TransformLayer(config, 0, calibrated=calibrated)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"

@@ -93,7 +93,7 @@ for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), 
         value_nbits=_bits_a_value,
     )
 # The same, bases and means of the model aside, which all caches share
-for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (20, 2.87), (28, 4.15)):
+for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (18, 2.55), (20, 2.87), (28, 4.15)):
     register_cache(
         f"gear-c{_percent}",
         _FACTORY,

@@ -325,6 +325,10 @@ class TransformLayer(PromptLayer):
         if self._waiting_items is not None:
             yield "index", self._waiting_items
 
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.calibrated is not None:
+            yield from (("calibration", tensor) for tensor in self.calibrated.shared_tensors())
+
     def share(self) -> Iterator[torch.Tensor]:
         """
         Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: rows,
@@ -356,8 +360,6 @@ class TransformLayer(PromptLayer):
         """All that it holds, as it is: nothing is copied."""
         self.settle_prompt()
         (batch_size, num_heads, _, key_head_dim), value_head_dim = self.states_shape("keys"), self._shapes["values"][3]
-        # A calibrated cache has no file
-        assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(
             dtype=self.dtype,
             batch_size=batch_size,
