@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
@@ -48,8 +48,8 @@ _KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
 _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 # Heads and sides differ by this power of what they were seen to differ by
 _TEMPER = 0.7
-# Of a number in eight bits, and of a head's largest factor
-_MOST, _LEAST_FACTOR = 127, 1e-3
+# Of a head's largest factor
+_LEAST_FACTOR = 1e-3
 
 
 class TransformCalibration(nn.Module):
@@ -236,11 +236,8 @@ def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tenso
     tiny = torch.finfo(torch.float32).tiny
     factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
-    basis = basis * factors[:, None]
-    steps = basis.abs().amax(dim=-1) / _MOST
-    rounded = (basis / steps[:, :, None]).round().to(torch.int8)
-    steps, energies = (each.float().clamp(min=tiny) for each in (steps, _by_block(energies)))
-    return SideCalibration(mean.half(), factors.float(), rounded, steps, energies)
+    rounded, steps = round_basis(basis, factors)
+    return SideCalibration(mean.half(), factors.float(), rounded, steps, _by_block(energies).float().clamp(min=tiny))
 
 
 def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:

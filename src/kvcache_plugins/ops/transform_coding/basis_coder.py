@@ -85,7 +85,7 @@ class BasisTable(nn.Module):
             "inverse": _rounded_inverse(basis)[:, : self.num_components].contiguous(),
             "widths": widths[:, :count].to(torch.uint8).contiguous(),
         }.items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor.contiguous(), persistent=False)
         self.requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BasisTable":
@@ -132,6 +132,24 @@ class BasisTable(nn.Module):
         steps = self.steps[:, : self.num_components, None]
         own = (basis * inverse).sum(dim=-1, keepdim=True)
         return basis * steps, (inverse / (own * steps)).mT
+
+
+def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A basis as `BasisTable` takes it.
+
+    Args:
+        basis (`torch.Tensor` of shape `[H, D, D]`): rows as long as a standard deviation of their component.
+        factors (`torch.Tensor` of shape `[H, D]`): what channels are multiplied by; what rounding loses is then the
+            same in all of them.
+
+    Returns:
+        `torch.Tensor` of shape `[H, D, D]`, int8, and of shape `[H, D]`, float32: the basis and its steps.
+    """
+    scaled = basis.double() * factors.double()[:, None]
+    steps = scaled.abs().amax(dim=-1) / _MOST
+    rounded = (scaled / steps[:, :, None]).round().to(torch.int8).contiguous()
+    return rounded, steps.float().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _rounded_inverse(basis: torch.Tensor) -> torch.Tensor:
@@ -231,10 +249,11 @@ class DeviceTables(nn.Module):
         return next(iter(self._by_device.values()))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Those of all devices."""
-        for tables in self._by_device.values():
-            for table in tables:
-                yield from table.buffers()
+        """Those of all devices that hold data."""
+        for device, tables in self._by_device.items():
+            if device.type != "meta":
+                for table in tables:
+                    yield from table.buffers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTables":
         return self
