@@ -11,6 +11,7 @@ from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memor
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import run_contract
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
+from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
 
 
@@ -285,6 +286,20 @@ def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, 
     with torch.no_grad():
         model(window[None, :150], past_key_values=cache)
     assert predict_memory(model, "gear-c16", 150, device="cpu") == cache.memory()
+
+
+def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    model, tokenizer = smollm2
+    (file,) = Path(calibrations.__file__).parent.glob("reference_calibrations/smollm2.safetensors")
+    assert file.stat().st_size < 1.0e6
+    cache, plain = (create_cache(name, model) for name in ("gear-c12", "gear-t16"))
+    assert cache.calibration.digest == TransformCalibration.read(file).digest
+    # A basis and its inverse in bytes, of 30 layers of 3 heads of 64 channels, some of which get no bits
+    assert sum(cache.memory().shared.values()) < 1.5e6
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    window = tokenizer(text, return_tensors="pt").input_ids[0, :240]
+    assert divergence(model, cache, window) < 1.2 * divergence(model, plain, window)
 
 
 @pytest.mark.long
