@@ -293,13 +293,14 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch
     model, tokenizer = smollm2
     (file,) = Path(calibrations.__file__).parent.glob("reference_calibrations/smollm2.safetensors")
     assert file.stat().st_size < 1.0e6
-    cache, plain = (create_cache(name, model) for name in ("gear-c12", "gear-t16"))
+    cache = create_cache("gear-c12", model)
+    plain = GEARCache(model, backbone="transform", nbits=cache.gear_config.key_nbits)
     assert cache.calibration.digest == TransformCalibration.read(file).digest
     # A basis and its inverse in bytes, of 30 layers of 3 heads of 64 channels, some of which get no bits
     assert sum(cache.memory().shared.values()) < 1.5e6
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     window = tokenizer(text, return_tensors="pt").input_ids[0, :240]
-    assert divergence(model, cache, window) < 1.2 * divergence(model, plain, window)
+    assert divergence(model, cache, window) < divergence(model, plain, window)
 
 
 @pytest.mark.long

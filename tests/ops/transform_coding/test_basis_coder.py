@@ -34,10 +34,8 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
     unit = torch.eye(HEAD_DIM).expand(NUM_HEADS, -1, -1)
     basis, energies = karhunen_loeve(unit, centred.mT @ centred / centred.shape[1])
     by_block = torch.nn.functional.pad(energies, (0, 4)).unflatten(-1, (3, 8)).sum(dim=-1)
-    factors, widths = (
-        torch.full((NUM_HEADS, HEAD_DIM), 0.5),
-        allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0],
-    )
+    factors = torch.full((NUM_HEADS, HEAD_DIM), 0.5)
+    widths = allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0]
     own = round_basis(basis, factors)
     return BasisTable(mean.half(), factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
 
