@@ -95,15 +95,26 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
     """
 
     def build(
-        architecture: str = "llama", *, attn_implementation: str = "sdpa", **config_fields: object
+        architecture: str = "llama", *, attn_implementation: str = "sdpa", seed: int = SEED, **config_fields: object
     ) -> PreTrainedModel:
         model_type, fields = ARCHITECTURES[architecture]
         config = CONFIG_MAPPING[model_type](**{**fields, **config_fields})
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+            torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
 
     return build
+
+
+@pytest.fixture(scope="session")
+def random_windows() -> Callable[[int, int], list[torch.Tensor]]:
+    """A factory of windows of random token ids from 3 to 96, always the same: `random_windows(3, 300)`."""
+
+    def make(count: int, length: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(3, 97, (length,), generator=generator) for _ in range(count)]
+
+    return make
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ PROJECT_ROOT = Path(__file__).resolve().parents[1]
 BUILD_INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "src", "triton_kernels", "eval")
 
 
+SOURCES = PROJECT_ROOT / "src" / "kvcache_plugins"
+
+
 def read_setup_cfg() -> tuple[dict[str, Path], set[str]]:
     """The folder of each mapped package, and the packages listed."""
     parser = configparser.ConfigParser()
@@ -68,8 +71,10 @@ def test_every_package_has_an_init() -> None:
 def test_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     tasks = {f"kvcache_plugins/eval/tasks/{path.name}" for path in (PROJECT_ROOT / "eval" / "tasks").glob("*.yaml")}
-    assert tasks
-    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks}
+    # Calibrations of the reference models
+    tensors = {f"kvcache_plugins/{path.relative_to(SOURCES)}" for path in SOURCES.rglob("*.safetensors")}
+    assert tasks and tensors
+    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks, *tensors}
 
 
 def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:

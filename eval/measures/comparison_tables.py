@@ -22,6 +22,8 @@ def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> 
         f"{memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, {memory.kv_percent:.1f} % "
         "of a 16-bit cache)"
     )
+    if memory.shared:
+        held += f", and {sum(memory.shared.values()):,} that all caches of the model share"
     if not generation.was_exercised:
         num_tokens = num_prompt_tokens + len(generation.token_ids)
         held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"

@@ -28,6 +28,8 @@ _PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
 # Bits of keys and of values, and llama.cpp's types: one method, whatever they are
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
+# Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
+_PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
 
 Content = Mapping[str, Any]
 
@@ -110,8 +112,17 @@ def _percent_held(content: Content) -> float:
     return float(memory["kv_percent"])
 
 
+def _percent_shared(content: Content) -> float:
+    """What all caches of the model share, in the same percent."""
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory.get("kv_percent_with_shared", memory["kv_percent"]) - memory["kv_percent"])
+
+
 def _method(cache: str) -> str:
     """The name of a cache without its bits."""
+    name, has_options, options = cache.partition(":")
+    if _PERCENT_OF_BITS.search(name):
+        return _PERCENT_OF_BITS.sub("", name) + has_options + options
     name = _BITS.split(cache)[0]
     return name.partition("-")[0] if name.startswith("llamacpp-") else _BITS_OF_SIDES.sub("-k-v", name)
 
@@ -138,7 +149,11 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
             percent = _percent_held(content)
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style)
-            sides = _BITS_OF_SIDES.search(cache)
+            shared = _percent_shared(content)
+            if shared:
+                # What it would be if there were no other cache
+                axes.plot([percent, percent + shared], [value, value], ":|", color=style["color"], linewidth=0.8)
+            sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
             if sides:
                 # They share all but the number of bits
                 place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7, "color": style["color"]}

@@ -26,6 +26,11 @@ def render_fidelity(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in ordered
     ]
+    held = [row["memory_after_prefix"] for row in ordered]
+    if any(memory.get("shared") for memory in held):
+        head.insert(3, "% with what all caches share")
+        for line, memory in zip(cells, held, strict=True):
+            line.insert(3, f"{memory.get('kv_percent_with_shared', memory['kv_percent']):.1f}")
     means = [row.get("mean_kv_percent") for row in ordered]
     if any(mean is not None for mean in means):
         head.insert(3, "% while decoding")

@@ -29,14 +29,19 @@ QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
 LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
 TRANSFORM = ("gear-t16", "gear-t22", "gear-t25", "gear-t30")
+TRELLIS = ("gear-t12-trellis", "gear-t14-trellis", "gear-t16-trellis")
 # Without a calibration, as random models have none, the same; with one: tests/gear/transform/test_calibration.py
-CALIBRATED = ("gear-c12", "gear-c16", "gear-c20", "gear-c28")
+CALIBRATED = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
+CALIBRATED_TRELLIS = ("gear-c10-trellis", "gear-c12-trellis", "gear-c16-trellis")
 # They code a token as soon as it comes, so that no context is short enough to stay exact
 CODED = (
     *("turboquant-2bit", "turboquant-3bit", "turboquant-4bit"),
     *("llamacpp-q4_0", "llamacpp-q4_1", "llamacpp-q5_0", "llamacpp-q5_1", "llamacpp-q8_0"),
 )
-LIKE_OTHERS = (*LIKE_K3V2, *TRANSFORM[1:], *CALIBRATED, *CODED[1:3], *CODED[4:])
+LIKE_OTHERS = (
+    *(*LIKE_K3V2, *TRANSFORM[1:], *TRELLIS, *CALIBRATED, *CALIBRATED_TRELLIS),
+    *(*CODED[1:3], *CODED[4:]),
+)
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
@@ -153,9 +158,7 @@ def require_available(entry: CacheEntry) -> None:
     "cache",
     # Caches that differ from one that is here in nothing but bits and groups are left to `make test-long`
     [
-        pytest.param(
-            name, marks=pytest.mark.long if name in (*LIKE_K3V2, *TRANSFORM[1:], *CALIBRATED, *LIKE_OTHERS) else ()
-        )
+        pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else ())
         for name in ENTRIES
         if name not in ALIASES
     ],

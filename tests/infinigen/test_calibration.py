@@ -6,41 +6,24 @@ from dataclasses import asdict
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen import Calibration, calibrate
 from kvcache_plugins.infinigen.calibration_file import write_calibration
 
 
-def make_model(seed: int = 0) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
-
-
-def make_windows(count: int = 6, length: int = 400) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 97, (length,), generator=generator) for _ in range(count)]
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_model()
+def model(tiny_model) -> PreTrainedModel:
+    return tiny_model("llama", seed=0, **SIZES)
 
 
 @pytest.fixture(scope="module")
-def calibration(model: PreTrainedModel) -> Calibration:
-    return calibrate(model, make_windows(), rank=48, min_recall=0.1)
+def calibration(model: PreTrainedModel, random_windows) -> Calibration:
+    return calibrate(model, random_windows(6, 400), rank=48, min_recall=0.1)
 
 
 def test_corrections_bring_the_guess_nearer_to_the_truth(calibration: Calibration) -> None:
@@ -53,16 +36,16 @@ def test_corrections_bring_the_guess_nearer_to_the_truth(calibration: Calibratio
         assert report.recall == report.corrected / report.oracle
 
 
-def test_bad_layers_stay_whole(model: PreTrainedModel) -> None:
-    strict = calibrate(model, make_windows(2), rank=0, min_recall=1.0)
+def test_bad_layers_stay_whole(model: PreTrainedModel, random_windows) -> None:
+    strict = calibrate(model, random_windows(2, 400), rank=0, min_recall=1.0)
     assert strict.full_layers == (1, 2)
     assert strict.corrections == {}
     with pytest.raises(ValueError, match="nothing is left"):
         InfiniGenCache(model, calibration=strict)
 
 
-def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibration) -> None:
-    prompt, steps = (window[None, :length] for window, length in zip(make_windows(2), (400, 8), strict=True))
+def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibration, random_windows) -> None:
+    prompt, steps = (window[None, :length] for window, length in zip(random_windows(2, 400), (400, 8), strict=True))
     shares = {}
     for given in (None, calibration):
         with (
@@ -90,11 +73,11 @@ def test_file_keeps_everything(model: PreTrainedModel, calibration: Calibration,
     InfiniGenCache(model, calibration=path).detach()
 
 
-def test_file_of_another_model_is_refused(calibration: Calibration, tmp_path) -> None:
+def test_file_of_another_model_is_refused(tiny_model, calibration: Calibration, tmp_path) -> None:
     path = tmp_path / "calibration.safetensors"
     calibration.save(path)
     with pytest.raises(ValueError, match="another model"):
-        InfiniGenCache(make_model(seed=1), calibration=path)
+        InfiniGenCache(tiny_model("llama", seed=1, **SIZES), calibration=path)
 
 
 def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
@@ -159,7 +142,7 @@ def test_other_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
             Calibration.load(path, model)
 
 
-def test_too_little_text_is_refused(model: PreTrainedModel) -> None:
-    for windows in (make_windows(1), make_windows(2, length=100)):
+def test_too_little_text_is_refused(model: PreTrainedModel, random_windows) -> None:
+    for windows in (random_windows(1, 400), random_windows(2, 100)):
         with pytest.raises(ValueError, match="`windows`"):
             calibrate(model, windows)

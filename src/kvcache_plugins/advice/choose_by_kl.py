@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.choice import PresetChoice
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.gear.factory import create_gear
+from kvcache_plugins.gear.transform.calibrations import find_calibration
+from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 
 from .filled_caches import bytes_held, fill, mean_kl, prefill_dense
 from .held_out_prompt import HeldOutPrompt
@@ -31,6 +33,8 @@ from .held_out_prompt import HeldOutPrompt
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
 DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
+# The same of models that were calibrated
+CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
 
 
 @torch.no_grad()
@@ -64,7 +68,8 @@ def choose_cache(
             0 for padding, which has to be on the left, and 1 for tokens. None is padding by default.
         candidates (`Sequence[str]`, *optional*):
             GEAR caches by name of `list_caches()`, or `name:key=value,key=value` with options, in any order. Defaults
-            to the presets of transform coding, and one of 8 bits.
+            to the presets of transform coding (calibrated ones too, if the model has a calibration), and one of 8
+            bits.
         held_out (`int`, *optional*):
             Tokens at the prompt's end that are scored. Defaults to a quarter of the prompt, at least 16 and at most
             128.
@@ -110,6 +115,12 @@ def choose_cache(
     )
 
 
+def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
+    """The presets that are tried for a model, or for what wraps it."""
+    is_calibrated = find_calibration(unwrap_model(model)) is not None
+    return DEFAULT_CANDIDATES + (CALIBRATED_CANDIDATES if is_calibrated else ())
+
+
 def _check_max_kl(max_kl: float) -> None:
     if isinstance(max_kl, bool) or not isinstance(max_kl, (int, float)) or not 0 < max_kl < math.inf:
         raise ValueError(f"`max_kl` has to be a number above 0, in nats, but got {max_kl!r}")
@@ -124,9 +135,11 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
     if prompt.mask is not None and prompt.config.get_text_config(decoder=True)._attn_implementation != "sdpa":
         # Attention that does not show its mask to the cache
         options["attention_mask"] = prompt.mask
-    for spec in DEFAULT_CANDIDATES if candidates is None else candidates:
+    for spec in default_candidates(prompt.model) if candidates is None else candidates:
         name, own = parse_cache_spec(spec)
-        cache = create_cache(name, prompt.config, **{**options, **own})
+        # Only these are known to do nothing to the model, whose weights tell its calibration
+        is_gear = check_cache(name).load_factory() is create_gear
+        cache = create_cache(name, prompt.model if is_gear else prompt.config, **{**options, **own})
         if not isinstance(cache, GEARCache):
             raise ValueError(
                 f"`candidates` have to be GEAR caches, such as {', '.join(f'`{each}`' for each in DEFAULT_CANDIDATES)}"

@@ -14,6 +14,7 @@ from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 
 from .held_out_prompt import HeldOutPrompt
 
@@ -61,26 +62,34 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
 
 def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
     """
-    Bytes that layers of keys and values would hold of a prompt, told from shapes alone. It is as long as the prefix,
-    rounded up to what leaves no cache with a part of a group: how many tokens are exact for want of others says
-    nothing of what is generated.
+    Bytes that layers of keys and values would hold of a prompt, told from shapes alone, and what they share with all
+    caches of the model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how
+    many tokens are exact for want of others says nothing of what is generated.
     """
+    # Layers of a calibrated cache have rows of different sizes
     alike = Counter(
-        (layer.keys.shape, layer.values.shape, layer.keys.dtype, type(own), getattr(own, "sliding_window", None))
-        for own, layer in zip(cache.layers, prefill.layers, strict=True)
-        if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
+        (
+            dense.keys.shape,
+            dense.values.shape,
+            dense.keys.dtype,
+            type(own),
+            getattr(own, "sliding_window", None),
+            own.calibrated if isinstance(own, TransformLayer) else None,
+        )
+        for own, dense in zip(cache.layers, prefill.layers, strict=True)
+        if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None
     )
-    config, total = cache.gear_config, 0
-    for (*shapes, dtype, kind, window), count in alike.items():
+    config, total = cache.gear_config, sum(cache.memory().shared.values())
+    for (*shapes, dtype, kind, window, calibrated), count in alike.items():
         if kind is DynamicSlidingWindowLayer and window is not None:
             numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
             total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
             continue
-        layer: GEARLayer | TransformLayer = (
-            GEARLayer(config, 0, sliding_window=window)
-            if isinstance(config, GEARConfig)
-            else TransformLayer(config, 0, sliding_window=window)
-        )
+        layer: GEARLayer | TransformLayer
+        if isinstance(config, GEARConfig):
+            layer = GEARLayer(config, 0, sliding_window=window)
+        else:
+            layer = TransformLayer(config, 0, calibrated=calibrated, sliding_window=window)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from transformers import Cache
 
+from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
@@ -126,6 +127,11 @@ class CacheSizer:
         if getattr(self.config, "quantization_config", None) is not None:
             return None
         return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether there is a calibration of transform coding for a model of this config; weights are not looked at."""
+        return find_calibration(self._model) is not None
 
     @property
     def max_context(self) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvcache_plugins.gear.transform.calibrations import AUTO
 from kvcache_plugins.registry import describe_caches
 
 from .byte_sizes import in_thousands, parse_bytes, show_bytes
@@ -18,14 +19,17 @@ from .models_without_weights import ModelSource
 from .search import CacheFit, Search
 
 
-# The most faithful first, by their KL to the dense cache: of the README's table, which a test compares, and of
-# docs/infinigen_design.md. What drops tokens for good is last.
+# The most faithful first, by their KL to the dense cache: of the README's table, which a test compares, of
+# docs/results/gear.md and of docs/infinigen_design.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
+    "gear-c28",
     "gear-t30",
+    "gear-c20",
     "gear-t25",
     "gear-k4v4-g32",
     "gear-t22",
+    "gear-c16",
     "gear-k4v4",
     "gear-k4v3",
     "gear-4bit",
@@ -35,6 +39,7 @@ FIDELITY_ORDER = (
     "infinigen",
     "infinigen-gear",
     "hqq-4bit",
+    "gear-c12",
     "gear-t16",
     "gear-l-4bit",
     "kcvt-4bit",
@@ -153,10 +158,15 @@ def recommend(
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _weights_bytes(sizer) if with_weights else budget
     search = Search(sizer, context, batch_size, new_tokens, max(available, 0), host_budget)
-    fits, not_sized = [], {}
+    fits: list[CacheFit] = []
+    not_sized: dict[str, str] = {}
+    without_calibration = [] if sizer.is_calibrated else calibrated_caches()
     for spec in caches or default_caches():
         if on_progress is not None:
             on_progress(spec)
+        if not caches and spec in without_calibration:
+            not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
+            continue
         try:
             fits.append(search.fit(spec))
         except (CacheSizingError, ImportError) as error:
@@ -194,6 +204,11 @@ def default_caches() -> list[str]:
             seen.append(stands_for)
             names.append(entry.name)
     return names
+
+
+def calibrated_caches() -> list[str]:
+    """Names of the registered caches that a model has to be calibrated for."""
+    return [entry.name for entry in describe_caches() if entry.options.get("calibration") == AUTO]
 
 
 def _weights_bytes(sizer: CacheSizer) -> int:

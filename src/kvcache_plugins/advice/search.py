@@ -21,7 +21,7 @@ class CacheFit:
     Attributes:
         cache (`str`): a name, or `name:key=value,...` with options.
         memory (`MemoryReport`): what it would hold.
-        device_bytes (`int`): of that, where the model is.
+        device_bytes (`int`): of that, where the model is, and what all caches of the model share there.
         host_bytes (`int`): of that, in host memory while the model is on a GPU.
         fits (`bool`): whether both are within their budgets.
         largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
@@ -61,7 +61,7 @@ class Search:
         return CacheFit(
             cache=spec,
             memory=report,
-            device_bytes=report.devices[self.sizer.device],
+            device_bytes=self._device_bytes(report),
             host_bytes=self._host_bytes(report),
             fits=self._load(report) <= 1,
             largest_context=self._largest(
@@ -82,8 +82,12 @@ class Search:
 
     def _load(self, report: MemoryReport) -> float:
         """What a cache takes of the budgets, of the scarcer one."""
-        on_device = report.devices[self.sizer.device] / max(self.device_budget, 1)
+        on_device = self._device_bytes(report) / max(self.device_budget, 1)
         return on_device if self.host_budget is None else max(on_device, self._host_bytes(report) / self.host_budget)
+
+    def _device_bytes(self, report: MemoryReport) -> int:
+        # What all caches share has to be there too
+        return report.devices[self.sizer.device] + sum(report.shared.values())
 
     def _host_bytes(self, report: MemoryReport) -> int:
         return sum(size for device, size in report.devices.items() if device != self.sizer.device)

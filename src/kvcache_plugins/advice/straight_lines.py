@@ -33,7 +33,7 @@ def continue_line(reports: Sequence[MemoryReport], num_periods: int) -> MemoryRe
     )
     if parts is None or devices is None or sizes is None:
         return None
-    return MemoryReport(parts=parts, devices=devices, **sizes)
+    return MemoryReport(parts=parts, devices=devices, shared=reports[-1].shared, **sizes)
 
 
 def _continue(sizes: Sequence[Mapping[str, int]], num_periods: int) -> dict[str, int] | None:

@@ -77,6 +77,8 @@ def memory_fields(memory: MemoryReport) -> dict[str, object]:
         "parts": memory.parts,
         "devices": memory.devices,
         "kv_percent": memory.kv_percent,
+        "shared": memory.shared,
+        "kv_percent_with_shared": memory.kv_percent_with_shared,
         "compression_ratio": memory.compression_ratio,
         "bits_per_value": memory.bits_per_value,
     }

@@ -30,6 +30,7 @@ from .refusal import RefusedFile
 # As safetensors calls them
 _DTYPES = {
     "U8": torch.uint8,
+    "I8": torch.int8,
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,

@@ -92,8 +92,19 @@ for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), 
         key_nbits=_bits_a_key,
         value_nbits=_bits_a_value,
     )
+for _percent, _bits_a_key, _bits_a_value in ((12, 1.75, 1.375), (14, 2.0, 1.75), (16, 2.375, 2.0)):
+    register_cache(
+        f"gear-t{_percent}-trellis",
+        _FACTORY,
+        check=_CHECK,
+        summary=f"As gear-t{_percent} would be, in trellis codes: {_percent} % of 16 bits, coded three times as long",
+        backbone="transform",
+        key_nbits=_bits_a_key,
+        value_nbits=_bits_a_value,
+        quantizer="trellis",
+    )
 # The same, bases and means of the model aside, which all caches share
-for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (20, 2.87), (28, 4.15)):
+for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (18, 2.55), (20, 2.87), (28, 4.15)):
     register_cache(
         f"gear-c{_percent}",
         _FACTORY,
@@ -102,5 +113,16 @@ for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (20, 2.87), (28, 4.15)):
         backbone="transform",
         nbits=_mean_nbits,
         calibration="auto",
+    )
+for _percent, _mean_nbits in ((10, 1.27), (12, 1.59), (16, 2.23)):
+    register_cache(
+        f"gear-c{_percent}-trellis",
+        _FACTORY,
+        check=_CHECK,
+        summary=f"Calibrated bases, in trellis codes: {_percent} % of 16 bits, coded three times as long",
+        backbone="transform",
+        nbits=_mean_nbits,
+        calibration="auto",
+        quantizer="trellis",
     )
 register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

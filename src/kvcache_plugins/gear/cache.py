@@ -25,7 +25,7 @@ from .config import GEARConfig
 from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
 from .transform.calibration import TransformCalibration
-from .transform.calibrations import check_calibrated, resolve_calibration
+from .transform.calibrations import calibration_of_file, check_calibrated, resolve_calibration
 from .transform.config import TransformConfig, transform_config
 from .transform.layer import TransformLayer
 
@@ -202,7 +202,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             coder = None
             # A calibration looks at layers that hold all tokens; those of a window go by their prompt
             if self.calibration is not None and (window is None or index in self.calibration.layers):
-                coder = self.calibration.coder(index, self.gear_config.key_nbits, frequencies)
+                key_nbits, quantizer = self.gear_config.key_nbits, self.gear_config.quantizer
+                coder = self.calibration.coder(index, key_nbits, quantizer, frequencies)
             return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder, window)
         return GEARLayer(self.gear_config, index, self._given_mask, window)
 
@@ -242,7 +243,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
             `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
             Only with a calibration `calibration_bytes`: of bases and means, which belong to the model, as its weights
-            do, and are shared by all of its caches. `memory()` does not count them.
+            do, and are shared by all of its caches. `memory()` has them apart, as `shared`.
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
         total: Counter[str] = Counter()
@@ -251,8 +252,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(1 for layer in layers if layer.blocks)
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
-        if self.calibration is not None and isinstance(self.gear_config, TransformConfig):
-            choice["calibration_bytes"] = self.calibration.num_bytes(self.gear_config.key_nbits)
+        if self.calibration is not None:
+            choice["calibration_bytes"] = sum(self.memory().shared.values())
         kinds = {
             "num_layers": len(self.layers),
             "layers_compressing": compressing,
@@ -299,7 +300,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     def save(self, path: str | Path, model: PreTrainedModel) -> None:
         """
         Writes the cache to a safetensors file, compressed as it is, with fingerprints of the model that made it and a
-        checksum. The file takes its place when it is complete.
+        checksum. The file takes its place when it is complete. A calibration is not in it, but by which one knows it.
 
         Args:
             path (`str` or `Path`): where to write.
@@ -307,21 +308,25 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
         Raises:
             OSError: naming `path`, if it cannot be written.
-            NotImplementedError: if the cache has a calibration.
         """
-        if self.calibration is not None:
-            raise NotImplementedError("not supported yet: caches with a `calibration` have no `save`")
         write_snapshot(
             path,
             self.layers,
             self.gear_config,
+            None if self.calibration is None else self.calibration.digest,
             self.choice,
             unwrap_model(model),
             has_config=self.layer_class_to_replicate is None,
         )
 
     @classmethod
-    def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> GEARCache:
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel | PreTrainedConfig,
+        *,
+        calibration: TransformCalibration | str | Path | None = None,
+    ) -> GEARCache:
         """
         Reads a cache that `save` wrote, checks all of it, and holds it in memory of its own: what happens to the file
         afterwards does not matter.
@@ -330,15 +335,22 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             path (`str` or `Path`): the file.
             model (`PreTrainedModel` or `PreTrainedConfig`): the model that goes on from the cache, or its config,
                 which cannot tell whether the weights are the same.
+            calibration (`TransformCalibration`, `str` or `Path`, *optional*): the one that the cache was made with, or
+                its file. By default it is looked for where `kvcache-plugins calibrate` keeps calibrations.
 
         Raises:
-            ValueError: naming `path`, if the file is damaged, of another version, or of another model.
+            ValueError: naming `path`, if the file is damaged, of another version, or of another model, or was made
+                with another calibration.
         """
         if not isinstance(model, PreTrainedConfig):
             model = unwrap_model(model)
+        if isinstance(calibration, (str, Path)):
+            calibration = TransformCalibration.read(calibration)
         with refusals("path", path):
             snapshot = read_snapshot(path, model)
-            cache = cls(get_config(model) if snapshot.has_config else None, **snapshot.config.to_options())
+            config = get_config(model) if snapshot.has_config else None
+            options = calibration_of_file(snapshot.config, snapshot.calibration, calibration, model)
+            cache = cls(config, **options)
             cache.choice = snapshot.choice
             if not snapshot.has_config:
                 for _ in snapshot.layers:

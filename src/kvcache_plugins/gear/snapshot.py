@@ -48,6 +48,7 @@ class Snapshot:
 
     Attributes:
         config (`GEARConfig` or `TransformConfig`): options of the cache.
+        calibration (`str`, *optional*): digest of the calibration that says what its rows mean.
         choice (`PresetChoice`, *optional*): why it is what it is.
         has_config (`bool`): whether the cache was made for a model's config.
         layers (`list[Document]`): one of each layer.
@@ -55,6 +56,7 @@ class Snapshot:
     """
 
     config: GEARConfig | TransformConfig
+    calibration: str | None
     choice: PresetChoice | None
     has_config: bool
     layers: list[Document]
@@ -92,7 +94,7 @@ class Snapshot:
             return layer.batch_size
         if isinstance(layer, TransformLayer):
             assert isinstance(self.config, TransformConfig)
-            expected = layer.counter_names, layer.sliding_window
+            expected = layer.calibrated, layer.counter_names, layer.sliding_window
             state = transform_from_document(document, stored, self.config, layer.frequencies, *expected)
             layer.restore(state, device)
             return layer.batch_size
@@ -106,6 +108,7 @@ def write_snapshot(
     path: str | Path,
     layers: Sequence[CacheLayerMixin],
     config: GEARConfig | TransformConfig,
+    calibration: str | None,
     choice: PresetChoice | None,
     model: PreTrainedModel,
     *,
@@ -127,6 +130,8 @@ def write_snapshot(
         "choice": None if choice is None else dataclasses.asdict(choice),
         "layers": documents,
     }
+    if calibration is not None:
+        content["calibration"] = calibration
     write_tensor_file(path, FORMAT, VERSION, content, tensors)
 
 
@@ -150,6 +155,7 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
         )
     snapshot = Snapshot(
         config=_read_config(document.inner("config")),
+        calibration=document.text("calibration") if document.has("calibration") else None,
         choice=None if document.is_null("choice") else _read_choice(document.inner("choice")),
         has_config=document.boolean("has_config"),
         layers=document.rows("layers"),

@@ -62,7 +62,7 @@ def replace_full_attention(
             f"`config`: layers of type {', '.join(f'`{each}`' for each in foreign)} keep states in a form of their "
             "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
         )
-    if any(_is_hybrid(layer) and not hasattr(layer, "number_of_states") for layer in own):
+    if any(type(layer) in _HYBRID_LAYERS and not hasattr(layer, "number_of_states") for layer in own):
         raise ValueError(
             "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
             f"{transformers.__version__} keeps the recurrence's states in another form"

@@ -100,6 +100,10 @@ class LazyLayer(CacheLayerMixin):
         """What of the same stands in host memory, wherever the model computes; nothing by default."""
         return iter(())
 
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of what all caches of the model share, which is none of the above; nothing by default."""
+        return iter(())
+
     @abstractmethod
     def num_values(self) -> int:
         """How many key and value numbers a dense cache of the same tokens would hold."""

@@ -43,6 +43,7 @@ def render_memory(
     dense_bytes: int,
     compression_ratio: float,
     kv_percent: float,
+    shared: Mapping[str, int] | None = None,
     counters: Mapping[str, float | str | Mapping[str, float]] | None = None,
 ) -> str:
     """
@@ -55,6 +56,8 @@ def render_memory(
         dense_bytes (`int`): Bytes that `DynamicCache` would hold of the same tokens.
         compression_ratio (`float`): How many times smaller than that.
         kv_percent (`float`): Bytes as a percentage of a cache at 16 bits a value.
+        shared (`Mapping[str, int]`, *optional*): Bytes of what all caches of the model share, which are in none of
+            the above.
         counters (`Mapping`, *optional*): What the cache did, and how it was chosen.
     """
     held = {part: num_bytes for part, num_bytes in parts.items() if num_bytes}
@@ -68,6 +71,8 @@ def render_memory(
             _table(held, total),
         ]
         lines.append(_pairs("devices", {name: f"{num_bytes / 1e6:.2f} MB" for name, num_bytes in devices.items()}))
+    if shared:
+        lines.append(_pairs("shared by all caches", {name: f"{size / 1e6:.2f} MB" for name, size in shared.items()}))
     if counters:
         lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
     blocks = "\n".join(f"<div>{line}</div>" for line in lines)

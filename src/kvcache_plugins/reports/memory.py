@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +29,16 @@ class MemoryReport:
         devices (`dict[str, int]`): bytes per device.
         dense_bytes (`int`): bytes that `DynamicCache` would hold of the same tokens in the same dtype.
         num_values (`int`): key and value numbers that those tokens have.
+        shared (`dict[str, int]`, *optional*): bytes by name of what all caches of a model share, each counted once
+            (`calibration`). They are in none of the numbers above, and of those below in `kv_percent_with_shared`
+            alone.
     """
 
     parts: dict[str, int]
     devices: dict[str, int]
     dense_bytes: int
     num_values: int
+    shared: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -52,6 +56,12 @@ class MemoryReport:
         Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200).
         """
         return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
+
+    @property
+    def kv_percent_with_shared(self) -> float:
+        """The same with what is shared, as if there were no other cache."""
+        held = self.total_bytes + sum(self.shared.values())
+        return 100 * held / (2 * self.num_values) if self.num_values else 0.0
 
     @property
     def bits_per_value(self) -> float:
@@ -76,6 +86,7 @@ class MemoryReport:
             dense_bytes=self.dense_bytes,
             compression_ratio=self.compression_ratio,
             kv_percent=self.kv_percent,
+            shared=self.shared,
             counters=counters,
         )
 
@@ -94,7 +105,9 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     parts: Counter[str] = Counter()
     devices: Counter[str] = Counter()
     dense_bytes = num_values = 0
+    shared: Counter[str] = Counter()
     seen: set[tuple[int, int]] = set()
+    seen_shared: set[tuple[int, int]] = set()
     for layer in (layer for each in caches for layer in each.layers):
         named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
         for part, tensor in named:
@@ -105,10 +118,17 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
                 seen.add(place)
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
+        for part, tensor in layer.shared_tensors() if isinstance(layer, LazyLayer) else ():
+            place = id(tensor), tensor.nbytes
+            if place not in seen_shared:
+                seen_shared.add(place)
+                shared[part] += tensor.nbytes
         layer_values, itemsize = _dense_equivalent(layer, named)
         num_values += layer_values
         dense_bytes += layer_values * itemsize
-    return MemoryReport(parts=dict(parts), devices=dict(devices), dense_bytes=dense_bytes, num_values=num_values)
+    return MemoryReport(
+        parts=dict(parts), devices=dict(devices), dense_bytes=dense_bytes, num_values=num_values, shared=dict(shared)
+    )
 
 
 class ReportingMixin:
@@ -135,6 +155,8 @@ class ReportingMixin:
         held = (
             f"{memory.bits_per_value:.2f} bits a value, {max(lengths, default=0)} tokens, {memory.total_bytes} bytes"
         )
+        if memory.shared:
+            held += f", and {sum(memory.shared.values())} that all caches of the model share"
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
 
     def _repr_html_(self) -> str:

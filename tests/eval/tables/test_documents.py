@@ -124,6 +124,23 @@ def test_bytes_fetched_are_set_against_whole_layers_at_16_bits(tmp_path):
     assert "| 9.7 | 5.00 |" in text
 
 
+def test_what_all_caches_share_has_a_column_where_there_is_something(tmp_path):
+    common = {"ppl_ratio": 1.0, "kl": 0.01, "top1_agreement": 0.9, "stats": {}}
+    held = {"total_bytes": 1e6, "kv_percent": 10.0}
+    rows = [
+        {"cache": "gear-c12", **common, "memory_after_prefix": {**held, "shared": {"calibration": 9}}},
+        {"cache": "gear-t16", **common, "memory_after_prefix": {**held, "shared": {}}},
+        {"cache": "from-before", **common, "memory_after_prefix": held},
+    ]
+    rows[0]["memory_after_prefix"]["kv_percent_with_shared"] = 14.0
+    text = render_fidelity_rows(tmp_path, rows)
+    assert "| % of 16 bits | % with what all caches share | PPL / dense |" in text
+    assert "| `gear-c12` | 1.00 | 10.0 | 14.0 | 1.000 |" in text
+    assert "| `gear-t16` | 1.00 | 10.0 | 10.0 | 1.000 |" in text
+    assert "| `from-before` | 1.00 | 10.0 | 10.0 | 1.000 |" in text
+    assert "share" not in render_fidelity_rows(tmp_path, rows[1:])
+
+
 TIMES = {"median_s": 2.0, "lower_quartile_s": 1.5, "upper_quartile_s": 2.5}
 
 

@@ -5,51 +5,54 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins import GEARCache, create_cache, measure_memory
+from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memory, predict_memory
+from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import run_contract
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
+from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
 
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def make_model(seed: int = 0, num_heads: int = 2) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=num_heads,
-        head_dim=20,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
-
-
-def make_windows(count: int = 3, length: int = 300) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 97, (length,), generator=generator) for _ in range(count)]
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 20, "initializer_range": 0.2}
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_model()
+def model(tiny_model) -> PreTrainedModel:
+    return tiny_model("llama", seed=0, **SIZES)
 
 
 @pytest.fixture(scope="module")
-def calibration(model: PreTrainedModel) -> TransformCalibration:
-    return calibrate_transform(model, make_windows())
+def other(tiny_model) -> PreTrainedModel:
+    """Of the same config, with other weights."""
+    return tiny_model("llama", seed=1, **SIZES)
 
 
-def make_cache(model: PreTrainedModel, calibration: object, nbits: float = 3.0) -> GEARCache:
-    return GEARCache(model, backbone="transform", nbits=nbits, calibration=calibration)
+@pytest.fixture(scope="module")
+def calibration(model: PreTrainedModel, random_windows) -> TransformCalibration:
+    return calibrate_transform(model, random_windows(3, 300))
+
+
+@pytest.fixture(scope="module")
+def window(random_windows) -> torch.Tensor:
+    """Tokens that are not in the calibration."""
+    return random_windows(4, 300)[3]
+
+
+def keep(calibration: TransformCalibration, model: PreTrainedModel) -> Path:
+    """Puts a calibration where caches of its model look for it."""
+    path = calibration_path(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calibration.save(path)
+    return path
+
+
+def make_cache(model: PreTrainedModel, calibration: object, nbits: float = 3.0, **options: object) -> GEARCache:
+    return GEARCache(model, backbone="transform", nbits=nbits, calibration=calibration, **options)
 
 
 @torch.no_grad()
@@ -64,28 +67,26 @@ def divergence(model: PreTrainedModel, cache: GEARCache, window: torch.Tensor) -
     return float((dense.exp() * (dense - coded)).sum(dim=-1).mean())
 
 
-def test_a_file_holds_what_was_found(model, calibration, tmp_path):
+def test_a_file_holds_what_was_found(model, calibration, window, tmp_path):
     path = tmp_path / "calibration.safetensors"
     calibration.save(path)
     read = TransformCalibration.load(path, model)
     assert (read.config, list(read.layers)) == (calibration.config, [0, 1])
     assert torch.equal(read.weights, calibration.weights)
     assert TransformCalibration.load(path, model) is read and TransformCalibration.load(path, model.config) is read
+    assert read.digest == calibration.digest
     for index, layer in calibration.layers.items():
         assert read.layers[index].layout == layer.layout
-        for side in ("keys", "values"):
-            for part in ("mean", "basis", "energies"):
-                assert torch.equal(
-                    getattr(getattr(read.layers[index], side), part), getattr(getattr(layer, side), part)
-                )
-    window = make_windows(4)[3]
+        own = dict(layer.named_tensors())
+        assert len(own) == 10
+        assert all(torch.equal(tensor, own[name]) for name, tensor in read.layers[index].named_tensors())
     assert divergence(model, make_cache(model, path), window) == divergence(model, make_cache(model, read), window)
 
 
-def test_another_models_file_is_refused(model, calibration, tmp_path):
+def test_another_models_file_is_refused(model, other, tiny_model, calibration, tmp_path):
     path = tmp_path / "calibration.safetensors"
     calibration.save(path)
-    other, narrower = make_model(1), make_model(0, num_heads=1)
+    narrower = tiny_model("llama", num_key_value_heads=1, **SIZES)
     for refused, given in ((other, path), (other, calibration), (narrower, path), (narrower.config, path)):
         with pytest.raises(ValueError, match="`calibration`.*another"):
             make_cache(refused, given)
@@ -124,65 +125,182 @@ def test_bad_options_are_named(model, calibration, options, named):
         GEARCache(model, **{"backbone": "transform", "calibration": calibration, **options})
 
 
-def test_windows_have_to_be_there_and_long_enough(model):
-    for windows in ([], make_windows(1, 20)):
+def test_windows_have_to_be_there_and_long_enough(model, random_windows):
+    for windows in ([], random_windows(1, 20)):
         with pytest.raises(ValueError, match="`windows` has to hold one window"):
             calibrate_transform(model, windows)
 
 
 @pytest.mark.parametrize("nbits", [1.0, 2.5, 4.0])
-def test_bytes_are_what_was_asked_for(model, calibration, nbits):
+def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
     cache, length, sinks = make_cache(model, calibration, nbits), 150, 4
     with torch.no_grad():
-        model(make_windows(1)[0][None, :length], past_key_values=cache)
-    codes = measure_memory(cache).parts["codes"]
+        model(window[None, :length], past_key_values=cache)
+    codes = cache.memory().parts["codes"]
     # Three blocks of eight for twenty channels, and a byte of scale; a head cannot have parts of a byte
     num_rows = (length - sinks) * 2 * 2 * 2
     assert 0 <= num_rows * (1 + 3 * nbits) - codes <= (length - sinks) * 2
-    assert cache.stats()["calibration_bytes"] > 0
+
+
+def test_what_caches_share_is_told_once(model, calibration, window):
+    cache, other_rate = make_cache(model, calibration, 2.0), make_cache(model, calibration, 4.0)
+    for each in (cache, other_rate):
+        with torch.no_grad():
+            model(window[None, :150], past_key_values=each)
+    # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
+    stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
+    tables = [table for layer in cache.layers for table in layer.calibrated.tables.first]
+    own = sum(table.inverse.nbytes + table.widths.nbytes for table in tables)
+    memory = cache.memory()
+    assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
+    assert cache.stats()["calibration_bytes"] == stored + own
+    assert "calibration" not in memory.parts and sum(memory.devices.values()) == memory.total_bytes
+    held = memory.total_bytes + stored + own
+    assert memory.kv_percent_with_shared == pytest.approx(memory.kv_percent * held / memory.total_bytes)
+    assert f"and {stored + own} that all caches of the model share" in repr(cache)
+    assert "shared by all caches" in memory.to_html("memory")
+    assert measure_memory([cache, copy.deepcopy(cache), *cache.fork(2)]).shared == memory.shared
+    both = measure_memory([cache, other_rate]).shared["calibration"]
+    assert both == stored + own + other_rate.memory().shared["calibration"] - stored
     assert copy.deepcopy(cache).layers[0].coder.tables is cache.layers[0].coder.tables
+    assert measure_memory(GEARCache(model, backbone="transform")).shared == {}
 
 
-def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration):
-    window = make_windows(4)[3]
+def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration, window):
     few, some, many = (divergence(model, make_cache(model, calibration, nbits), window) for nbits in (1.5, 3.0, 6.0))
     assert many < some / 4 < few / 16
     plain = divergence(model, GEARCache(model, backbone="transform", nbits=3.0), window)
     assert some < plain
+    assert divergence(model, make_cache(model, calibration, 3.0, quantizer="trellis"), window) < 0.9 * some
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("torch", marks=pytest.mark.long), "compiled"])
-def test_contract(model, calibration, monkeypatch, kernel):
+@pytest.mark.parametrize("kernel", ["torch", "compiled"])
+@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
+def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window, monkeypatch, quantizer, kernel):
+    """At seven bits a number all that is left is what codes lose: 2^-6 of what a key or value is."""
     if kernel == "compiled":
         pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-    failed = [
-        f"{result.name}: {result.detail}"
-        for result in run_contract(model, lambda: make_cache(model, calibration))
-        if result.status == "fail"
-    ]
+    nbits = 7.0 if quantizer == "lloyd-max" else 6.0
+    cache, dense = make_cache(model, calibration, nbits, quantizer=quantizer), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for each in (cache, dense):
+            model(window[None, :200], past_key_values=each)
+    for coded, exact in zip(cache.layers, dense.layers, strict=True):
+        for side in ("keys", "values"):
+            error = (coded.materialize(side) - getattr(exact, side)).norm() / getattr(exact, side).norm()
+            assert 0 < float(error) < 2**-5
+
+
+@pytest.mark.parametrize(
+    ("kernel", "quantizer"),
+    [
+        pytest.param("torch", "lloyd-max", marks=pytest.mark.long),
+        ("compiled", "lloyd-max"),
+        pytest.param("compiled", "trellis", marks=pytest.mark.long),
+    ],
+    ids=["torch", "compiled", "trellis"],
+)
+def test_contract(model, calibration, tmp_path, monkeypatch, kernel, quantizer):
+    if kernel == "compiled":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+    # Where caches that are loaded look for it
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    keep(calibration, model)
+    results = run_contract(model, lambda: make_cache(model, calibration, quantizer=quantizer))
+    failed = [f"{result.name}: {result.detail}" for result in results if result.status == "fail"]
     assert not failed
+    assert "save-load" in {result.name for result in results if result.status == "pass"}
 
 
-def test_a_preset_finds_the_models_own_calibration(model, calibration, tmp_path, monkeypatch):
+def test_a_preset_finds_the_models_own_calibration(model, other, calibration, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="has no calibration"):
         assert create_cache("gear-c16", model).calibration is None
-    path = calibration_path(model)
+    path = keep(calibration, model)
     assert Path(tmp_path) in path.parents
-    path.parent.mkdir(parents=True)
-    calibration.save(path)
     assert torch.equal(create_cache("gear-c16", model).calibration.weights, calibration.weights)
     with pytest.warns(UserWarning, match="has no calibration"):
-        assert create_cache("gear-c16", make_model(1)).calibration is None
+        assert create_cache("gear-c16", other).calibration is None
     path.write_bytes(b"no calibration")
     with pytest.raises(ValueError, match="`calibration`"):
         create_cache("gear-c16", model)
 
 
-def test_save_is_refused(model, calibration, tmp_path):
-    with pytest.raises(NotImplementedError, match="not supported yet"):
-        make_cache(model, calibration).save(tmp_path / "cache", model)
+@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
+def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, tmp_path, monkeypatch, quantizer):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    cache, path, given = make_cache(model, calibration, quantizer=quantizer), tmp_path / "cache", tmp_path / "c"
+    with torch.no_grad():
+        model(window[None, :120], past_key_values=cache)
+        cache.save(path, model)
+        calibration.save(given)
+        keep(calibration, model)
+        loaded = [GEARCache.load(path, model), GEARCache.load(path, model.config)]
+        loaded += [GEARCache.load(path, model, calibration=each) for each in (calibration, given)]
+        expected = model(window[None, 120:160], past_key_values=cache).logits
+        for each in loaded:
+            assert each.memory() == cache.fork(1)[0].memory() or each.get_seq_length() == 120
+            assert torch.equal(model(window[None, 120:160], past_key_values=each).logits, expected)
+            assert each.memory().shared == cache.memory().shared
+    # Rows, exact tokens and counters, but no basis
+    assert path.stat().st_size < cache.memory().total_bytes + 20_000 + given.stat().st_size // 4
+
+
+def test_a_saved_cache_is_refused_without_its_calibration(
+    model, calibration, random_windows, window, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    path, plain = tmp_path / "cache", tmp_path / "plain"
+    another = calibrate_transform(model, random_windows(1, 200))
+    for cache, file in ((make_cache(model, calibration), path), (GEARCache(model, backbone="transform"), plain)):
+        with torch.no_grad():
+            model(window[None, :120], past_key_values=cache)
+        cache.save(file, model)
+    keep(another, model)
+    for own in (model, model.config):
+        with pytest.raises(ValueError, match=r"`path`.*cache.*calibration .* not among those"):
+            GEARCache.load(path, own)
+    with pytest.raises(ValueError, match=r"`path`.*cache.*another calibration"):
+        GEARCache.load(path, model, calibration=another)
+    with pytest.raises(ValueError, match=r"`path`.*plain.*without a calibration"):
+        GEARCache.load(plain, model, calibration=calibration)
+
+
+def test_choosing_tries_calibrated_presets_too(model, other, calibration, window, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    keep(calibration, model)
+    assert {"gear-c12", "gear-t16"} <= set(default_candidates(model)) and "gear-c12" not in default_candidates(other)
+    chosen = choose_cache(model, window[None], max_kl=10.0, candidates=["gear-c28", "gear-c12", "gear-t30"])
+    assert chosen.stats()["chosen_preset"] == "gear-c12" and chosen.calibration.digest == calibration.digest
+    with torch.no_grad():
+        model(window[None], past_key_values=chosen)
+    assert chosen.stats()["tokens_compressed"] > 0
+
+
+def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    keep(calibration, model)
+    cache = create_cache("gear-c16", model)
+    with torch.no_grad():
+        model(window[None, :150], past_key_values=cache)
+    assert predict_memory(model, "gear-c16", 150, device="cpu") == cache.memory()
+
+
+def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
+    model, tokenizer = smollm2
+    (file,) = Path(calibrations.__file__).parent.glob("reference_calibrations/smollm2.safetensors")
+    assert file.stat().st_size < 1.0e6
+    cache = create_cache("gear-c12", model)
+    plain = GEARCache(model, backbone="transform", nbits=cache.gear_config.key_nbits)
+    assert cache.calibration.digest == TransformCalibration.read(file).digest
+    # A basis and its inverse in bytes, of 30 layers of 3 heads of 64 channels, some of which get no bits
+    assert sum(cache.memory().shared.values()) < 1.5e6
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    window = tokenizer(text, return_tensors="pt").input_ids[0, :240]
+    assert divergence(model, cache, window) < divergence(model, plain, window)
 
 
 @pytest.mark.long

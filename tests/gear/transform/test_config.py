@@ -4,7 +4,6 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins import GEARCache, create_cache
-from kvcache_plugins.gear.factory import check_gear
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
 
@@ -62,14 +61,9 @@ def test_options_make_the_same_config():
     assert config.shortest_prompt == 64
 
 
-def test_trellis_codes_have_no_calibration():
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2)
-    for make in (GEARCache, check_gear):
-        arguments = (config,) if make is GEARCache else ()
-        with pytest.raises(ValueError, match='`quantizer="trellis"`.*`calibration`'):
-            make(*arguments, backbone="transform", calibration="auto", quantizer="trellis")
-    with pytest.raises(ValueError, match='`quantizer="trellis"`.*`calibration`'):
-        create_cache("gear-c16", config, quantizer="trellis")
+def test_calibrated_options_make_the_same_config():
+    config = TransformConfig(key_nbits=2.23, value_nbits=2.23, quantizer="trellis")
+    assert GEARCache(**config.to_calibrated_options()).gear_config == config
 
 
 def test_quantizer_is_an_option_of_this_backbone_alone():

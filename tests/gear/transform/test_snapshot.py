@@ -37,7 +37,7 @@ def written(layer) -> tuple[dict, dict]:
 
 def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> TransformLayer:
     layer, stored = TransformLayer(config, 0, None, frequencies), StoredTensors(tensors)
-    state = layer_from_document(Document(document), stored, config, frequencies, layer.counter_names)
+    state = layer_from_document(Document(document), stored, config, frequencies, None, layer.counter_names)
     stored.finish()
     layer.restore(state, torch.device("cpu"))
     return layer

@@ -5,8 +5,9 @@ import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 
@@ -14,7 +15,9 @@ pytest.importorskip("numba")
 TOLERANCE = 3e-5
 
 
-def make_table(num_heads: int, head_dim: int, total: int, *, is_weighted: bool) -> BasisTable:
+def make_table(
+    num_heads: int, head_dim: int, total: int, *, is_weighted: bool, quantizer: str = "lloyd-max"
+) -> BasisTable:
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
     energies = torch.nn.functional.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8))
@@ -22,16 +25,26 @@ def make_table(num_heads: int, head_dim: int, total: int, *, is_weighted: bool) 
     energies = torch.stack([energies.sum(dim=1) ** (1 + head) for head in range(num_heads)])
     # Values have a mean here, as what is compiled is to be right for any
     mean = torch.randn(num_heads, head_dim)
-    return BasisTable(mean, basis, allocate_widths(energies[None], total)[0], is_weighted=is_weighted)
+    factors = torch.rand(num_heads, head_dim) + 0.1
+    errors = QUANTIZERS[quantizer].distortions
+    widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * (len(errors) - 1)), errors)[0]
+    own = round_basis(basis, factors)
+    return BasisTable(mean.half(), factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
 
 
-def make_part(sizes, padding: list[int] | None = None, start: int = 4, layout: int = 0) -> CodedPart:
+def make_part(
+    sizes,
+    padding: list[int] | None = None,
+    start: int = 4,
+    layout: int = 0,
+    quantizer: str = "lloyd-max",
+) -> CodedPart:
     torch.manual_seed(0)
     batch_size, num_heads, length, key_dim, value_dim, key_total, value_total, _ = sizes
     rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
     tables = DeviceTables(
-        make_table(num_heads, key_dim, key_total, is_weighted=True),
-        make_table(num_heads, value_dim, value_total, is_weighted=False),
+        make_table(num_heads, key_dim, key_total, is_weighted=True, quantizer=quantizer),
+        make_table(num_heads, value_dim, value_total, is_weighted=False, quantizer=quantizer),
     )
     coder = BasisCoder(tables, candidate_layouts(rates, key_dim)[layout])
     keys, values = (torch.randn(batch_size, num_heads, length, size) for size in (key_dim, value_dim))
@@ -39,8 +52,9 @@ def make_part(sizes, padding: list[int] | None = None, start: int = 4, layout: i
     return CodedPart(*coder.encode(keys, values, start, shift), coder, start, shift, length, None)
 
 
-def test_attention_is_that_of_pytorch(attend_both, sizes):
-    expected, output = attend_both(sizes, [make_part(sizes)])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_attention_is_that_of_pytorch(attend_both, sizes, quantizer):
+    expected, output = attend_both(sizes, [make_part(sizes, quantizer=quantizer)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable, DeviceTables, round_basis
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -26,14 +27,23 @@ def make_states(batch_size: int, length: int) -> torch.Tensor:
     return torch.randn(batch_size, NUM_HEADS, length, HEAD_DIM) @ mix + 3
 
 
-def make_table(total: int, *, is_weighted: bool) -> BasisTable:
+def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -> BasisTable:
     states = make_states(1, 4000)[0].double()
     mean = states.mean(dim=1) if is_weighted else torch.zeros(NUM_HEADS, HEAD_DIM)
     centred = states - mean[:, None]
     unit = torch.eye(HEAD_DIM).expand(NUM_HEADS, -1, -1)
     basis, energies = karhunen_loeve(unit, centred.mT @ centred / centred.shape[1])
     by_block = torch.nn.functional.pad(energies, (0, 4)).unflatten(-1, (3, 8)).sum(dim=-1)
-    return BasisTable(mean, basis, allocate_widths(by_block[None], total)[0], is_weighted=is_weighted)
+    factors = torch.full((NUM_HEADS, HEAD_DIM), 0.5)
+    widths = allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0]
+    own = round_basis(basis, factors)
+    return BasisTable(mean.half(), factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
+
+
+def dense_basis(table: BasisTable) -> torch.Tensor:
+    """What components without their scale come back by, `[H, K, D]`."""
+    rows = table.basis[:, : table.num_components] * table.steps[:, : table.num_components, None]
+    return rows / table.factors[:, None]
 
 
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
@@ -61,16 +71,40 @@ def test_more_bytes_are_nearer(is_weighted):
 def test_a_token_unlike_all_others_is_not_cut_off():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
-    states = table.mean[:, None] + 50 * table.basis[:, 2:3]
+    difference = 50 * dense_basis(table)[:, 2:3]
+    states = table.mean[:, None] + difference
     decoded = table.decode(table.encode(states[None]))[0]
-    assert float((decoded - states).norm() / (50 * table.basis[:, 2:3]).norm()) < 0.15
+    assert float((decoded - states).norm() / difference.norm()) < 0.15
 
 
 def test_components_without_bits_are_not_held():
     table = make_table(3, is_weighted=True)
     num_components = 8 * int((table.widths > 0).sum(dim=1).max())
-    assert table.basis.shape == (NUM_HEADS, num_components, HEAD_DIM) and num_components < HEAD_DIM
-    assert table.forward_basis.shape == (NUM_HEADS, HEAD_DIM, num_components)
+    assert table.num_components == num_components < HEAD_DIM
+    assert table.inverse.shape == (NUM_HEADS, num_components, HEAD_DIM) and table.inverse.dtype == torch.int8
+    # That of all rates
+    assert table.basis.shape == (NUM_HEADS, HEAD_DIM, HEAD_DIM) and table.basis.dtype == torch.int8
+
+
+@pytest.mark.parametrize("total", [8, 12, 24])
+def test_components_are_those_of_the_rounded_basis(total):
+    """What lies in what the kept rows span comes back, up to codes: here there are none."""
+    table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
+    basis, inverse = table._matrices()
+    kept = weights[..., : table.num_components]
+    scaled = kept @ basis
+    once = scaled @ inverse
+    twice = once + (scaled - once @ basis) @ inverse
+    errors = [float(((each - kept) @ basis).norm() / scaled.norm()) for each in (once, twice)]
+    assert errors[0] < 0.02 and errors[1] < 1e-3
+
+
+def test_a_quantizer_is_that_of_both_ways():
+    states, errors = make_states(2, 300), {}
+    for quantizer in ("lloyd-max", "trellis"):
+        table = make_table(12, is_weighted=True, quantizer=quantizer)
+        errors[quantizer] = float((table.decode(table.encode(states)) - states).square().mean())
+    assert errors["trellis"] < 0.95 * errors["lloyd-max"]
 
 
 def test_copies_share_tables_and_devices_have_their_own():

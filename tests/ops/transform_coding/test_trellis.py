@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from kvcache_plugins.ops.transform_coding import trellis
 from kvcache_plugins.ops.transform_coding.trellis import (
     DISTORTIONS,
     MAX_WIDTH,
@@ -17,8 +18,9 @@ from kvcache_plugins.ops.transform_coding.trellis import (
 )
 
 
-# Mean squared error over the Gaussian bound of the best known trellises of 256 states, without end
-KNOWN = {2: 1.26, 3: 1.39, 4: 1.58}
+# Mean squared error over the Gaussian bound of trellis-coded quantizers of 256 states with a table, without end: 5.56,
+# 11.04 and 16.64 dB at 1 to 3 bits are published, that at 4 was measured
+KNOWN = {1: 1.11, 2: 1.26, 3: 1.39, 4: 1.58}
 WIDTHS = range(1, MAX_WIDTH + 1)
 
 
@@ -31,7 +33,51 @@ def squared_errors(num_rows: int, num_blocks: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", KNOWN)
 def test_long_streams_err_by_no_more_than_is_known(width):
-    assert float(squared_errors(100, 60, width).mean()) * 4**width < 1.03 * KNOWN[width]
+    assert float(squared_errors(100, 60, width).mean()) * 4**width < 1.05 * KNOWN[width]
+
+
+def refit_points(width: int, num_rounds: int) -> list[float]:
+    """
+    Errors of long streams over the Gaussian bound, of the points as they are and after each round of the fit that the
+    coefficients are from: a search, and then the odd polynomial of least error for the states that it found.
+    """
+    torch.manual_seed(1)
+    normal, widths = torch.randn(1, 1, 50, 30, 8), torch.full((1, 1, 30), width)
+    order = (torch.arange(NUM_STATES) * trellis.MULTIPLIERS[width]) % NUM_STATES
+    centred = (2 * order.double() + 1) / NUM_STATES - 1
+    powers, errors = torch.stack([centred, centred**3, centred**5], dim=1), []
+    try:
+        for _ in range(1 + num_rounds):
+            states = find_states(normal, widths, True)
+            errors.append(float((points_of(states, widths) - normal).square().mean()) * 4**width)
+            chosen = powers[states.flatten()]
+            fitted = torch.linalg.lstsq(chosen, normal.double().flatten()[:, None]).solution[:, 0]
+            # Searches go on with these
+            all_points(torch.device("cpu"))[width] = (powers @ fitted).float()
+    finally:
+        all_points.cache_clear()
+    return errors
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_coefficients_are_those_that_their_fit_ends_with(width):
+    errors = refit_points(width, 2)
+    assert min(errors) > 0.99 * errors[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_multipliers_are_better_than_others(width, monkeypatch):
+    errors = {}
+    for multiplier in (trellis.MULTIPLIERS[width], 1, 3, 55, 129):
+        multipliers = list(trellis.MULTIPLIERS)
+        multipliers[width] = multiplier
+        monkeypatch.setattr(trellis, "MULTIPLIERS", tuple(multipliers))
+        all_points.cache_clear()
+        errors[multiplier] = refit_points(width, 1)[-1]
+        monkeypatch.undo()
+    best, *others = errors.values()
+    assert best < min(others)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

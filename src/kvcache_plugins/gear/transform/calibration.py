@@ -22,11 +22,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
-from .calibration_file import LayerCalibration, SideCalibration, read_calibration, write_calibration
+from .calibration_file import (
+    LayerCalibration,
+    SideCalibration,
+    calibration_digest,
+    read_calibration,
+    write_calibration,
+)
 from .config import LEAST_BYTES, TransformConfig
 from .observation import LayerSums, observe_window
 
@@ -41,6 +48,8 @@ _KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
 _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 # Heads and sides differ by this power of what they were seen to differ by
 _TEMPER = 0.7
+# Of a head's largest factor
+_LEAST_FACTOR = 1e-3
 
 
 class TransformCalibration(nn.Module):
@@ -57,30 +66,36 @@ class TransformCalibration(nn.Module):
     def __init__(self, config: str, weights: torch.Tensor, layers: dict[int, LayerCalibration]):
         super().__init__()
         self.config, self.weights, self.layers = config, weights, layers
-        self._coders: dict[tuple[float, int], BasisCoder] = {}
-        self._shares: dict[float, list[int]] = {}
+        self.digest = calibration_digest(config, weights, layers)
+        self._coders: dict[tuple[float, str, int], BasisCoder] = {}
+        self._shares: dict[tuple[float, str], list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
 
-    def coder(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> BasisCoder:
+    def coder(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> BasisCoder:
         """
         How a layer is coded.
 
         Args:
             layer_idx (`int`): the layer.
             nbits (`float`): bits a number, on average over all layers, heads and both sides.
+            quantizer (`str`): one of `QUANTIZERS`.
             frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding.
+
+        Raises:
+            ValueError: if it knows nothing of that layer, or of its rotary embedding.
         """
-        if (nbits, layer_idx) not in self._coders:
-            self._coders[nbits, layer_idx] = self._make_coder(layer_idx, nbits, frequencies)
-        return self._coders[nbits, layer_idx]
+        key = nbits, quantizer, layer_idx
+        if key not in self._coders:
+            self._coders[key] = self._make_coder(layer_idx, nbits, quantizer, frequencies)
+        return self._coders[key]
 
-    def num_bytes(self, nbits: float) -> int:
-        """Bytes of the matrices and means that all caches of these many bits share."""
-        return sum(coder.tables.num_bytes for (own, _), coder in self._coders.items() if own == nbits)
-
-    def _make_coder(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> BasisCoder:
+    def _make_coder(
+        self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None
+    ) -> BasisCoder:
+        if layer_idx not in self.layers:
+            raise ValueError(f"`calibration` knows layers {list(self.layers)}, but not {layer_idx}: make it anew")
         layer = self.layers[layer_idx]
         found = [
             layout
@@ -89,26 +104,29 @@ class TransformCalibration(nn.Module):
         ]
         if not found:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
-        sizes = self._bytes_of_heads(nbits)
+        sizes = self._bytes_of_heads(nbits, quantizer)
         place = 2 * list(self.layers).index(layer_idx)
         tables = []
         for number, side in enumerate((layer.keys, layer.values)):
-            widths = allocate_widths(_by_block(side.energies)[None], sizes[place + number])[0]
-            tables.append(BasisTable(side.mean, side.basis, widths, is_weighted=number == 0))
+            errors = QUANTIZERS[quantizer].distortions
+            widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
+            own = side.mean, side.factors, side.basis, side.steps
+            tables.append(BasisTable(*own, widths, is_weighted=number == 0, quantizer=quantizer))
         return BasisCoder(DeviceTables(*tables), found[0])
 
-    def _bytes_of_heads(self, nbits: float) -> list[int]:
+    def _bytes_of_heads(self, nbits: float, quantizer: str) -> list[int]:
         """Bytes of a head's codes, of keys and values of every layer."""
-        if nbits not in self._shares:
+        if (nbits, quantizer) not in self._shares:
             sides = [side for layer in self.layers.values() for side in (layer.keys, layer.values)]
-            energies = [_by_block(side.energies) for side in sides]
+            energies = [side.energies.double() for side in sides]
             mean = torch.cat([each.sum(dim=1).log() for each in energies]).mean()
             tempered = [
                 each * torch.exp((_TEMPER - 1) * (each.sum(dim=1, keepdim=True).log() - mean)) for each in energies
             ]
             total = sum(each.numel() for each in energies) * nbits
-            self._shares[nbits] = share_bytes(tempered, round(total), LEAST_BYTES)
-        return self._shares[nbits]
+            errors = QUANTIZERS[quantizer].distortions
+            self._shares[nbits, quantizer] = share_bytes(tempered, round(total), LEAST_BYTES, errors)
+        return self._shares[nbits, quantizer]
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""
@@ -214,7 +232,12 @@ def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
 
 def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tensor) -> SideCalibration:
     basis, energies = karhunen_loeve(cost, moments)
-    return SideCalibration(mean.float(), basis.float(), energies.float())
+    # Rounding is to cost the same in all channels
+    tiny = torch.finfo(torch.float32).tiny
+    factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
+    rounded, steps = round_basis(basis, factors)
+    return SideCalibration(mean.half(), factors.float(), rounded, steps, _by_block(energies).float().clamp(min=tiny))
 
 
 def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
@@ -232,4 +255,4 @@ def _tiny(tensor: torch.Tensor) -> float:
 
 def _by_block(energies: torch.Tensor) -> torch.Tensor:
     """Summed energies of blocks `[H, N]` of those of components `[H, D]`."""
-    return F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1).double()
+    return F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)

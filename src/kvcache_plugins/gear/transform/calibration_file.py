@@ -1,7 +1,8 @@
 """The file of a calibration of transform coding, checked when it is read."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
+from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 
 
 FORMAT = "kvcache_plugins.gear_calibration"
-VERSION = 1
+VERSION = 2
 _ADVICE = "run `kvcache-plugins calibrate --cache gear` anew"
 _LAYOUTS = ("half-split", "interleaved", "none")
 _MAX_CHANNELS = _MAX_LAYERS = 2**16
@@ -21,13 +23,29 @@ _MAX_CHANNELS = _MAX_LAYERS = 2**16
 @dataclass(frozen=True, eq=False)
 class SideCalibration:
     """
-    Keys or values of a layer: `mean` `[H, D]`, float32; `basis` `[H, D, D]`, rows as long as a standard deviation of
-    their component; `energies` `[H, D]` of the components, falling. All in float32.
+    Keys or values of a layer.
+
+    Attributes:
+        mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
+        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by: errors of the products
+            cost alike.
+        basis (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
+            first.
+        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of; they are then as long as a
+            standard deviation of their component.
+        energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
     """
 
     mean: torch.Tensor
+    factors: torch.Tensor
     basis: torch.Tensor
+    steps: torch.Tensor
     energies: torch.Tensor
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them by name."""
+        for field in fields(self):
+            yield field.name, getattr(self, field.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +56,24 @@ class LayerCalibration:
     keys: SideCalibration
     values: SideCalibration
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them by side and name."""
+        for side in ("keys", "values"):
+            own: SideCalibration = getattr(self, side)
+            yield from ((f"{side}.{name}", tensor) for name, tensor in own.named_tensors())
+
+
+def calibration_digest(config: str, weights: torch.Tensor, layers: Mapping[int, LayerCalibration]) -> str:
+    """By which a calibration is known again, wherever its file is."""
+    digest = hashlib.sha256(config.encode())
+    digest.update(weights.numpy().tobytes())
+    for index, layer in layers.items():
+        digest.update(f"{index} {layer.layout}".encode())
+        for name, tensor in layer.named_tensors():
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
 
 def write_calibration(
     path: str | Path, config: str, weights: torch.Tensor, layers: Mapping[int, LayerCalibration]
@@ -47,9 +83,7 @@ def write_calibration(
     for index, layer in layers.items():
         name, first = layer.layout
         rows.append({"layer_idx": index, "layout": name, "first_channel": first})
-        for side in ("keys", "values"):
-            for part in ("mean", "basis", "energies"):
-                tensors[f"layers.{index}.{side}.{part}"] = getattr(getattr(layer, side), part)
+        tensors |= {f"layers.{index}.{part}": tensor for part, tensor in layer.named_tensors()}
     write_tensor_file(path, FORMAT, VERSION, {"config": config, "layers": rows}, tensors)
 
 
@@ -85,15 +119,18 @@ def _read_layer(row: Document, stored: StoredTensors) -> LayerCalibration:
 
 
 def _read_side(stored: StoredTensors) -> SideCalibration:
-    mean = stored.take("mean", (None, None), torch.float32)
+    mean = stored.take("mean", (None, None), torch.float16)
     num_heads, head_dim = mean.shape
-    basis = stored.take("basis", (num_heads, head_dim, head_dim), torch.float32)
-    energies = stored.take("energies", (num_heads, head_dim), torch.float32)
     if not num_heads or not head_dim:
         raise ValueError("a layer has to have heads, and these channels")
-    for tensor in (mean, basis, energies):
+    factors, steps = (stored.take(name, (num_heads, head_dim), torch.float32) for name in ("factors", "steps"))
+    basis = stored.take("basis", (num_heads, head_dim, head_dim), torch.int8)
+    energies = stored.take("energies", (num_heads, num_blocks(head_dim)), torch.float32)
+    for tensor in (mean, factors, steps, energies):
         if not bool(tensor.isfinite().all()):
             raise ValueError("calibrations have to be finite")
-    if bool((energies <= 0).any()) or bool((torch.linalg.matrix_rank(basis.double()) < head_dim).any()):
-        raise ValueError("energies have to be above 0 and bases regular")
-    return SideCalibration(mean, basis, energies)
+    if any(bool((tensor <= 0).any()) for tensor in (factors, steps, energies)):
+        raise ValueError("factors, steps and energies have to be above 0")
+    if bool((torch.linalg.matrix_rank(basis.double()) < head_dim).any()):
+        raise ValueError("bases have to be regular")
+    return SideCalibration(mean, factors, basis, steps, energies)

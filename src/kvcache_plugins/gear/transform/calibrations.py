@@ -1,22 +1,28 @@
 """Where the calibrations of models are kept, and which one a cache takes."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcache_plugins.files.refusal import RefusedFile
+from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.registry import unwrap_model
 
 from .calibration import TransformCalibration
+from .config import TransformConfig
 
 
 # Takes the model's own, if it was calibrated, and none otherwise
 AUTO = "auto"
 _DIGITS = 16
+# Those of the models that `load_model` has short names for
+_PACKAGED = Path(__file__).resolve().parent / "reference_calibrations"
 
 
 def calibration_path(model: PreTrainedModel) -> Path:
@@ -26,13 +32,54 @@ def calibration_path(model: PreTrainedModel) -> Path:
 
 
 def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
-    """The calibration in that folder that was made for a model, in whatever dtype, the newest if there are several."""
-    paths = sorted(_folder().glob(f"{_prefix(model.config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    for path in reversed(paths):
-        calibration = TransformCalibration.read(path)
-        if calibration.mismatch(model) is None:
-            return calibration
-    return None
+    """
+    The calibration that was made for a model, in whatever dtype: the newest of that folder, or else the one that this
+    package has of it.
+    """
+    return next((each for each in _known(model.config) if each.mismatch(model) is None), None)
+
+
+def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
+    """Those of the user's folder for models of a config, the newest first, and those of this package."""
+    paths = sorted(_folder().glob(f"{_prefix(config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    for path in [*reversed(paths), *sorted(_PACKAGED.glob("*.safetensors"))]:
+        yield TransformCalibration.read(path)
+
+
+def calibration_of_file(
+    config: GEARConfig | TransformConfig,
+    digest: str | None,
+    given: TransformCalibration | None,
+    model: PreTrainedModel | PreTrainedConfig,
+) -> dict[str, Any]:
+    """
+    The options of a cache that a file holds, its calibration among them. To be called within `refusals`.
+
+    Args:
+        config (`GEARConfig` or `TransformConfig`): its options, as in the file.
+        digest (`str`, *optional*): of the calibration that it was made with.
+        given (`TransformCalibration`, *optional*): what the caller takes for that.
+        model (`PreTrainedModel` or `PreTrainedConfig`): the model.
+
+    Raises:
+        ValueError: if it is another one, or cannot be found.
+    """
+    if digest is None:
+        if given is not None:
+            raise RefusedFile("was made without a calibration, so `calibration` has no meaning")
+        return config.to_options()
+    if not isinstance(config, TransformConfig) or config.key_nbits != config.value_nbits:
+        raise ValueError("it names a calibration, but its options have none")
+    if given is not None and given.digest != digest:
+        raise RefusedFile(f"was made with another calibration than the one given ({digest[:_DIGITS]})")
+    own = model if isinstance(model, PreTrainedConfig) else model.config
+    found = given or next((each for each in _known(own) if each.digest == digest), None)
+    if found is None:
+        raise RefusedFile(
+            f"was made with a calibration ({digest[:_DIGITS]}) that is not among those kept in {_folder()}: give it "
+            "as `calibration`"
+        )
+    return {**config.to_calibrated_options(), "calibration": found}
 
 
 def _folder() -> Path:
@@ -58,10 +105,6 @@ def check_calibrated(calibration: object, backbone: str | None, options: dict[st
             raise ValueError(
                 f"`{name}` has no meaning with a `calibration`: it shares `nbits` between keys and values"
             )
-    if options.get("quantizer") == "trellis":
-        raise ValueError(
-            '`quantizer="trellis"` cannot be had with a `calibration`, whose `quantizer` has to be "lloyd-max" or None'
-        )
 
 
 def resolve_calibration(

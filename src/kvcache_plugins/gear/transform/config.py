@@ -61,6 +61,12 @@ class TransformConfig:
         """The options of `GEARCache` that stand for this."""
         return {"backbone": BACKBONE, **asdict(self)}
 
+    def to_calibrated_options(self) -> dict[str, Any]:
+        """The same with a calibration, which shares the bits of both sides."""
+        options = self.to_options()
+        del options["value_nbits"]
+        return {"nbits": options.pop("key_nbits"), **options}
+
     @property
     def shortest_prompt(self) -> int:
         """Tokens of the shortest prompt that is coded."""

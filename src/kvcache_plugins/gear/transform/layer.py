@@ -296,6 +296,10 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         if self._waiting_items is not None:
             yield "index", self._waiting_items
 
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.calibrated is not None:
+            yield from (("calibration", tensor) for tensor in self.calibrated.shared_tensors())
+
     def share(self) -> Iterator[torch.Tensor]:
         """
         Every tensor that a copy of this layer may have in common with it, as neither writes to it from now on: rows,
@@ -320,8 +324,6 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         """All that it holds, as it is: nothing is copied."""
         exact = self._exact_state()
         self._add_newest_queries()
-        # A calibrated cache has no file
-        assert not isinstance(self.coder, BasisCoder)
         return TransformLayerState(
             **exact,
             coder=self.coder,

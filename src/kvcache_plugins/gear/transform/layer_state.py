@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.gear.layer_state import LayerState
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
@@ -17,13 +18,14 @@ class TransformLayerState(LayerState):
     A `TransformLayer` between two updates.
 
     Attributes:
-        coder (`RowCoder`, *optional*): its tables, once there are enough tokens for them.
+        coder (`RowCoder` or `BasisCoder`, *optional*): its tables, once there are enough tokens for them, or those of
+            a calibration.
         moments (`QueryMoments`, *optional*): of the queries so far, while an item has no table.
         waiting_items (`torch.Tensor` of shape `[batch_size]`, bool, *optional*): which items have none, while others
             have one.
     """
 
     blocks: list[CodedBlock]
-    coder: RowCoder | None
+    coder: RowCoder | BasisCoder | None
     moments: QueryMoments | None
     waiting_items: torch.Tensor | None

@@ -4,6 +4,7 @@ What the options decide (how many bytes a row has) is not in the file of a layer
 
     blocks.0.keys, blocks.0.values, ...   rows of consecutive tokens, without spare room
     coder.keys.*, coder.values.*          the tables that say what rows mean, and the frequencies of the rotation
+                                          (not of a calibrated layer: those are the calibration's)
     prefix.*, buffer.*, padding           exact tokens, as of any layer
     moments.*, waiting                    what a table will be made of, while an item has none
 """
@@ -23,6 +24,7 @@ from kvcache_plugins.gear.exact_snapshot import (
     read_exact_state,
     read_sizes,
 )
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
@@ -38,8 +40,9 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     for number, block in enumerate(state.blocks):
         for side, rows in (("keys", block.keys), ("values", block.values)):
             tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
-    if state.coder is not None:
-        tensors |= {f"coder.{name}": tensor for name, tensor in coder_tensors(state.coder).items()}
+    own = state.coder if isinstance(state.coder, RowCoder) else None
+    if own is not None:
+        tensors |= {f"coder.{name}": tensor for name, tensor in coder_tensors(own).items()}
     if state.moments is not None:
         tensors |= {f"moments.{name}": getattr(state.moments, name) for name in ("squares", "products")}
     if state.waiting_items is not None:
@@ -47,7 +50,7 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     document = {
         **exact_to_document(state),
         "blocks": [{"start": block.start, "length": block.length} for block in state.blocks],
-        "coder": None if state.coder is None else coder_to_document(state.coder),
+        "coder": None if own is None else coder_to_document(own),
     }
     return document, tensors
 
@@ -57,6 +60,7 @@ def layer_from_document(
     stored: StoredTensors,
     config: TransformConfig,
     frequencies: tuple[float, ...] | None,
+    calibrated: BasisCoder | None,
     counter_names: Sequence[str],
     sliding_window: int | None = None,
 ) -> TransformLayerState:
@@ -68,6 +72,7 @@ def layer_from_document(
         stored (`StoredTensors`): its tensors.
         config (`TransformConfig`): the options of the cache.
         frequencies (`tuple[float, ...]`, *optional*): of the rotary embedding, as the layer has them.
+        calibrated (`BasisCoder`, *optional*): how tokens are coded, if a calibration says so.
         counter_names (`Sequence[str]`): what a layer counts.
         sliding_window (`int`, *optional*): tokens that a query sees; all by default.
 
@@ -76,8 +81,12 @@ def layer_from_document(
     """
     sizes = read_sizes(document)
     layouts = candidate_layouts(frequencies, sizes["key_head_dim"])
-    coder = None
-    if not document.is_null("coder"):
+    coder: RowCoder | BasisCoder | None = None
+    if calibrated is not None:
+        _check_calibrated(document, sizes, calibrated)
+        # Coded from where the exact tokens in front end
+        coder = calibrated if stored.has("prefix.keys") else None
+    elif not document.is_null("coder"):
         coder = read_coder(document.inner("coder"), stored.below("coder."), config, sizes, layouts)
     blocks = [
         _read_block(block, stored.below(f"blocks.{number}."), coder, sizes)
@@ -98,7 +107,7 @@ def layer_from_document(
 
 
 def _read_block(
-    document: Document, stored: StoredTensors, coder: RowCoder | None, sizes: dict[str, int]
+    document: Document, stored: StoredTensors, coder: RowCoder | BasisCoder | None, sizes: dict[str, int]
 ) -> CodedBlock:
     start, length = document.integer("start"), document.integer("length", 1)
     document.finish()
@@ -106,10 +115,18 @@ def _read_block(
         raise ValueError("there are rows, but no tables")
     heads = sizes["batch_size"], sizes["num_heads"]
     keys, values = (
-        stored.take(side, (*heads, length, table.row_size), torch.uint8)
-        for side, table in (("keys", coder.keys), ("values", coder.values))
+        stored.take(side, (*heads, length, row_size), torch.uint8)
+        for side, row_size in zip(("keys", "values"), coder.row_sizes, strict=True)
     )
     return CodedBlock(keys, values, start=start, length=length)
+
+
+def _check_calibrated(document: Document, sizes: dict[str, int], calibrated: BasisCoder) -> None:
+    if not document.is_null("coder"):
+        raise ValueError("there is a calibration, but the layer has tables of its own")
+    shapes = [(sizes["num_heads"], sizes[name]) for name in ("key_head_dim", "value_head_dim")]
+    if shapes != calibrated.head_shapes:
+        raise ValueError(f"the calibration is of heads {calibrated.head_shapes}, but the layer of {shapes}")
 
 
 def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None:

@@ -72,6 +72,12 @@ def bytes_at(address: int, shape: Any) -> Any:
 
 
 @njit(**OPTIONS)
+def signed_bytes_at(address: int, shape: Any) -> Any:
+    """The same of int8."""
+    return carray(_pointer(address), shape, np.int8)
+
+
+@njit(**OPTIONS)
 def halves_at(address: int, shape: Any) -> Any:
     """The same of 16 bits, as uint16."""
     return carray(_pointer(address), shape, np.uint16)

@@ -11,9 +11,9 @@ of eight of them, T tokens of a tile, R bytes of a row, S channels, rounded up t
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import float32, njit, prange
 
-from .arrays import bytes_at, floats_at, longs_at
+from .arrays import bytes_at, floats_at, halves_at, longs_at, signed_bytes_at
 from .basis_primitives import STRIDE, combine_rows, dot_states, widen_rows
 from .exact import partial_results
 from .primitives import OPTIONS, ROWS
@@ -33,7 +33,7 @@ from .transform_attention import (
     turn_to,
 )
 from .transform_primitives import Blocks, make_blocks
-from .vectors import LANES
+from .vectors import LANES, float_of_half
 
 
 @njit(**OPTIONS)
@@ -56,12 +56,21 @@ def _load_channels(rotary: Any, head_dim: int) -> Channels:
 
 @njit(**OPTIONS)
 def _load_basis(side: Any, head: int, num_heads: int, head_dim: int, size: int) -> tuple[Any, Any, Any]:
-    """Widths `[N]`, basis `[K, S]` and mean `[1, S]` of a head."""
-    width_address, basis_address, mean_address, count = side[3:]
+    """Widths `[N]`, basis `[K, S]` with rows as long as deviations of components, and mean `[1, S]` of a head."""
+    width_address, mean_address, factor_address, basis_address, step_address, count = side[3:]
     widths = bytes_at(width_address, (num_heads, count))[head]
     basis, mean = np.zeros((count * LANES, size), dtype=np.float32), np.zeros((1, size), dtype=np.float32)
-    basis[:, :head_dim] = floats_at(basis_address, (num_heads, count * LANES, head_dim))[head]
-    mean[0, :head_dim] = floats_at(mean_address, (num_heads, head_dim))[head]
+    codes = signed_bytes_at(basis_address, (num_heads, head_dim, head_dim))[head]
+    steps = floats_at(step_address, (num_heads, head_dim))[head]
+    factors = floats_at(factor_address, (num_heads, head_dim))[head]
+    means = halves_at(mean_address, (num_heads, head_dim))[head]
+    inverses = np.empty(head_dim, dtype=np.float32)
+    for d in range(head_dim):
+        mean[0, d], inverses[d] = float_of_half(means[d]), float32(1) / factors[d]
+    for i in range(min(count * LANES, head_dim)):
+        if widths[i // LANES] > 0:
+            for d in range(head_dim):
+                basis[i, d] = steps[i] * float32(codes[i, d]) * inverses[d]
     return widths, basis, mean
 
 
@@ -133,7 +142,8 @@ def attend_basis_block(
     Attention over one block of rows in calibrated bases; see `transform_attention.attend_rows_block`.
 
     Args:
-        key_side, value_side: rows, their capacity and R; widths `[H, N]`, basis `[H, K, D]` and mean `[H, D]`; and N.
+        key_side, value_side: rows, their capacity and R; widths `[H, N]`, means and factors `[H, D]`, basis
+            `[H, D, D]` and its steps `[H, D]`; and N.
     """
     for number in range(num_tasks(shape, span)):
         _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)

@@ -163,9 +163,7 @@ def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
     deviation, widths = table.deviation.contiguous(), table.widths.contiguous()
     num_tasks = batch_size * num_heads * -(-length // _TASK_TOKENS)
     is_trellis = table.quantizer == "trellis"
-    # A search finds codes for one scale: only tables of calibrations ask for more, and those have no trellis
-    assert not is_trellis or not (table.by_energy or table.num_refits)
-    rule = table.is_weighted if is_trellis else (table.is_weighted, table.by_energy, table.num_refits)
+    rule = table.is_weighted, table.by_energy, table.num_refits
     codebook = (trellis_coder.points(),) if is_trellis else _tables()
     factors = unshrunk(table.quantizer)
     if table.is_weighted:

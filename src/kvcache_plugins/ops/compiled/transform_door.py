@@ -66,8 +66,9 @@ def attend_rows(
             attend_to = _KERNELS[is_calibrated, use_threads(num_row_blocks * num_tasks)]
             sides: tuple[tuple[int, ...], ...]
             if isinstance(part.coder, BasisCoder):
-                quantizer = "lloyd-max"
-                rows_and_tables = zip((part.keys, part.values), part.coder.tables.on(query.device), strict=True)
+                tables = part.coder.tables.on(query.device)
+                quantizer = tables[0].quantizer
+                rows_and_tables = zip((part.keys, part.values), tables, strict=True)
                 sides = tuple(_basis_side(rows, table, arguments) for rows, table in rows_and_tables)
             else:
                 quantizer = part.coder.keys.quantizer
@@ -92,7 +93,7 @@ def _value_dim(part: DensePart | CodedPart) -> int:
 
 def _basis_side(rows: torch.Tensor, table: BasisTable, arguments: Arguments) -> tuple[int, ...]:
     rows = arguments.keep(rows)
-    addresses = map(_address, (table.widths, table.basis, table.mean))
+    addresses = map(_address, (table.widths, table.mean, table.factors, table.basis, table.steps))
     return rows.data_ptr(), rows.shape[2], rows.shape[3], *addresses, table.widths.shape[1]
 
 

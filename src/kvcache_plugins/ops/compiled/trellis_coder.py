@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, njit, prange, uint64
+from numba import float32, int64, njit, prange, uint64
 
 from kvcache_plugins.ops.transform_coding import trellis
 
 from .arrays import bytes_at, floats_at
 from .primitives import OPTIONS
-from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, stored_scale
+from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, scale_of, stored_scale
 from .trellis_search import NUM_STATES, make_room, search
 from .vectors import LANES
 
@@ -30,35 +30,49 @@ def points() -> torch.Tensor:
 
 
 @njit(**OPTIONS)
-def _search_factors(widths: Any, weighted: bool) -> Any:
+def _search_factors(widths: Any, rule: tuple[bool, bool, int]) -> Any:
     """`trellis.search_factors` of all widths, `[7]`."""
+    by_width = rule[0] or rule[1]
     factors, finest = np.zeros(_NUM_WIDTHS, dtype=np.float32), 0
     for v in range(widths.shape[0]):
         finest = max(finest, widths[v])
     for width in range(_NUM_WIDTHS):
-        factors[width] = _SEARCH_STEPS << (width if weighted else finest)
+        factors[width] = _SEARCH_STEPS << (width if by_width else finest)
     return factors
 
 
 @njit(**OPTIONS)
 def _write_row(
-    lane: int, weighted: bool, energy: Any, scale: Any, widths: Any, normal: Any, states: Any, tables: Any, row: Any
+    lane: int,
+    rule: tuple[bool, bool, int],
+    energy: Any,
+    scale: Any,
+    widths: Any,
+    normal: Any,
+    states: Any,
+    tables: Any,
+    row: Any,
 ) -> None:
     """One token's row of its states, which begin with the last channel, and of the scale that suits them."""
     all_points, factors = tables
+    weighted, by_energy, _ = rule
+    energy = float32(0) if by_energy else energy
     over, under, step, place = float32(0), float32(0), states.shape[0], 1
     for v in range(widths.shape[0]):
         width = widths[v]
         if width == 0:
             continue
-        weight = float32(1 << (2 * width)) if weighted else float32(1)
+        weight = float32(1 << (2 * width)) if weighted or by_energy else float32(1)
         bits = uint64(0)
         for i in range(LANES):
             step -= 1
             state = states[step, lane]
             point = all_points[width, state] * factors[width]
-            over += weight * normal[v * LANES + i] * point
+            number = normal[v * LANES + i]
+            over += weight * number * point
             under += weight * point * point
+            if by_energy:
+                energy += weight * number * number
             bits |= uint64(state & ((1 << width) - 1)) << uint64(i * width)
         for byte in range(width):
             row[place] = (bits >> uint64(8 * byte)) & uint64(255)
@@ -68,11 +82,17 @@ def _write_row(
 
 @njit(**OPTIONS)
 def _encode_tokens(
-    states: Any, first: int, last: int, weighted: bool, normalization: Normalization, tables: Any, rows: Any
+    states: Any,
+    first: int,
+    last: int,
+    rule: tuple[bool, bool, int],
+    normalization: Normalization,
+    tables: Any,
+    rows: Any,
 ) -> None:
     all_points, factors = tables
     widths = normalization.widths
-    search_factors = _search_factors(widths, weighted)
+    search_factors = _search_factors(widths, rule)
     grids = np.round(all_points * search_factors.reshape(-1, 1))
     by_number = np.repeat(widths, LANES)
     # The last channel is the first to be coded
@@ -87,20 +107,27 @@ def _encode_tokens(
         count = min(LANES, last - start)
         for lane in range(count):
             energies[lane], scales[lane] = normalize(states[start + lane], normalization, normal[lane])
-            inverse = float32(1) / scales[lane]
-            for step in range(places.shape[0]):
-                number = min(max(normal[lane, places[step]] * inverse, -_SEARCH_END), _SEARCH_END)
-                numbers[step, lane] = np.round(number * search_factors[by_number[step]])
-        search(numbers, by_number, grids, minima, found)
-        for lane in range(count):
-            _write_row(
-                lane, weighted, energies[lane], scales[lane], widths, normal[lane], found, tables, rows[start + lane]
-            )
+        for _ in range(1 + rule[2]):
+            for lane in range(count):
+                inverse = float32(1) / scales[lane]
+                for step in range(places.shape[0]):
+                    number = min(max(normal[lane, places[step]] * inverse, -_SEARCH_END), _SEARCH_END)
+                    numbers[step, lane] = np.round(number * search_factors[by_number[step]])
+            search(numbers, by_number, grids, minima, found)
+            is_settled = True
+            for lane in range(count):
+                row, scale = rows[start + lane], scales[lane]
+                _write_row(lane, rule, energies[lane], scale, widths, normal[lane], found, tables, row)
+                scales[lane] = scale_of(int64(row[0]))
+                # Searched for again with the same scale a token gets the same codes
+                is_settled = is_settled and scales[lane] == scale
+            if is_settled:
+                break
 
 
 @njit(**OPTIONS)
 def _encode_task(
-    task: int, shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: Any
+    task: int, shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: Any
 ) -> None:
     num_matrices, length, head_dim, row_size = shape
     matrix, part = task % num_matrices, task // num_matrices
@@ -108,7 +135,7 @@ def _encode_task(
         floats_at(states, (num_matrices, length, head_dim))[matrix],
         part * span,
         min((part + 1) * span, length),
-        weighted,
+        rule,
         load_normalization(num_matrices, head_dim, table, matrix),
         (floats_at(codebook[0], (_NUM_WIDTHS, NUM_STATES)), floats_at(codebook[1], (_NUM_WIDTHS,))),
         bytes_at(rows, (num_matrices, length, row_size))[matrix],
@@ -116,19 +143,21 @@ def _encode_task(
 
 
 @njit(**OPTIONS)
-def encode(shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int) -> None:
+def encode(
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
+) -> None:
     """
-    All tasks; the arguments are those of `transform_coder`'s, but for `is_weighted` alone instead of a rule, and the
-    codebook: points `[7, 256]`, and what those of every width are multiplied by.
+    All tasks; the arguments are those of `transform_coder`'s, but for the codebook: points `[7, 256]`, and what those
+    of every width are multiplied by.
     """
     for task in range(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)
 
 
 @njit(parallel=True, **OPTIONS)
 def encode_in_parallel(
-    shape: Any, states: int, table: Any, weighted: bool, codebook: Any, rows: int, span: int
+    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
 ) -> None:
     """The same by as many threads as Numba is set to."""
     for task in prange(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, weighted, codebook, rows, span)
+        _encode_task(task, shape, states, table, rule, codebook, rows, span)

@@ -59,7 +59,9 @@ def even_widths(head_dim: int, total: int) -> list[int]:
     return [total // count + (block < total % count) for block in range(count)]
 
 
-def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int) -> list[int]:
+def share_bytes(
+    energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...] = DISTORTIONS
+) -> list[int]:
     """
     Shares bytes between sides of layers, in each of which every head has as many, so that the sum of
     `energy * distortion(width)` over all is least.
@@ -68,11 +70,12 @@ def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int) -> lis
         energies (`Sequence[torch.Tensor]`): of every side, summed energies of the blocks' channels, `[H, N]`.
         total (`int`): bytes in all, those of every head counted.
         least (`int`): of a head, at least.
+        errors (`tuple[float, ...]`, *optional*): of a normal variable at all widths from 0 on.
 
     Returns:
         `list[int]`: of every side the bytes of a head.
     """
-    distortions = torch.tensor(DISTORTIONS, dtype=torch.float64)
+    distortions = torch.tensor(errors, dtype=torch.float64)
     gains, owners = [], []
     for number, side in enumerate(energies):
         each = side.double().cpu()[..., None] * (distortions[:-1] - distortions[1:])

@@ -1,9 +1,14 @@
 """Rows of tokens in calibrated bases: a head's keys or values as components that no prompt has to be asked for.
 
-    token, its mean taken off -> components in the basis of its head, in standard deviations -> a row, see `rows`
+    token, its mean taken off -> channels times their factors -> components in the basis of its head,
+    in standard deviations -> a row, see `rows`
 
 Components without bits vanish, in the order of the basis the last ones. Bases, means and widths are a model's, like
 its weights: all caches of the model share them, so they are modules, and no cache counts them as what it holds.
+
+The basis and its inverse stand in eight bits a number. The inverse is that of the rounded basis, and what it lost
+when it was rounded itself is made good by a second look, at what the first components leave. So all that rounding does
+is that the basis is a little beside the best one.
 
 Legend: B batch, H heads, T tokens, D head dim, K components that any head has bits for, R bytes of a row.
 """
@@ -24,6 +29,8 @@ from .turning import turn
 
 # Times that a key's scale and codes are fitted to each other, at most
 _NUM_REFITS = 5
+# Of a number in eight bits
+_MOST = 127
 
 
 class BasisTable(nn.Module):
@@ -31,37 +38,52 @@ class BasisTable(nn.Module):
     How one side of a layer becomes rows.
 
     Args:
-        mean (`torch.Tensor` of shape `[H, D]`): taken off before the transform.
-        basis (`torch.Tensor` of shape `[H, D, D]`): rows as long as a standard deviation of their component, those
-            of most energy first.
+        mean (`torch.Tensor` of shape `[H, D]`, float16): taken off before the transform.
+        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by.
+        basis (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
+            first.
+        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of.
         widths (`torch.Tensor` of shape `[H, N]`): bits of the blocks of eight components, as many in every head.
         is_weighted (`bool`): whether a token's scale is the one of least error, or shrinks nothing.
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
 
     Attributes:
         row_size (`int`): R.
         head_dim (`int`): D.
-        mean (`torch.Tensor` of shape `[H, D]`), widths (`[H, K / 8]`): what was given.
-        basis (`torch.Tensor` of shape `[H, K, D]`, float32), forward_basis (`[H, D, K]`): from components and to them.
+        num_components (`int`): K.
+        inverse (`torch.Tensor` of shape `[H, K, D]`, int8): columns of the inverse, in units such that products with
+            rows of the basis are 1.
     """
 
-    def __init__(self, mean: torch.Tensor, basis: torch.Tensor, widths: torch.Tensor, *, is_weighted: bool):
+    def __init__(
+        self,
+        mean: torch.Tensor,
+        factors: torch.Tensor,
+        basis: torch.Tensor,
+        steps: torch.Tensor,
+        widths: torch.Tensor,
+        *,
+        is_weighted: bool,
+        quantizer: str = "lloyd-max",
+    ):
         super().__init__()
-        num_heads, head_dim = mean.shape
         count = max(int((widths > 0).sum(dim=1).max()), 1)
-        num_components = min(count * BLOCK, head_dim)
-        spare = count * BLOCK - num_components
-        forward = torch.linalg.inv(basis.double())[:, :, :num_components]
-        self.head_dim, self.is_weighted, self.row_size = head_dim, is_weighted, 1 + int(widths[0].sum())
+        self.head_dim, self.num_components = mean.shape[1], min(count * BLOCK, mean.shape[1])
+        self.is_weighted, self.row_size, self.quantizer = is_weighted, 1 + int(widths[0].sum()), quantizer
         self.mean: torch.Tensor
+        self.factors: torch.Tensor
         self.basis: torch.Tensor
-        self.forward_basis: torch.Tensor
+        self.steps: torch.Tensor
+        self.inverse: torch.Tensor
         self.widths: torch.Tensor
-        # Not part of a state dict: what they are made of is a calibration's
+        # Not part of a state dict: what they are made of is a calibration's, and stands in memory once for all rates
         for name, tensor in {
-            "mean": mean.float(),
-            "basis": nn.functional.pad(basis[:, :num_components].float(), (0, 0, 0, spare)),
-            "forward_basis": nn.functional.pad(forward.float(), (0, spare)),
-            "widths": widths[:, :count].to(torch.uint8),
+            "mean": mean,
+            "factors": factors,
+            "basis": basis,
+            "steps": steps,
+            "inverse": _rounded_inverse(basis)[:, : self.num_components].contiguous(),
+            "widths": widths[:, :count].to(torch.uint8).contiguous(),
         }.items():
             self.register_buffer(name, tensor.contiguous(), persistent=False)
         self.requires_grad_(False)
@@ -76,29 +98,64 @@ class BasisTable(nn.Module):
         return RowTable(
             order=None,
             mean=None,
-            deviation=self.mean.new_ones(1, self.mean.shape[0], 1, dtype=torch.float16),
+            deviation=self.factors.new_ones(1, self.mean.shape[0], 1, dtype=torch.float16),
             widths=self.widths[None],
             row_size=self.row_size,
-            head_dim=self.basis.shape[1],
+            head_dim=self.num_components,
             is_weighted=self.is_weighted,
             by_energy=not self.is_weighted,
             num_refits=_NUM_REFITS if self.is_weighted else 0,
+            quantizer=self.quantizer,
         )
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """Rows `[B, H, T, R]` of states `[B, H, T, D]` in any floating dtype."""
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
-        components = _product(states.float() - self.mean[:, None], self.forward_basis)
-        rows = self.row_table.encode(_as_one_item(components))
-        return _as_items(rows, states.shape[0])
+        basis, inverse = self._matrices()
+        scaled = (states.float() - self.mean[:, None].float()) * self.factors[:, None]
+        components = _product(scaled, inverse)
+        components = components + _product(scaled - _product(components, basis), inverse)
+        return _as_items(self.row_table.encode(_as_one_item(components)), states.shape[0])
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """States `[B, H, T, D]`, float32, of rows `[B, H, T, R]`."""
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         components = self.row_table.decode(_as_one_item(rows))
-        return _product(_as_items(components, rows.shape[0]), self.basis) + self.mean[:, None]
+        scaled = _product(_as_items(components, rows.shape[0]), self._matrices()[0])
+        return scaled / self.factors[:, None] + self.mean[:, None].float()
+
+    def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """From components to channels times their factors `[H, K, D]`, and back `[H, D, K]`, float32."""
+        basis, inverse = self.basis[:, : self.num_components].float(), self.inverse.float()
+        steps = self.steps[:, : self.num_components, None]
+        own = (basis * inverse).sum(dim=-1, keepdim=True)
+        return basis * steps, (inverse / (own * steps)).mT
+
+
+def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A basis as `BasisTable` takes it.
+
+    Args:
+        basis (`torch.Tensor` of shape `[H, D, D]`): rows as long as a standard deviation of their component.
+        factors (`torch.Tensor` of shape `[H, D]`): what channels are multiplied by; what rounding loses is then the
+            same in all of them.
+
+    Returns:
+        `torch.Tensor` of shape `[H, D, D]`, int8, and of shape `[H, D]`, float32: the basis and its steps.
+    """
+    scaled = basis.double() * factors.double()[:, None]
+    steps = scaled.abs().amax(dim=-1) / _MOST
+    rounded = (scaled / steps[:, :, None]).round().to(torch.int8).contiguous()
+    return rounded, steps.float().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _rounded_inverse(basis: torch.Tensor) -> torch.Tensor:
+    """Columns of the inverses of matrices `[H, D, D]`, each in units of its own, `[H, D, D]`, int8."""
+    columns = torch.linalg.inv(basis.double()).mT
+    return (columns * (_MOST / columns.abs().amax(dim=-1, keepdim=True))).round().to(torch.int8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +173,23 @@ class BasisCoder:
 
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
         """Raises a `ValueError` if states `[B, H, T, D]` are not those of the model that was calibrated."""
-        for states, table in zip((keys, values), self.tables.on(torch.device("cpu")), strict=True):
-            if states.shape[1::2] != table.mean.shape:
+        for states, (num_heads, head_dim) in zip((keys, values), self.head_shapes, strict=True):
+            if states.shape[1::2] != (num_heads, head_dim):
                 raise ValueError(
-                    f"`calibration` is of {table.mean.shape[0]} heads of {table.mean.shape[1]} in layer {layer_idx}, "
-                    f"but got {states.shape[1]} of {states.shape[3]}: it was made for another model"
+                    f"`calibration` is of {num_heads} heads of {head_dim} in layer {layer_idx}, but got "
+                    f"{states.shape[1]} of {states.shape[3]}: it was made for another model"
                 )
+
+    @property
+    def head_shapes(self) -> list[tuple[int, int]]:
+        """Heads and head dim of keys and of values."""
+        return [(table.mean.shape[0], table.head_dim) for table in self.tables.first]
+
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Bytes of a key and of a value."""
+        keys, values = self.tables.first
+        return keys.row_size, values.row_size
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor | None
@@ -144,6 +212,10 @@ class BasisCoder:
         """Nothing: all is the model's."""
         return iter(())
 
+    def shared_tensors(self) -> Iterator[torch.Tensor]:
+        """What all caches of the model share, on every device."""
+        return self.tables.tensors()
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "BasisCoder":
         """The same, as nothing of it is an item's or a cache's."""
         return self
@@ -164,15 +236,20 @@ class DeviceTables(nn.Module):
     def on(self, device: torch.device) -> tuple[BasisTable, BasisTable]:
         """Those on a device."""
         if device not in self._by_device:
-            first = next(iter(self._by_device.values()))
-            self._by_device[device] = tuple(_copy(table, device) for table in first)  # type: ignore[assignment]
+            self._by_device[device] = tuple(_copy(table, device) for table in self.first)  # type: ignore[assignment]
         return self._by_device[device]
 
     @property
-    def num_bytes(self) -> int:
-        """Of one device."""
-        tables = next(iter(self._by_device.values()))
-        return sum(tensor.nbytes for table in tables for tensor in table.buffers())
+    def first(self) -> tuple[BasisTable, BasisTable]:
+        """Those that it was made of."""
+        return next(iter(self._by_device.values()))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those of all devices that hold data."""
+        for device, tables in self._by_device.items():
+            if device.type != "meta":
+                for table in tables:
+                    yield from table.buffers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTables":
         return self
@@ -181,7 +258,8 @@ class DeviceTables(nn.Module):
 def _copy(table: BasisTable, device: torch.device) -> BasisTable:
     copy = BasisTable.__new__(BasisTable)
     nn.Module.__init__(copy)
-    copy.head_dim, copy.is_weighted, copy.row_size = table.head_dim, table.is_weighted, table.row_size
+    copy.head_dim, copy.num_components, copy.row_size = table.head_dim, table.num_components, table.row_size
+    copy.is_weighted, copy.quantizer = table.is_weighted, table.quantizer
     for name, tensor in table.named_buffers():
         copy.register_buffer(name, tensor.to(device), persistent=False)
     return copy

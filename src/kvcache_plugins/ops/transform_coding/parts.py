@@ -54,6 +54,11 @@ class RowCoder:
         """Values `[B, H, T, D]`, float32, of rows."""
         return self.values.decode_rotated(rows)
 
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Bytes of a key and of a value."""
+        return self.keys.row_size, self.values.row_size
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything stored."""
         for table in (self.keys, self.values):

@@ -122,7 +122,7 @@ class RowTable:
         found, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
         for _ in range(1 + self.num_refits):
             scale = found
-            codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted)
+            codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted or self.by_energy)
             found, stored = _stored_scale(self._fitting_scale(normal, has_bits, self._points(codes), scale))
             if bool((found == scale).all()):
                 break
