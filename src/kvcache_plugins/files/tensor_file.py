@@ -57,6 +57,7 @@ def write_tensor_file(
     version: int,
     content: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
+    mode: int | None = None,
 ) -> None:
     """
     Writes tensors and a document, whole or not at all.
@@ -66,6 +67,7 @@ def write_tensor_file(
         name (`str`), version (`int`): of the format.
         content (`Mapping`): the rest of the document, of what JSON can hold.
         tensors (`Mapping[str, torch.Tensor]`): on any device; brought to the host one at a time.
+        mode (`int`, *optional*): permissions of the file, see `new_file`.
     """
     document = json.dumps({"format": name, "version": version, **content}, allow_nan=False)
     header: dict[str, Any] = {_METADATA: {_CHECKSUM: _NO_CHECKSUM, _DOCUMENT: document}}
@@ -83,7 +85,7 @@ def write_tensor_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = blake2b(digest_size=32)
-    with new_file(path) as file:
+    with new_file(path, mode) as file:
         for part in (len(text).to_bytes(8, "little"), text):
             file.write(part)
             digest.update(part)
