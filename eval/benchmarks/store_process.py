@@ -29,11 +29,13 @@ class FirstToken(StoppingCriteria):
 
     def __init__(self) -> None:
         self.seconds: float | None = None
-        self._started = time.perf_counter()
+        self.cpu_seconds: float | None = None
+        self._started = time.perf_counter(), time.process_time()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
         if self.seconds is None:
-            self.seconds = time.perf_counter() - self._started
+            self.seconds = time.perf_counter() - self._started[0]
+            self.cpu_seconds = time.process_time() - self._started[1]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -75,6 +77,7 @@ def _answer(
         _write_pickle(folder / "cache.pickle", tokens[:, : cache.get_seq_length()], cache)
     return {
         "first_token_s": first.seconds,
+        "first_token_cpu_s": first.cpu_seconds,
         "keep_s": time.perf_counter() - total,
         "num_tokens": input_ids.shape[1],
         "num_saved": num_saved,

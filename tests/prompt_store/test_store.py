@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, PromptStore, create_cache
-from kvcache_plugins.gear.snapshot import document_of
 
 
 NAMES = ["gear", "gear-4bit", "gear-2bit", "kivi-2bit", "per-token-2bit", "gear-k3v2", "gear-t16", "gear-t30"]
@@ -15,33 +14,13 @@ def prompt(num_tokens: int) -> torch.Tensor:
     return torch.randint(3, 128, (1, num_tokens))
 
 
-def read_in_blocks(model, input_ids, cache, length=256):
-    with torch.no_grad():
-        for start in range(0, input_ids.shape[1], length):
-            model(input_ids[:, start : start + length], past_key_values=cache)
-    return cache
-
-
-def assert_same(found: GEARCache, expected: GEARCache) -> None:
-    """Every number of what both hold, and what is computed from it."""
-    for index, (one, other) in enumerate(zip(found.layers, expected.layers, strict=True)):
-        (document, tensors), (wanted, wanted_tensors) = document_of(one, index), document_of(other, index)
-        for counted in (document, wanted):
-            calls = counted.pop("counters", {})
-            counted["counters"] = {name: calls.get(name) for name in ("tokens_compressed", "chunks_compressed")}
-        assert document == wanted
-        assert tensors.keys() == wanted_tensors.keys()
-        for name, tensor in tensors.items():
-            assert tensor.dtype == wanted_tensors[name].dtype and torch.equal(tensor, wanted_tensors[name]), name
-
-
 def generate(model, input_ids, cache, **options):
     return model.generate(input_ids, past_key_values=cache, max_new_tokens=80, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_reading_in_blocks(tiny_model, tmp_path, architecture, name):
+def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blocks, architecture, name):
     model, input_ids = tiny_model(architecture), prompt(900)
     PromptStore(tmp_path).read(model, input_ids, name)
     store = PromptStore(tmp_path)
@@ -53,7 +32,7 @@ def test_equals_reading_in_blocks(tiny_model, tmp_path, architecture, name):
     assert_same(loaded, expected)
 
 
-def test_prompts_share_what_they_have_in_common(tiny_llama, tmp_path):
+def test_prompts_share_what_they_have_in_common(tiny_llama, tmp_path, assert_same, read_in_blocks):
     first = prompt(1100)
     second = torch.cat([first[:, :700], prompt(400)], dim=1)
     store = PromptStore(tmp_path)

@@ -36,6 +36,7 @@ class ExactStore(TokenStore):
                 max_tokens=config.pool_tokens,
                 eviction=config.eviction,
                 num_protected=config.sink,
+                folder=config.folder,
             )
         room = keys.shape[2]
         if config.pool_tokens is not None:
