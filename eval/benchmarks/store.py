@@ -1,7 +1,8 @@
 """Prompts that are read again and again by processes that end: seconds to the first token, and bytes on disk.
 
-Ways are compared: `none` reads every prompt from its first token on, `pickle` has a pickled `DynamicCache` as users do,
-others are GEAR caches of a `PromptStore`. Scenarios are prompts, each list of them answered by a process of its own:
+Ways are compared: `none` reads every prompt from its first token on, `pickle` has a pickled `DynamicCache` as users
+do, others are GEAR caches of a `PromptStore`. Scenarios are prompts, each list of them answered by a process of its
+own:
 
     again        a document, once more, once more with its files out of the page cache, and another document that
                  shares three quarters with it
@@ -156,7 +157,8 @@ def _measure(
 def describe(row: dict[str, Any]) -> str:
     """One line of a result."""
     return (
-        f"{row['scenario']:<10} {row['way']:<12} {row['visit']:<13} {row['num_saved']:>6} of {row['num_tokens']} known, "
+        f"{row['scenario']:<10} {row['way']:<12} {row['visit']:<13} "
+        f"{row['num_saved']:>6} of {row['num_tokens']} known, "
         f"first token after {row['first_token_s']:8.2f} s ({row['first_token_cpu_s']:.2f} s of CPU), "
         f"{row['disk_bytes'] / 1e6:8.1f} MB on disk"
     )

@@ -17,9 +17,12 @@ def main(
         "gear",
         "gear-4bit",
     ],
-    scenario: Annotated[  # noqa: B006
-        list[str], typer.Option(help="again, questions, documents or chat; repeatable.")
-    ] = ["again", "questions", "documents", "chat"],
+    scenario: Annotated[list[str], typer.Option(help="again, questions, documents or chat; repeatable.")] = [  # noqa: B006
+        "again",
+        "questions",
+        "documents",
+        "chat",
+    ],
     model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
     document: Annotated[int, typer.Option(help="Tokens of a document.", min=8)] = 8000,
     questions: Annotated[int, typer.Option(help="Questions to a document.", min=1)] = 20,
