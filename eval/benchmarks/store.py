@@ -165,9 +165,11 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def _run_process(request: dict[str, Any]) -> list[dict[str, Any]]:
-    # Nothing of this process's may be known to it
+    # The working directory may hold folders that are called as packages are
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", _WORKER]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", _WORKER], input=json.dumps(request), capture_output=True, text=True, check=False
+        command, input=json.dumps(request), capture_output=True, text=True, check=False, env=environment
     )
     if done.returncode:
         raise RuntimeError(f"a process that answers prompts has failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -164,7 +164,7 @@ class Lease:
     """Blocks that are in use, in a file that is locked for as long."""
 
     def __init__(self, path: Path, keys: Iterable[str]):
-        self._path = path
+        self._path, self._process = path, os.getpid()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ALONE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -178,6 +178,7 @@ class Lease:
         os.write(self._descriptor, "".join(f"{key}\n" for key in keys).encode())
 
     def end(self) -> None:
-        """They are in use no more."""
-        self._path.unlink(missing_ok=True)
+        """They are in use no more; in a forked process it is not this one's to say."""
+        if os.getpid() == self._process:
+            self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
