@@ -66,23 +66,8 @@ def test_another_answer_is_no_result(tiny_folder, text_file, monkeypatch):
 
     monkeypatch.setattr(benchmark_store, "_run_process", answer)
     monkeypatch.setattr(benchmark_store, "describe", str)
-    with pytest.raises(RuntimeError, match="in two ways"):
-        CliRunner().invoke(
-            cli.app,
-            [
-                "bench",
-                "store",
-                "--model",
-                tiny_folder,
-                "--text-file",
-                str(text_file),
-                "--document",
-                "800",
-                "--way",
-                "gear",
-            ],
-            catch_exceptions=False,
-        )
+    result = run(tiny_folder, text_file, "--way", "gear")
+    assert isinstance(result.exception, RuntimeError) and "in two ways" in str(result.exception)
 
 
 def test_what_cannot_be_measured_is_refused(tiny_folder, text_file):
