@@ -13,6 +13,7 @@ import copy
 import json
 import pickle
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria,
 
 from kvcache_plugins import PromptStore
 from kvcache_plugins.models.reference_model import load_model
+
+
+# More than a block of a store, so that compressed states are attended to
+_WARM_UP = 300
 
 
 class FirstToken(StoppingCriteria):
@@ -49,8 +54,9 @@ def answer_prompts(request: dict[str, Any]) -> list[dict[str, Any]]:
     if request["num_threads"] is not None:
         torch.set_num_threads(request["num_threads"])
     model, _ = load_model(request["model"])
-    # What is compiled or allocated the first time is no prompt's own
-    _answer(model, "none", Path(request["folder"]), torch.tensor([request["prompts"][0][:32]]), 2)
+    # What is compiled, loaded or allocated the first time is no prompt's own
+    with tempfile.TemporaryDirectory() as folder:
+        _answer(model, request["way"], Path(folder), torch.tensor([request["prompts"][0][:_WARM_UP]]), 2)
     answers = []
     for token_ids in request["prompts"]:
         found = _answer(

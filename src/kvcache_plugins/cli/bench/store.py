@@ -31,9 +31,10 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)] = None,
 ) -> dict[str, Any]:
-    """Time the first token of prompts that were read before, by processes that have ended.
+    """Time the first token of prompts that were read before.
 
-    Without a store, with a pickled DynamicCache, and with a prompt store of GEAR caches.
+    Those who read them are processes that have ended. Without a store, with a pickled DynamicCache, and with a prompt
+    store of GEAR caches.
 
     \b
     Examples:
