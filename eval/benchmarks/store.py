@@ -142,7 +142,7 @@ def _measure(
         for visit in visits:
             if visit.is_cold:
                 _forget_pages(Path(folder))
-            request = {"model": model, "way": way, "folder": folder, "prompts": visit.prompts}
+            request: dict[str, Any] = {"model": model, "way": way, "folder": folder, "prompts": visit.prompts}
             request |= {"new_tokens": new_tokens, "num_threads": num_threads}
             for number, answer in enumerate(_run_process(request)):
                 tokens, prompt = answer.pop("tokens"), tuple(visit.prompts[number])

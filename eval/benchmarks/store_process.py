@@ -71,7 +71,7 @@ def _answer(
 ) -> dict[str, Any]:
     first = FirstToken()
     cache, num_saved = _cache_of(model, way, folder, input_ids)
-    tokens = model.generate(
+    tokens = model.generate(  # type: ignore[operator]
         input_ids,
         past_key_values=cache,
         max_new_tokens=new_tokens,

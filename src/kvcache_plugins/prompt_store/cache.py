@@ -48,7 +48,7 @@ class BlockRecord:
         self.windows[self.num_blocks - 1] = {
             index: (layer.keys[:, :, -self.length :], layer.values[:, :, -self.length :])
             for index, layer in enumerate(layers)
-            if isinstance(layer, DynamicSlidingWindowLayer)
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None
         }
 
     def can_cut(self, layers: list[Any], number: int) -> bool:

@@ -171,7 +171,8 @@ def fill_cache(cache: PromptCache, pieces: Sequence[Piece], device: torch.device
         ValueError: if no cache of these options can be like that.
     """
     num_tokens = len(pieces) * cache.record.length
-    documents, tensors = [], {}
+    documents: list[Document] = []
+    tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(cache.layers):
         rows = [piece.layers[index] for piece in pieces if index < len(piece.layers)]
         if len(rows) < len(pieces):
@@ -219,7 +220,8 @@ def _join_states(
     """Keys and values of the newest tokens, `most` at most."""
     tensors = {}
     for side in ("keys", "values"):
-        needed, count = [], 0
+        needed: list[torch.Tensor | None] = []
+        count = 0
         for part in reversed(parts):
             if count >= most:
                 break

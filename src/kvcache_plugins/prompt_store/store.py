@@ -226,7 +226,7 @@ class PromptStore:
         made = self.cache_for(model, input_ids, cache)
         self.prefill(model, made, input_ids)
         model_kwargs["past_key_values"] = made
-        return model._sample(
+        return model._sample(  # type: ignore[operator]
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -263,7 +263,7 @@ class PromptStore:
         return made
 
     def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
-        found = cache
+        found: Cache | str = cache
         if isinstance(cache, str):
             name, given = parse_cache_spec(cache)
             found = create_cache(name, model, **{**given, **options})
