@@ -1,9 +1,10 @@
-"""Pages of a pool in files instead of memory: mapped, so that whoever reads pages by address reads these too.
+"""Pages of a pool in files instead of memory.
 
 A page's file has no name: it is gone when the page is, or the process, however it ends. What a step reads of it is
 brought to memory by the system, which keeps it as long as nothing else needs the room: the host's page cache is the
-tier between disk and attention. Of that the process itself holds a share only: what is mapped is let go of before it
-is more, and costs a page fault, no read, if it is still cached.
+tier between disk and attention. Files are mapped, but what is mapped is let go of as soon as it was copied or written:
+around a block that is read the system maps all others that are cached, and the whole pool would soon count as the
+process's memory.
 
 A token's key and value of one head lie together, so that most tokens that are chosen are a single block of the disk.
 """
@@ -19,8 +20,6 @@ from pathlib import Path
 import torch
 
 
-# Of the bytes of a pool, the share that may be in the process's memory
-RESIDENT_SHARE = 1 / 16
 # More stretches of blocks than that are not worth asking for one by one
 _MOST_STRETCHES = 4096
 
@@ -35,7 +34,6 @@ class DiskPages:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._num_mapped = 0
 
     def new_page(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """
@@ -60,15 +58,31 @@ class DiskPages:
         mapped.madvise(mmap.MADV_RANDOM)
         return torch.frombuffer(mapped, dtype=dtype).view(*shape)
 
-    def release(self, pages: Sequence[torch.Tensor]) -> None:
-        """Lets go of what is mapped of pages: their bytes stay in their files, and in the system's cache."""
-        self._num_mapped = 0
-        for page in pages:
-            _advise(page.data_ptr(), page.nbytes, mmap.MADV_DONTNEED)
+    def release(self, page: torch.Tensor) -> None:
+        """Lets go of what is mapped of a page: its bytes stay in its file, and in the system's cache."""
+        _advise(page.data_ptr(), page.nbytes, mmap.MADV_DONTNEED)
+
+    def gather(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, items: slice) -> torch.Tensor:
+        """
+        As `ops.gather.gather_rows`, with one page mapped at a time.
+
+        Args:
+            pages (`Sequence[torch.Tensor]`): `[B, H, tokens of a page, row]` each.
+            slots (`torch.Tensor` of shape `[items, H, K]`): which rows of all pages one behind the other.
+            items (`slice`): items of the batch that they are rows of.
+        """
+        page_tokens, row_dim = pages[0].shape[2:]
+        rows = pages[0].new_empty(*slots.shape, row_dim)
+        numbers = slots // page_tokens
+        for number in numbers.unique().tolist():
+            places = (numbers == number).nonzero(as_tuple=True)
+            rows[places] = pages[number][items][places[0], places[1], slots[places] - number * page_tokens]
+            self.release(pages[number])
+        return rows
 
     def expect(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> None:
         """
-        Has the system read what will be asked for soon, and lets go of what was before, if that is much.
+        Has the system read what will be asked for soon.
 
         Args:
             pages (`Sequence[torch.Tensor]`): `[B, H, tokens of a page, row]` each.
@@ -76,10 +90,6 @@ class DiskPages:
             count (`torch.Tensor` of shape `[B, H]`): how many of the slots of each head, the first ones.
         """
         blocks = _blocks_of(pages, slots, count)
-        needed, total = sum(map(len, blocks)) * mmap.PAGESIZE, sum(page.nbytes for page in pages)
-        if self._num_mapped + needed > RESIDENT_SHARE * total:
-            self.release(pages)
-        self._num_mapped += needed
         stretches = [(page.data_ptr(), *each) for page, own in zip(pages, blocks, strict=True) for each in _runs(own)]
         if len(stretches) > _MOST_STRETCHES:
             # Asking takes longer than the faults that it saves

@@ -263,9 +263,14 @@ class TokenPool:
         if self.disk is not None and self.pages:
             self.disk.expect(self.pages, slots, count)
 
+    def release(self) -> None:
+        """Lets go of what was read of pages on disk, after it was copied."""
+        for page in self.pages:
+            self._release(page)
+
     def _release(self, page: torch.Tensor) -> None:
         if self.disk is not None:
-            self.disk.release([page])
+            self.disk.release(page)
 
     def gather(self, slots: torch.Tensor, items: slice = slice(None)) -> torch.Tensor:
         """
@@ -279,6 +284,8 @@ class TokenPool:
             `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
         """
         self.pending.wait()
+        if self.disk is not None:
+            return self.disk.gather(self.pages, slots, items)
         return gather_rows([page[items] for page in self.pages], slots)
 
     def _by_page(self, slots: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:

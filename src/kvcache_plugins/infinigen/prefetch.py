@@ -115,11 +115,8 @@ def prefetcher_of(device: torch.device) -> Prefetcher:
 
 
 def start_fetch(pool: TokenPool, selection: Selection, times: TransferTimes | None = None) -> StagedRows | None:
-    """Starts to fetch tokens to the GPU that they were chosen on; `None` on a CPU, which reads them in the pool."""
-    if pool.pin_memory:
-        return prefetcher_of(selection.slots.device).start(pool, selection, times)
-    pool.expect(selection.slots, selection.count)
-    return None
+    """Starts to fetch tokens to the GPU that they were chosen on; `None` on a CPU, where they stand already."""
+    return prefetcher_of(selection.slots.device).start(pool, selection, times) if pool.pin_memory else None
 
 
 def staging_bytes(device: torch.device) -> int:

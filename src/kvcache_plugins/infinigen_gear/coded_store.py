@@ -113,7 +113,9 @@ class CodedStore(TokenStore):
         slots = selection.slots[:, :, :most]
         numbers = torch.arange(most).expand_as(slots)
         if choose_token_kernel(slots)[0] == "compiled":
-            return [self.widen(slots, selection.count)], numbers
+            rows = self.widen(slots, selection.count)
+            self.pool.release()
+            return [rows], numbers
         return [self.dense_rows(self.pool.gather(slots), slots)], numbers
 
     def widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
