@@ -110,9 +110,12 @@ def _read_pickle(model: PreTrainedModel, path: Path, input_ids: torch.Tensor) ->
     with path.open("rb") as file:
         known, cache = pickle.load(file)
     length = min(known.shape[1], input_ids.shape[1] - 1)
-    is_same = (known[0, :length] == input_ids[0, :length]).long().cumprod(dim=0)
-    cache.crop(int(is_same.sum()))
-    return cache if is_same.any() else DynamicCache(config=model.config)
+    num_same = int((known[0, :length] == input_ids[0, :length]).long().cumprod(dim=0).sum())
+    if not num_same:
+        return DynamicCache(config=model.config)
+    if num_same < cache.get_seq_length():
+        cache.crop(num_same - cache.get_seq_length())
+    return cache
 
 
 def _write_pickle(path: Path, token_ids: torch.Tensor, cache: Cache) -> None:

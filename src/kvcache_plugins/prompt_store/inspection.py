@@ -142,5 +142,6 @@ def _prompt_of(key: str, headers: dict[str, _Header]) -> KeptPrompt:
         num_blocks=num_blocks,
         num_missing=max(num_blocks - len(chain), 0),
         num_bytes=sum(header.file.num_bytes for header in chain),
-        used_at=max(header.file.used_at for header in chain) / 1e9,
+        # Others may use the blocks before it
+        used_at=last.file.used_at / 1e9,
     )
