@@ -30,6 +30,7 @@ from .markdown import render_fidelity
 from .measure_tables import render_lm_eval, render_perplexity, render_retrieval
 from .overview import render_overview
 from .runahead_tables import render_runahead, render_simulation
+from .store_tables import render_store
 from .sweeps import render_sweep
 
 
@@ -62,6 +63,7 @@ def render_result(results: Path, name: str) -> str:
         "machine-code": render_machine_code,
         "step": render_step,
         "prefix": render_prefix,
+        "store": render_store,
         "batch": render_batch,
         "prediction": render_prediction,
         "retrieval": render_retrieval,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .infinigen import InfiniGenCache
     from .infinigen_gear import InfiniGenGEARCache
     from .kv_runahead import runahead_generate, runahead_prefill
+    from .prompt_store import PromptStore
     from .reports.memory import MemoryReport, measure_memory
 
     __version__: str
@@ -39,6 +40,7 @@ __all__ = [
     "InfiniGenCache",
     "InfiniGenGEARCache",
     "MemoryReport",
+    "PromptStore",
     "choose_cache",
     "create_cache",
     "generate_with",
@@ -59,6 +61,7 @@ _get_lazily, _list_attributes = lazy_attributes(
         "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",
         "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
         "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
+        "PromptStore": "kvcache_plugins.prompt_store:PromptStore",
         "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
         "generate_with": "kvcache_plugins.custom_generate:generate_with",
         "measure_memory": "kvcache_plugins.reports.memory:measure_memory",

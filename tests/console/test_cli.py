@@ -39,6 +39,7 @@ BENCHMARKS = [
     "decode",
     "memory",
     "prefix",
+    "store",
     "compile",
     "infinigen",
     "predict",

@@ -14,7 +14,6 @@ from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 
 from .held_out_prompt import HeldOutPrompt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,6 +44,9 @@ def main(
         float | None,
         typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
     ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of a prompt store: what it knows of the prompt is not read again.")
+    ] = None,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
     max_new_tokens: MaxNewTokensOption = 64,
@@ -67,10 +71,13 @@ def main(
         kvcache-plugins generate --cache gear:nbits=2,rank=8 --prompt-file notes.txt
         kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
         cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"
+        kvcache-plugins generate --store prompts --prompt-file LICENSE --prompt "In short, this licence"
         kvcache-plugins generate --max-kl 0.02 --prompt-file LICENSE --prompt "In short, this licence"
     """
     if max_kl is not None and (cache is not None or cache_option):
         raise ValueError("`max_kl` chooses the cache: give it, or `cache` and `cache_option`, but not both")
+    if max_kl is not None and store is not None:
+        raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
     check_model_name(model)
     name, options = _parse_cache(cache or "gear", cache_option or [])
     if temperature is not None and temperature <= 0:
@@ -85,7 +92,9 @@ def main(
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids = encode_prompt(tokenizer, text, chat)
-    if max_kl is None:
+    if store is not None:
+        made = _read_from_store(store, loaded, token_ids, name, options)
+    elif max_kl is None:
         made = create_cache(name, loaded, **options)
     else:
         name, made = _choose_within(max_kl, loaded, token_ids)
@@ -118,6 +127,25 @@ def _parse_cache(spec: str, more: list[str]) -> tuple[str, dict[str, OptionValue
         options[key] = value
     check_cache(name, **options)
     return name, options
+
+
+def _read_from_store(
+    folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
+) -> Cache:
+    """A cache with the prompt's whole blocks, of which those that are new are kept."""
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.prompt_store import PromptStore
+
+    store = PromptStore(folder)
+    cache = store.cache_for(model, token_ids[None], name, **options)
+    store.prefill(model, cache, token_ids[None])
+    stats = store.stats()
+    print_line(
+        f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
+        f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
+        stderr=True,
+    )
+    return cache
 
 
 def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:

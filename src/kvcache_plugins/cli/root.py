@@ -23,6 +23,7 @@ class RootGroup(LazyGroup):
             "kvcache_plugins.cli.models:main", "Try caches on a tiny random model of every decoder family."
         ),
         "generate": LazyCommand("kvcache_plugins.cli.generate:main", "Continue a prompt through a cache."),
+        "store": LazyCommand("kvcache_plugins.cli.store:app", "Show, check and clear the prompts that are kept."),
         "compare": LazyCommand("kvcache_plugins.cli.compare:main", "Run several caches on one prompt, side by side."),
         "calibrate": LazyCommand(
             "kvcache_plugins.cli.calibrate:main", "Calibrate InfiniGen or GEAR's transform coding."

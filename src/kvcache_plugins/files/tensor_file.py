@@ -58,6 +58,7 @@ def write_tensor_file(
     version: int,
     content: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
+    mode: int | None = None,
 ) -> None:
     """
     Writes tensors and a document, whole or not at all.
@@ -67,6 +68,7 @@ def write_tensor_file(
         name (`str`), version (`int`): of the format.
         content (`Mapping`): the rest of the document, of what JSON can hold.
         tensors (`Mapping[str, torch.Tensor]`): on any device; brought to the host one at a time.
+        mode (`int`, *optional*): permissions of the file, see `new_file`.
     """
     document = json.dumps({"format": name, "version": version, **content}, allow_nan=False)
     header: dict[str, Any] = {_METADATA: {_CHECKSUM: _NO_CHECKSUM, _DOCUMENT: document}}
@@ -84,7 +86,7 @@ def write_tensor_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = blake2b(digest_size=32)
-    with new_file(path) as file:
+    with new_file(path, mode) as file:
         for part in (len(text).to_bytes(8, "little"), text):
             file.write(part)
             digest.update(part)
@@ -114,26 +116,48 @@ def read_tensor_file(
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise RefusedFile("is no safetensors file or is damaged: its header does not fit into it")
-        text = file.read(length)
-        try:
-            header = Document(parse_json(text), "header")
-        except ValueError as error:
-            raise RefusedFile(f"is no safetensors file or is damaged: {error}") from error
+        header, text = _read_header(file, size)
         document, checksum = _metadata(header)
         check_format(document, name, version, advice)
         if checksum is None:
             raise ValueError("it has no checksum")
-        places = _places(header, size - 8 - length)
-        digest = blake2b(prefix, digest_size=32)
+        places = _places(header, size - 8 - len(text))
+        digest = blake2b(len(text).to_bytes(8, "little"), digest_size=32)
         digest.update(text.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1))
         tensors = {each: _read_tensor(file, dtype, shape, digest) for each, (_, dtype, shape) in places.items()}
     if digest.hexdigest() != checksum:
         raise ValueError("its checksum does not fit what it holds")
     return document, tensors
+
+
+def read_document(path: str | os.PathLike[str], name: str, version: int, advice: str) -> Document:
+    """
+    The document of a file alone, to list files by: nothing says that it is as it was written.
+
+    Args:
+        path, name, version, advice: as for `read_tensor_file`.
+
+    Raises:
+        ValueError: if there is none, or one of another format or version.
+    """
+    with open(path, "rb") as file:
+        header, _ = _read_header(file, os.fstat(file.fileno()).st_size)
+    document, _ = _metadata(header)
+    check_format(document, name, version, advice)
+    return document
+
+
+def _read_header(file: BinaryIO, size: int) -> tuple[Document, bytes]:
+    """The header of a file of so many bytes, and its text."""
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise RefusedFile("is no safetensors file or is damaged: its header does not fit into it")
+    text = file.read(length)
+    try:
+        return Document(parse_json(text), "header"), text
+    except ValueError as error:
+        raise RefusedFile(f"is no safetensors file or is damaged: {error}") from error
 
 
 def _metadata(header: Document) -> tuple[Document, str | None]:

@@ -118,7 +118,7 @@ def write_snapshot(
     tensors: dict[str, torch.Tensor] = {}
     documents = []
     for index, layer in enumerate(layers):
-        document, named = _layer_to_document(layer, index)
+        document, named = document_of(layer, index)
         documents.append(document)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in named.items()}
     content = {
@@ -174,7 +174,13 @@ def _name_of(layer: CacheLayerMixin) -> str:
     return _NAMES.get(type(layer), type(layer).__name__)
 
 
-def _layer_to_document(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def document_of(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """
+    What a file holds of a layer.
+
+    Raises:
+        ValueError: if it holds more than keys and values, which no file would.
+    """
     keeps_more = isinstance(layer, GEARLayer | TransformLayer) and (
         type(layer) not in (GEARLayer, TransformLayer) or layer.has_index
     )

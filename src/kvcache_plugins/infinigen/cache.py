@@ -25,11 +25,12 @@ from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 from .attention_inputs import AttentionInputs
-from .calibration import Calibration
+from .calibration import Calibration, resolve_calibration
 from .config import NUM_FIRST_LAYERS, InfiniGenConfig
 from .exact_store import ExactStore
 from .hooks import Attachment, AttentionListener, attach, attachment_of, unknown_queries_warning
 from .layer import InfiniGenLayer
+from .pool import is_gpu
 from .position_check import check_positions
 from .prefetch import expected_staging_bytes, staging_bytes
 from .token_store import TokenStore
@@ -85,6 +86,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             tokens are used is noted on the host, which has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
             Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
+        pool_folder (`str` or `Path`, *optional*):
+            A folder in which the pool is files instead of memory, mapped and without a name, so that a context may be
+            as long as the disk has room for. For a model on a CPU. See `disk_pages`.
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
         speculate (`bool`, *optional*, defaults to `True`):
@@ -138,6 +142,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         sink: int = 4,
         pool_tokens: int | None = None,
         eviction: str = "counter",
+        pool_folder: str | Path | None = None,
         full_layers: tuple[int, ...] | None = None,
         speculate: bool = True,
         track_hits: bool = False,
@@ -163,13 +168,18 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             sink=sink,
             pool_tokens=pool_tokens,
             eviction=eviction,
+            pool_folder=pool_folder,
             full_layers=full_layers,
             speculate=speculate,
             track_hits=track_hits,
             track_times=track_times,
         )
         check_mask("attention_mask", attention_mask)
-        self.calibration = self._read(calibration, model)
+        if pool_folder is not None and is_gpu(model.device):
+            raise NotImplementedError(
+                "not supported yet: `pool_folder` with a model on a GPU, which reads page-locked memory alone"
+            )
+        self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
         config = decoder_config(model.config)
         self._full_layers = self._choose_full_layers(config.num_hidden_layers)
@@ -199,16 +209,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model = self._model()
         if self._is_attached and model is not None:
             attach(model, self)
-
-    @staticmethod
-    def _read(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
-        if calibration is None:
-            return None
-        if not isinstance(calibration, Calibration | str | Path):
-            raise ValueError(f"`calibration` has to be a `Calibration`, a file or None but got {calibration!r}")
-        if not isinstance(calibration, Calibration):
-            calibration = Calibration.load(calibration, model)
-        return calibration.to(model.device, model.dtype)
 
     def _choose_full_layers(self, num_layers: int) -> set[int]:
         """Layers that stay whole: those asked for, those that the calibration names, or the first ones."""

@@ -164,6 +164,22 @@ def calibrate(
     return Calibration(fingerprint(model), tuple(reports), used)
 
 
+def resolve_calibration(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
+    """
+    What a cache was given as `calibration`, read if it is a file, where the model is and in its dtype.
+
+    Raises:
+        ValueError: if it is neither, or was made for another model.
+    """
+    if calibration is None:
+        return None
+    if not isinstance(calibration, Calibration | str | Path):
+        raise ValueError(f"`calibration` has to be a `Calibration`, a file or None but got {calibration!r}")
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration, model)
+    return calibration.to(model.device, model.dtype)
+
+
 def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:
     mean = {name: sum(value[name] for value in values) / len(values) for name in values[0]}
     choice = "corrected" if mean["corrected"] > mean["by_stream"] + _MIN_GAIN else "stream"

@@ -1,7 +1,9 @@
 """Options of InfiniGen, validated once and immutable afterwards."""
 
+import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
@@ -34,6 +36,7 @@ class InfiniGenConfig:
     flush_length: int = 32
     pool_tokens: int | None = None
     eviction: str = "counter"
+    pool_folder: str | Path | None = None
     full_layers: tuple[int, ...] | None = None
     speculate: bool = True
     track_hits: bool = False
@@ -54,6 +57,7 @@ class InfiniGenConfig:
         self._check_scoring()
         self._check_integers()
         self._check_full_layers()
+        self._check_pool_folder()
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
         for name in ("speculate", "track_hits", "track_times"):
             check_bool(name, getattr(self, name))
@@ -88,6 +92,16 @@ class InfiniGenConfig:
                 f"{self.pool_tokens}"
             )
 
+    def _check_pool_folder(self) -> None:
+        if self.pool_folder is None:
+            return
+        if not isinstance(self.pool_folder, str | Path):
+            raise ValueError(f"`pool_folder` has to be a folder or None but got {self.pool_folder!r}")
+        folder = Path(self.pool_folder).expanduser()
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"`pool_folder` has to be a folder that can be written to, but {folder} is none")
+        object.__setattr__(self, "pool_folder", folder)
+
     def _check_full_layers(self) -> None:
         layers = self.full_layers
         if layers is None:
@@ -97,6 +111,11 @@ class InfiniGenConfig:
         for index in layers:
             check_integer("full_layers", index, 0)
         object.__setattr__(self, "full_layers", tuple(layers))
+
+    @property
+    def folder(self) -> Path | None:
+        """`pool_folder` as a path."""
+        return None if self.pool_folder is None else Path(self.pool_folder)
 
     @property
     def rule(self) -> str:

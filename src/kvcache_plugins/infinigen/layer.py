@@ -244,6 +244,7 @@ class InfiniGenLayer(PromptLayer):
         else:
             columns = self._valid_tokens(0, length)
         selection = choose_tokens(query, self.tokens, columns, length, self.config)
+        pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
     def attend(

@@ -16,12 +16,15 @@ Legend: B batch, H key/value heads, D and E head dimensions of keys and values.
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvcache_plugins.ops.dispatch import choose_compression_kernel
 from kvcache_plugins.ops.gather import gather_rows
 
+from .disk_pages import DiskPages
 from .eviction import UsageRecord
 
 
@@ -73,6 +76,8 @@ class TokenPool:
             Whose slot a token takes when the pool is full; see `UsageRecord`.
         num_protected (`int`, *optional*, defaults to 0):
             First tokens of every item that are never evicted.
+        folder (`Path`, *optional*):
+            Where the pages are files, which are mapped into memory. Not for a GPU, whose pages are page-locked.
 
     Attributes:
         pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked with `pin_memory`; without, a
@@ -93,6 +98,7 @@ class TokenPool:
         max_tokens: int | None = None,
         eviction: str = "counter",
         num_protected: int = 0,
+        folder: Path | None = None,
     ):
         self.pending = PendingWork()
         self.batch_size, self.num_heads, _, self.key_dim = key_states.shape
@@ -102,6 +108,7 @@ class TokenPool:
         # States without data, on which caches are sized, have pages without
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
+        self.disk = None if folder is None or self._host.type == "meta" else DiskPages(folder)
         self.pages: list[torch.Tensor] = []
         # Where the pages lie, as the host knows it and for kernels
         self._addresses: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -178,6 +185,8 @@ class TokenPool:
 
     def _new_page(self, page_tokens: int) -> torch.Tensor:
         shape = (self.batch_size, self.num_heads, page_tokens, self.row_dim)
+        if self.disk is not None:
+            return self.disk.new_page(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
 
     def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -192,6 +201,7 @@ class TokenPool:
             if not self.pin_memory:
                 page[:, :, slots, : self.key_dim] = keys[:, :, tokens]
                 page[:, :, slots, self.key_dim :] = values[:, :, tokens]
+                self._release(page)
                 continue
             rows = torch.cat([keys[:, :, tokens], values[:, :, tokens]], dim=3)
             if stop - start == PAGE_TOKENS:
@@ -246,6 +256,21 @@ class TokenPool:
                 self.pending.note(torch.cuda.current_stream(self.device))
             rows = whole[:, :, : stop - start]
             yield rows[..., : self.key_dim], rows[..., self.key_dim :], start, stop
+            self._release(page)
+
+    def expect(self, slots: torch.Tensor, count: torch.Tensor) -> None:
+        """Has what is on disk of some slots `[B, H, K]`, the first `count` `[B, H]` of them, read ahead."""
+        if self.disk is not None and self.pages:
+            self.disk.expect(self.pages, slots, count)
+
+    def release(self) -> None:
+        """Lets go of what was read of pages on disk, after it was copied."""
+        for page in self.pages:
+            self._release(page)
+
+    def _release(self, page: torch.Tensor) -> None:
+        if self.disk is not None:
+            self.disk.release(page)
 
     def gather(self, slots: torch.Tensor, items: slice = slice(None)) -> torch.Tensor:
         """
@@ -259,6 +284,8 @@ class TokenPool:
             `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
         """
         self.pending.wait()
+        if self.disk is not None:
+            return self.disk.gather(self.pages, slots, items)
         return gather_rows([page[items] for page in self.pages], slots)
 
     def _by_page(self, slots: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
@@ -304,6 +331,8 @@ class TokenPool:
             self.batch_size = self.pages[0].shape[0]
 
     def _in_host_memory(self, page: torch.Tensor) -> torch.Tensor:
+        if self.disk is not None:
+            return self.disk.new_page(page.shape, page.dtype).copy_(page)
         return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
 
     def serve(self, device: torch.device) -> None:
@@ -335,6 +364,12 @@ class TokenPool:
         # Who copies the pages reads them
         self.pending.wait()
         return {**self.__dict__, "_addresses": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.disk is not None:
+            # Copies of pages are in memory
+            self.pages = [self._in_host_memory(page) for page in self.pages]
 
     def __del__(self) -> None:
         # PyTorch does not know that kernels use the pages, and would hand their memory to somebody else. A copy that

@@ -65,7 +65,9 @@ class CodedStore(TokenStore):
         groups, rows = self._encode(grouped, keys, values, position, padding)
         # Of keys the pool holds nothing
         states = rows[..., :0], rows
-        pool = TokenPool(*states, num_protected=self.config.sink) if self.pool is None else self.pool
+        pool = self.pool
+        if pool is None:
+            pool = TokenPool(*states, num_protected=self.config.sink, folder=self.config.folder)
         pool.append(*states, position, padding.counts)
         self.pool, self.scoring = pool, grouped
         grouped.add(groups, keys.shape[2])
@@ -111,7 +113,9 @@ class CodedStore(TokenStore):
         slots = selection.slots[:, :, :most]
         numbers = torch.arange(most).expand_as(slots)
         if choose_token_kernel(slots)[0] == "compiled":
-            return [self.widen(slots, selection.count)], numbers
+            rows = self.widen(slots, selection.count)
+            self.pool.release()
+            return [rows], numbers
         return [self.dense_rows(self.pool.gather(slots), slots)], numbers
 
     def widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

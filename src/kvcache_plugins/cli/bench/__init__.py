@@ -25,6 +25,9 @@ class BenchGroup(LazyGroup):
         "prefix": LazyCommand(
             "kvcache_plugins.cli.bench.prefix:main", "Compare ways to continue one prefix many times."
         ),
+        "store": LazyCommand(
+            "kvcache_plugins.cli.bench.store:main", "Time the first token of prompts that were read before."
+        ),
         "compile": LazyCommand(
             "kvcache_plugins.cli.bench.compile:main", "Time decode steps of a model as it is and compiled."
         ),

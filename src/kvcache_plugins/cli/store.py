@@ -1,0 +1,142 @@
+"""`kvcache-plugins store`: the prompts that are kept in a folder, shown, checked and cleared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache_plugins.console.command_group import FAILED
+from kvcache_plugins.console.json_output import JsonOption, print_json
+from kvcache_plugins.console.lazy_group import LazyCommand, LazyGroup, make_app
+
+
+if TYPE_CHECKING:
+    from kvcache_plugins.prompt_store.inspection import KeptPrompt
+
+
+_HELP = """Show, check and clear the prompts that are kept.
+
+`generate --store DIR` and `PromptStore` in Python keep them, in DIR or in the user's cache folder.
+
+\b
+Examples:
+    kvcache-plugins store list
+    kvcache-plugins store list --store prompts --json | jq '.prompts[].num_tokens'
+    kvcache-plugins store verify --remove
+"""
+_SHOWN = 12
+
+StoreOption = Annotated[Path | None, typer.Option(help="The folder; by default in the user's cache folder.")]
+
+
+class StoreGroup(LazyGroup):
+    """What `kvcache-plugins store` is followed by."""
+
+    lazy_commands = {
+        "list": LazyCommand("kvcache_plugins.cli.store:list_kept", "List the prompts that are kept."),
+        "show": LazyCommand("kvcache_plugins.cli.store:show", "Show all that is known of one prompt."),
+        "clear": LazyCommand("kvcache_plugins.cli.store:clear_kept", "Remove all prompts but those in use."),
+        "verify": LazyCommand("kvcache_plugins.cli.store:verify", "Read every file and name those that are damaged."),
+    }
+
+
+app = make_app(StoreGroup, _HELP)
+
+
+def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """List the prompts that are kept.
+
+    A prompt that is the beginning of another one is not listed by itself; bytes that several share count in each.
+
+    \b
+    Examples:
+        kvcache-plugins store list
+        kvcache-plugins store list --store prompts --json
+    """
+    from kvcache_plugins.console.tables import make_table, open_console
+    from kvcache_plugins.prompt_store.inspection import list_prompts
+
+    prompts = list_prompts(_folder(store))
+    if as_json:
+        print_json({"prompts": [asdict(prompt) for prompt in prompts]})
+        return
+    columns = {"key": "text", "model": "name", "tokens": "number", "MB": "number", "used": "text"}
+    rows = [
+        (each.key[:_SHOWN], each.model_name, str(each.num_tokens), f"{each.num_bytes / 1e6:.1f}", _when(each))
+        for each in prompts
+    ]
+    open_console().print(make_table("", columns, rows))
+
+
+def show(
+    key: Annotated[str, typer.Argument(help="The beginning of a key that `store list` shows.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show all that is known of one prompt.
+
+    \b
+    Examples:
+        kvcache-plugins store show 3f2a91
+    """
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.prompt_store.inspection import find_prompt
+
+    fields: dict[str, Any] = asdict(find_prompt(_folder(store), key))
+    if as_json:
+        print_json(fields)
+        return
+    for name, value in fields.items():
+        print_line(f"{name}: {value}")
+
+
+def clear_kept(store: StoreOption = None) -> None:
+    """Remove all prompts but those in use.
+
+    \b
+    Examples:
+        kvcache-plugins store clear --store prompts
+    """
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.prompt_store.inspection import clear
+
+    count, num_bytes = clear(_folder(store))
+    print_line(f"{count} blocks removed, {num_bytes / 1e6:.1f} MB")
+
+
+def verify(
+    store: StoreOption = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the files that are damaged.")] = False,
+) -> None:
+    """Read every file and name those that are damaged.
+
+    Exit code 1 if there are any. They do no harm: a prompt that needs one finds it out, and is read again from there.
+
+    \b
+    Examples:
+        kvcache-plugins store verify
+        kvcache-plugins store verify --store prompts --remove
+    """
+    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.prompt_store.inspection import find_damaged
+
+    damaged = find_damaged(_folder(store), remove=remove)
+    for reason in damaged.values():
+        print_line(reason)
+    print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
+    if damaged:
+        raise typer.Exit(FAILED)
+
+
+def _folder(store: Path | None) -> Path:
+    from kvcache_plugins.prompt_store.store import default_folder
+
+    return default_folder() if store is None else store
+
+
+def _when(prompt: KeptPrompt) -> str:
+    return datetime.fromtimestamp(prompt.used_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

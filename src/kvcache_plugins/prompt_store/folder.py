@@ -1,0 +1,184 @@
+"""The folder of a store: who may read and write when, and what goes when it is full.
+
+    .lock                 readers share it, whoever changes a file has it alone; the system lets go of it when a
+                          process ends, however it ends
+    blocks/ab/abc...      a file for each block
+    leases/...            one for each prompt that is in use, locked by whoever uses it: names of its blocks
+
+A file is touched whenever it is used, a prompt's first blocks as the newest: so the least recently used block is
+always one that no other needs.
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+_SUFFIX = ".safetensors"
+_OWNER_ALONE = 0o600
+_FOLDER_OWNER_ALONE = 0o700
+
+
+class StoredFile(NamedTuple):
+    """A block's file: its path, bytes, and when it was used last, in nanoseconds."""
+
+    path: Path
+    num_bytes: int
+    used_at: int
+
+
+class StoreFolder:
+    """
+    Files of blocks by name.
+
+    Args:
+        path (`Path`): the folder; is made, for its owner alone, if it is not there.
+
+    Raises:
+        ValueError: if there cannot be a folder.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            for each in (path, path / "blocks", path / "leases"):
+                each.mkdir(mode=_FOLDER_OWNER_ALONE, parents=each is path, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"`folder`: {path} cannot be made: {error.strerror}") from error
+
+    def path_of(self, key: str) -> Path:
+        """Where the block of a name is, or would be."""
+        return self.path / "blocks" / key[:2] / f"{key}{_SUFFIX}"
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Nobody changes a file inside."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Nobody else reads or changes a file inside; not to be called within `reading`."""
+        with self._locked(fcntl.LOCK_EX):
+            yield
+
+    @contextmanager
+    def _locked(self, operation: int) -> Iterator[None]:
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE)
+        try:
+            fcntl.flock(descriptor, operation)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def num_known(self, keys: Sequence[str]) -> int:
+        """How many of a prompt's first blocks are there."""
+        return next((number for number, key in enumerate(keys) if not self.path_of(key).exists()), len(keys))
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Notes that a prompt's blocks are used, the first of them as the last."""
+        now = time.time_ns()
+        for number, key in enumerate(keys):
+            with suppress(FileNotFoundError):
+                os.utime(self.path_of(key), ns=(now, now + len(keys) - number))
+
+    def files(self) -> list[StoredFile]:
+        """All blocks, those that were used last behind."""
+        found = []
+        for path in (self.path / "blocks").glob(f"*/*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found.append(StoredFile(path, status.st_size, status.st_mtime_ns))
+        return sorted(found, key=lambda file: file.used_at)
+
+    def make_room(self, num_bytes: int, max_bytes: int, kept: Iterable[str]) -> bool:
+        """
+        Removes the least recently used blocks, within `writing`, until so many bytes more are not too many.
+
+        Args:
+            num_bytes (`int`): bytes that are to be written.
+            max_bytes (`int`): the most that all files may take.
+            kept (`Iterable[str]`): names of blocks that stay whatever happens, beside those that are in use.
+
+        Returns:
+            `bool`: whether there is room.
+        """
+        files = self.files()
+        too_many = sum(file.num_bytes for file in files) + num_bytes - max_bytes
+        if too_many <= 0:
+            return True
+        in_use = {*kept, *self._leased()}
+        for file in files:
+            if too_many <= 0:
+                break
+            if file.path.stem not in in_use:
+                file.path.unlink(missing_ok=True)
+                too_many -= file.num_bytes
+        return too_many <= 0
+
+    def remove(self, paths: Iterable[Path]) -> int:
+        """Removes files, within `writing`, but those that are in use; returns how many."""
+        in_use, count = self._leased(), 0
+        for path in paths:
+            if path.stem not in in_use:
+                path.unlink(missing_ok=True)
+                count += 1
+        return count
+
+    def sweep(self) -> None:
+        """Removes, within `writing`, what writers that were killed have left: nobody writes now."""
+        for path in (self.path / "blocks").glob("*/.*.tmp"):
+            path.unlink(missing_ok=True)
+        self._leased()
+
+    def make_parent(self, key: str) -> Path:
+        """Where the block of a name goes, in a folder that is there."""
+        path = self.path_of(key)
+        path.parent.mkdir(mode=_FOLDER_OWNER_ALONE, exist_ok=True)
+        return path
+
+    def lease(self, keys: Iterable[str]) -> "Lease":
+        """Has blocks stay where they are until the lease is over, or this process; within `reading`."""
+        return Lease(self.path / "leases" / secrets.token_hex(8), keys)
+
+    def _leased(self) -> set[str]:
+        """Names of blocks that are in use. Leases of processes that have ended are removed."""
+        names: set[str] = set()
+        for path in (self.path / "leases").iterdir():
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    names.update(file.read().decode("ascii", errors="replace").split())
+                else:
+                    path.unlink(missing_ok=True)
+        return names
+
+
+class Lease:
+    """Blocks that are in use, in a file that is locked for as long."""
+
+    def __init__(self, path: Path, keys: Iterable[str]):
+        self._path, self._process = path, os.getpid()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ALONE)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            self.add(keys)
+        except BaseException:
+            self.end()
+            raise
+
+    def add(self, keys: Iterable[str]) -> None:
+        """More blocks, to be called where nobody removes any."""
+        os.write(self._descriptor, "".join(f"{key}\n" for key in keys).encode())
+
+    def end(self) -> None:
+        """They are in use no more; in a forked process it is not this one's to say."""
+        if os.getpid() == self._process:
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)

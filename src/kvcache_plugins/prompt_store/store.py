@@ -1,0 +1,331 @@
+"""`PromptStore`: caches of prompts of which the beginning was read before, by whatever process."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.utils import logging
+
+from kvcache_plugins.advice.byte_sizes import parse_bytes
+from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.models.reference_model import models_folder
+from kvcache_plugins.option_checks import check_integer
+from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
+
+from .block_files import PromptBlock
+from .block_keys import block_keys, block_length, root_key
+from .cache import PromptCache
+from .folder import Lease, StoreFolder
+from .kept_blocks import KeptBlocks, PromptKeys
+from .pieces import check_layers, cut_pieces, fill_cache
+from .statistics import StoreStatistics
+
+
+DEFAULT_BLOCK_TOKENS = 256
+DEFAULT_MAX_BYTES = "20GB"
+# A bar of what takes longer is shown
+_PATIENCE_S = 2.0
+# What says nothing of states that the tokens do not say
+_KNOWN_INPUTS = {"attention_mask", "past_key_values", "position_ids", "logits_to_keep"}
+
+
+def default_folder() -> Path:
+    """Where prompts are kept if nobody says: in the user's cache folder."""
+    return models_folder().parent / "prompts"
+
+
+class PromptStore:
+    """
+    Prompts that were read once, compressed, on disk: what any process has read of a prompt, no other reads again.
+
+    A prompt is read in blocks of `block_tokens` tokens, and what each of them adds to a
+    [GEAR](https://huggingface.co/papers/2403.05527) cache is a file whose name follows from the model, the cache's
+    options and all tokens up to the block's end. So prompts that begin alike share the files of what they have in
+    common, and a cache that comes from the store equals, bit for bit, the one that reading the prompt in the same
+    blocks makes. It differs from one that was filled in one go as any cache does that was filled in several: later
+    tokens have attended to compressed ones.
+
+    Several processes may use a folder at once. Files are written whole or not at all, readable by their owner alone
+    and checked before anything of them is used; a damaged one is removed with a warning, and its tokens are read
+    again. When there is no room on the disk, a warning says so and generation goes on.
+
+    Args:
+        folder (`str` or `Path`, *optional*): where the files are; by default in the user's cache folder.
+        max_bytes (`int` or `str`, *optional*, defaults to `"20GB"`): the most that they take. The least recently used
+            ones make room for others, but never those of a cache that is there. `None` is without a limit.
+        block_tokens (`int`, *optional*, defaults to 256): tokens of a block; more if a cache needs more to compress a
+            block as a prompt of its own (four times its `residual_length`, whole groups).
+
+    Raises:
+        ValueError: if an option is out of range, or the folder cannot be made.
+
+    Example:
+
+    ```python
+    >>> from kvcache_plugins import PromptStore
+
+    >>> store = PromptStore()
+    >>> cache = store.read(model, document_ids)
+    >>> for question_ids, fork in zip(questions, cache.fork(len(questions))):
+    ...     model.generate(torch.cat([document_ids, question_ids], dim=1), past_key_values=fork)
+    >>> model.generate(**inputs, custom_generate=store.generate)  # in one line
+    ```
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        max_bytes: int | str | None = DEFAULT_MAX_BYTES,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    ):
+        check_integer("block_tokens", block_tokens, 1)
+        self.block_tokens = block_tokens
+        self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
+        self.folder = default_folder() if folder is None else Path(folder).expanduser()
+        self._statistics = StoreStatistics()
+        self._blocks = KeptBlocks(StoreFolder(self.folder), self.max_bytes, self._statistics)
+        # Of the caches that were handed out
+        self._roots: weakref.WeakKeyDictionary[PromptCache, str] = weakref.WeakKeyDictionary()
+        self._leases: weakref.WeakKeyDictionary[PromptCache, Lease | None] = weakref.WeakKeyDictionary()
+
+    def stats(self) -> dict[str, int | float]:
+        """
+        What the store has done since it was made.
+
+        Returns:
+            `dict`: `prompts` that a cache was asked for, `hits` among them, `tokens_asked` and `tokens_saved`;
+            `blocks_loaded`, `bytes_loaded` and `load_seconds`; `blocks_kept`, `bytes_kept` and `keep_seconds`;
+            `blocks_damaged` and `blocks_not_kept`; and of the folder, whoever wrote to it, `bytes_on_disk`.
+        """
+        on_disk = sum(file.num_bytes for file in self._blocks.folder.files())
+        return {**self._statistics.to_dict(), "bytes_on_disk": on_disk}
+
+    def cache_for(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | GEARCache = "gear", **options: object
+    ) -> PromptCache:
+        """
+        A cache with the longest beginning of a prompt that is known. Nothing is computed.
+
+        Args:
+            model (`PreTrainedModel`): the model, itself or in a wrapper.
+            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, of which a token at least is left to read.
+            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): a name of `list_caches("gear*")`, with
+                options as in `"gear:nbits=2"`, or an empty cache whose options are to be used.
+            options: override those of the name.
+
+        Returns:
+            `PromptCache`: a `GEARCache`. What is left of the prompt can be kept if it is read in the same blocks: by
+            `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
+
+        Raises:
+            ValueError: if the prompt is a batch, or the cache none that can be kept.
+        """
+        token_ids = _token_ids(input_ids)
+        return self._load(unwrap_model(model), token_ids, len(token_ids) - 1, cache, options)
+
+    def read(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | GEARCache = "gear", **options: object
+    ) -> PromptCache:
+        """
+        A cache with all of a prompt: what is known of it is loaded, and the rest is read by the model and kept. To be
+        continued by tokens that follow, or by several prompts from `fork`.
+
+        Args:
+            model, input_ids, cache, options: as for `cache_for`.
+        """
+        token_ids = _token_ids(input_ids)
+        made = self._load(unwrap_model(model), token_ids, len(token_ids), cache, options)
+        self._read_blocks(model, made, input_ids, len(token_ids))
+        if made.get_seq_length() < len(token_ids):
+            _forward(model, made, input_ids)
+        return made
+
+    def prefill(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
+        """
+        Reads, block by block, what a cache of `cache_for` does not have of a prompt, and keeps each block once it is
+        read. What is left for `generate` is the last block, or the part of it that there is.
+
+        Args:
+            model (`PreTrainedModel`): the model.
+            cache (`PromptCache`): what `cache_for` returned for this prompt.
+            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt.
+        """
+        self._read_blocks(model, cache, input_ids, len(_token_ids(input_ids)) - 1)
+
+    def keep(self, cache: PromptCache, input_ids: torch.Tensor) -> int:
+        """
+        Writes those blocks of a prompt that a cache was fed one by one, and that are not there yet.
+
+        Args:
+            cache (`PromptCache`): what `cache_for` or `read` returned.
+            input_ids (`torch.Tensor` of shape `[1, tokens]`): the tokens that it was fed, or more.
+
+        Returns:
+            `int`: how many blocks were written.
+
+        Raises:
+            ValueError: if the cache is none of this store's, or was fed its prompt in other pieces.
+        """
+        token_ids, root = _token_ids(input_ids), self._roots.get(cache)
+        if root is None:
+            raise ValueError("`cache` has to be one that `cache_for` or `read` of this store returned, and no copy")
+        length = cache.record.length
+        num_whole = min(cache.get_seq_length(), len(token_ids)) // length
+        num_fed = min(cache.record.num_blocks, num_whole)
+        if num_whole and not num_fed:
+            raise ValueError(
+                f"`cache` was not fed its prompt in blocks of {length} tokens, and can only be kept in these: read it "
+                f"by `prefill`, or by `generate(..., prefill_chunk_size={length})`"
+            )
+        prompt = PromptKeys(root, block_keys(root, token_ids[: num_fed * length], length))
+        cache.record.note_windows(cache.layers, cache.get_seq_length())
+        missing = [each for each in self._blocks.missing(prompt) if cache.record.can_cut(cache.layers, each)]
+        options = cache.gear_config.to_options()
+        blocks = {
+            number: PromptBlock(
+                previous=prompt.previous(number),
+                start=number * length,
+                token_ids=token_ids[number * length : (number + 1) * length],
+                model_name=cache.model_name,
+                options=options,
+                piece=piece,
+            )
+            for number, piece in zip(missing, cut_pieces(cache, missing), strict=True)
+        }
+        cache.record.windows.clear()
+        return self._blocks.write(prompt, blocks, self._leases.get(cache)) if blocks else 0
+
+    def generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        cache: str | GEARCache = "gear",
+        **model_kwargs: Any,
+    ) -> Any:
+        """
+        For `model.generate(**inputs, custom_generate=store.generate, cache="gear-2bit")`: generates as always, by
+        sampling or greedily, and reads of the prompt what the store does not have.
+
+        Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
+
+        Args:
+            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): as for `cache_for`.
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what Transformers
+                gives.
+        """
+        _check_inputs(model_kwargs)
+        made = self.cache_for(model, input_ids, cache)
+        self.prefill(model, made, input_ids)
+        model_kwargs["past_key_values"] = made
+        return model._sample(  # type: ignore[operator]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **model_kwargs,
+        )
+
+    def _load(
+        self,
+        model: PreTrainedModel,
+        token_ids: list[int],
+        most: int,
+        cache: str | GEARCache,
+        options: dict[str, object],
+    ) -> PromptCache:
+        made = self._empty_cache(model, cache, options)
+        length, root = made.record.length, root_key(model, made, made.record.length)
+        prompt = PromptKeys(root, block_keys(root, token_ids[:most], length))
+        blocks, lease = self._blocks.load(prompt)
+        pieces = [block.piece for block in blocks]
+        while pieces:
+            try:
+                fill_cache(made, pieces, model.device)
+                break
+            except ValueError as error:
+                # Its checksum is right: somebody has made it so
+                pieces.pop()
+                self._blocks.refuse(prompt.keys[len(pieces)], str(error))
+                made = self._empty_cache(model, cache, options)
+        self._roots[made], self._leases[made] = root, lease
+        if lease is not None:
+            weakref.finalize(made, lease.end)
+        self._statistics.note_prompt(len(token_ids), len(pieces) * length)
+        return made
+
+    def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
+        found: Cache | str = cache
+        if isinstance(cache, str):
+            name, given = parse_cache_spec(cache)
+            found = create_cache(name, model, **{**given, **options})
+        elif options:
+            raise ValueError(f"`{min(options)}`: options are given with the name of a cache, not with a cache")
+        if not isinstance(found, GEARCache) or found.calibration is not None:
+            raise ValueError(
+                "`cache` has to be a cache of GEAR's without a `calibration`, as others cannot be kept, but got "
+                f"{cache if isinstance(cache, str) else type(cache)}"
+            )
+        if found.get_seq_length():
+            raise ValueError(f"`cache` has to be empty but holds {found.get_seq_length()} tokens")
+        made = PromptCache(model, **found.gear_config.to_options())
+        made.choice = found.choice
+        made.record.length = block_length(made.gear_config, self.block_tokens)
+        check_layers(made)
+        return made
+
+    def _read_blocks(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor, most: int) -> None:
+        length, held = cache.record.length, cache.get_seq_length()
+        if held % length or cache.record.num_blocks * length != held:
+            raise ValueError(f"`cache` has to hold whole blocks of {length} tokens and no more, but holds {held}")
+        stops = range(held + length, most + 1, length)
+        for stop in logging.tqdm(stops, desc="Reading a prompt", unit="block", delay=_PATIENCE_S, leave=False):
+            _forward(model, cache, input_ids[:, :stop])
+            self.keep(cache, input_ids[:, :stop])
+
+
+def _token_ids(input_ids: torch.Tensor) -> list[int]:
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        got = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids)
+        raise ValueError(
+            f"`input_ids` has to be one prompt of shape [1, tokens] but got {got}: of a batch, read each row by "
+            "itself, without its padding"
+        )
+    if input_ids.shape[1] == 0:
+        raise ValueError("`input_ids` has to hold a token at least")
+    return input_ids[0].tolist()
+
+
+def _check_inputs(model_kwargs: dict[str, Any]) -> None:
+    """Raises a `ValueError` if anything but the tokens decides on states."""
+    given, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    if isinstance(given, Cache) and given.get_seq_length():
+        raise ValueError("`past_key_values` holds tokens, but the store makes the cache: leave it out")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("`attention_mask` hides tokens, but the store knows prompts by all of their tokens")
+    others = {name for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)} - _KNOWN_INPUTS
+    if others:
+        raise ValueError(f"`{min(others)}` decides on states too, but the store knows prompts by their tokens alone")
+
+
+@torch.no_grad()
+def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
+    """Has a cache take in those of the tokens that it does not hold."""
+    # All but the last token's logits would be computed in vain
+    takes_limit = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
+    options = {"logits_to_keep": 1} if takes_limit else {}
+    model(
+        input_ids=input_ids[:, cache.get_seq_length() :].to(unwrap_model(model).device),
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    )

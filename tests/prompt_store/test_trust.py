@@ -1,0 +1,260 @@
+"""Whatever happens to a store, a cache from it is right or there is none: damage, killed writers, a full disk, and
+several writers at once."""
+
+import os
+import random
+import resource
+import signal
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache_plugins import PromptStore, create_cache
+from kvcache_plugins.prompt_store.block_files import FORMAT, VERSION, read_block, write_block
+from kvcache_plugins.prompt_store.inspection import clear, find_damaged, list_prompts
+
+
+def prompt(num_tokens: int) -> torch.Tensor:
+    return torch.randint(3, 128, (1, num_tokens))
+
+
+def blocks_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("blocks/*/*.safetensors"), key=lambda path: read_block(path).start)
+
+
+def in_child(function: Callable[[], object], kill_after: float | None = None) -> int:
+    """Runs a function in a process of its own, which is killed if it takes longer; its exit status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def truncate(path: Path, chance: random.Random) -> None:
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def exchange(path: Path, chance: random.Random) -> None:
+    """The file of another block, whose checksum is right."""
+    others = [each for each in blocks_in(path.parents[2]) if each != path]
+    path.write_bytes(chance.choice(others).read_bytes())
+
+
+@pytest.mark.parametrize("harm", [truncate, flip, exchange])
+@pytest.mark.parametrize("number", [0, 1])
+def test_damage_is_reported_once_and_mended(tiny_llama, tmp_path, assert_same, harm, number):
+    input_ids, store = prompt(600), PromptStore(tmp_path)
+    expected = store.read(tiny_llama, input_ids)
+    path = blocks_in(tmp_path)[number]
+    whole = path.read_bytes()
+    harm(path, random.Random(1))
+    with pytest.warns(UserWarning, match=path.name) as reports:
+        assert_same(store.read(tiny_llama, input_ids), expected)
+    assert len(reports) == 1 and store.stats()["blocks_damaged"] == 1
+    assert store.stats()["tokens_saved"] == 256 * number
+    assert path.read_bytes() == whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(store.read(tiny_llama, input_ids), expected)
+    assert store.stats()["tokens_saved"] == 256 * number + 512
+
+
+def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_same):
+    """A checksum that is right, and numbers that no cache can have."""
+    input_ids, store = prompt(600), PromptStore(tmp_path)
+    expected = store.read(tiny_llama, input_ids)
+    path = blocks_in(tmp_path)[1]
+    block = read_block(path)
+    scales = next(name for name in block.piece.tensors if name.endswith("keys.scale"))
+    block.piece.tensors[scales][:] = torch.nan
+    write_block(path, block)
+    with pytest.warns(UserWarning, match="finite"):
+        assert_same(store.read(tiny_llama, input_ids), expected)
+    assert store.stats()["tokens_saved"] == 256 and find_damaged(tmp_path) == {}
+    assert (FORMAT, VERSION) == ("kvcache_plugins.prompt_block", 1)
+
+
+def test_files_are_their_owners_alone(tiny_llama, tmp_path):
+    folder = tmp_path / "store"
+    PromptStore(folder).read(tiny_llama, prompt(600))
+    paths = [folder, *folder.rglob("*")]
+    assert len(paths) > 6
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path):
+    prompts = [prompt(520) for _ in range(4)]
+    store = PromptStore(tmp_path)
+    store.read(tiny_llama, prompts[0])
+    num_bytes = store.stats()["bytes_on_disk"]
+    small = PromptStore(tmp_path, max_bytes=3 * num_bytes + 100_000)
+    small.read(tiny_llama, prompts[1])
+    small.read(tiny_llama, prompts[2])
+    # Used again, so the second one is the oldest
+    small.cache_for(tiny_llama, prompts[0])
+    held = small.cache_for(tiny_llama, prompts[2])
+    small.read(tiny_llama, prompts[3])
+    known = [PromptStore(tmp_path).cache_for(tiny_llama, each).get_seq_length() for each in prompts]
+    assert known == [512, 0, 512, 512]
+    assert small.stats()["bytes_on_disk"] <= small.max_bytes
+    # One prompt's room: what is in use stays, and the new one is read without being kept
+    one = PromptStore(tmp_path, max_bytes=num_bytes)
+    with pytest.warns(UserWarning, match="in use"):
+        cache = one.read(tiny_llama, prompt(520))
+    assert cache.get_seq_length() == 520 and one.stats()["blocks_not_kept"] > 0
+    assert PromptStore(tmp_path).cache_for(tiny_llama, prompts[2]).get_seq_length() == 512
+    assert clear(tmp_path)[0] < 6
+    del held, cache
+    clear(tmp_path)
+    assert list_prompts(tmp_path) == []
+
+
+def test_another_process_keeps_what_it_uses(tiny_llama, tmp_path):
+    input_ids, (reading, writing) = prompt(520), os.pipe()
+
+    def use() -> None:
+        cache = PromptStore(tmp_path).read(tiny_llama, input_ids)
+        os.write(writing, b"!")
+        time.sleep(60)
+        del cache
+
+    child = os.fork()
+    if child == 0:
+        use()
+        os._exit(0)
+    assert os.read(reading, 1) == b"!"
+    assert clear(tmp_path)[0] == 0
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert clear(tmp_path)[0] == 2 and list((tmp_path / "leases").iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence(tiny_llama, tmp_path, assert_same, read_in_blocks, monkeypatch):
+    input_ids = prompt(1100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = PromptStore(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.warns(UserWarning, match="takes no more of the prompt") as reports:
+            cache = store.read(tiny_llama, input_ids)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert len(reports) == 1
+    assert_same(cache, read_in_blocks(tiny_llama, input_ids, create_cache("gear", tiny_llama)))
+    assert store.stats()["blocks_kept"] == 0 and blocks_in(tmp_path) == []
+    assert list(tmp_path.rglob("*.tmp")) == [] and store.read(tiny_llama, input_ids).get_seq_length() == 1100
+    assert len(blocks_in(tmp_path)) == 4
+
+
+def test_a_killed_writer_leaves_nothing_half(tiny_llama, tmp_path, monkeypatch):
+    input_ids = prompt(600)
+
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed_while_writing() -> None:
+        monkeypatch.setattr(os, "fsync", die)
+        PromptStore(tmp_path).read(tiny_llama, input_ids)
+
+    assert in_child(killed_while_writing) == signal.SIGKILL
+    assert blocks_in(tmp_path) == [] and len(list(tmp_path.rglob("*.tmp"))) == 1
+    PromptStore(tmp_path).read(tiny_llama, input_ids)
+    assert len(blocks_in(tmp_path)) == 2 and list(tmp_path.rglob("*.tmp")) == []
+
+
+class Rounds:
+    """A store to which something happens in every round, and prompts that are asked for after it."""
+
+    def __init__(self, model, folder, read_in_blocks, assert_same):
+        self.model, self.folder, self.chance = model, folder, random.Random(20)
+        base = prompt(1000)
+        self.prompts = [torch.cat([base[:, :shared], prompt(1000 - shared)], dim=1) for shared in (0, 300, 600, 900)]
+        empty = [create_cache("gear-t22", model) for _ in self.prompts]
+        self.expected = [read_in_blocks(model, *pair) for pair in zip(self.prompts, empty, strict=True)]
+        self.assert_same = assert_same
+
+    def read(self, number: int, **options: object) -> None:
+        found = PromptStore(self.folder, **options).read(self.model, self.prompts[number], "gear-t22")
+        self.assert_same(found, self.expected[number])
+
+    def any_read(self) -> None:
+        self.read(self.chance.randrange(len(self.prompts)))
+
+    def kill(self) -> None:
+        in_child(self.any_read, kill_after=self.chance.uniform(0.0, 0.25))
+
+    def damage(self) -> None:
+        paths = sorted(self.folder.glob("blocks/*/*.safetensors"))
+        if paths:
+            self.chance.choice([truncate, flip])(self.chance.choice(paths), self.chance)
+
+    def two_writers(self) -> None:
+        first, second = self.chance.sample(range(len(self.prompts)), 2)
+        thread = threading.Thread(target=lambda: in_child(lambda: self.read(first)))
+        thread.start()
+        self.read(second)
+        thread.join()
+
+    def full_disk(self) -> None:
+        def read_on_full_disk() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.chance.randrange(60_000), resource.RLIM_INFINITY))
+            self.any_read()
+
+        assert in_child(read_on_full_disk) == 0
+
+    def little_room(self) -> None:
+        self.read(self.chance.randrange(len(self.prompts)), max_bytes=self.chance.randrange(1, 400_000))
+
+    def remove(self) -> None:
+        clear(self.folder)
+
+
+def play(rounds: Rounds, count: int) -> None:
+    events = [rounds.kill, rounds.damage, rounds.two_writers, rounds.full_disk, rounds.little_room, rounds.damage]
+    for number in range(count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (rounds.remove if number % 20 == 19 else rounds.chance.choice(events))()
+            rounds.any_read()
+    # Whatever is damaged now is found when it is asked for
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(len(rounds.prompts)):
+            rounds.read(number)
+    assert find_damaged(rounds.folder) == {}
+    rounds.remove()
+    assert [path for path in rounds.folder.rglob("*") if path.is_file()] == [rounds.folder / ".lock"]
+
+
+def test_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same):
+    play(Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same), 20)
+
+
+@pytest.mark.long
+def test_many_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same):
+    play(Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same), 500)
