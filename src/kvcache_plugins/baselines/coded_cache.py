@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
+from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -35,10 +37,11 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
-            config = config.get_text_config(decoder=True)
+            config = decoder_config(config)
             self.expected_heads = key_value_heads(config)
             layers: list[Any] = replace_full_attention(config, self._layer)
             super().__init__(layers=layers)
+        self._update_order = UpdateOrder(config, len(self.layers))
 
     def _layer(self, layer_idx: int) -> CodedTokensLayer:
         return CodedTokensLayer(self._make_coder, layer_idx)

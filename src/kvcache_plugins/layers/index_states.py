@@ -3,6 +3,7 @@
 They are few numbers a token, and decide which tokens are attended to at all: they stay exact.
 """
 
+from abc import ABC
 from collections.abc import Callable, Iterator
 
 import torch
@@ -37,8 +38,10 @@ class IndexStates:
         yield from (tensor for tensor in (self.keys, self.positions) if tensor is not None)
 
 
-class IndexedLayerMixin:
+class IndexedLayerMixin(ABC):
     """Mixed into a cache layer: what indexed sparse attention asks of it."""
+
+    # `ABC`, as of all layers: so a layer may be given the class of one that keeps recurrent states too
 
     _index: IndexStates
 

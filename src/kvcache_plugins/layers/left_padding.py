@@ -76,16 +76,17 @@ class LeftPadding:
         real = self.valid_tokens(0, scores.shape[4], scores.device) if self.is_doubted else None
         return scores if real is None else scores.masked_fill(~real[:, None, None, None], 0)
 
-    def check_hidden(self, weights: torch.Tensor, batch_size: int, layer_idx: int) -> None:
+    def check_hidden(self, weights: torch.Tensor, batch_size: int, start: int, layer_idx: int) -> None:
         """
         Args:
-            weights (`torch.Tensor` of shape `[..., queries, tokens]`): of a new token.
+            weights (`torch.Tensor` of shape `[..., queries, tokens]`): of a new token, for items and tokens from
+                position `start` on.
 
         Raises:
             ValueError: if they are of what was padding in the prompt, and is not stored.
         """
         self.is_doubted = False
-        real = self.valid_tokens(0, weights.shape[-1], weights.device)
+        real = self.valid_tokens(start, weights.shape[-1], weights.device)
         if real is None or weights.numel() % (batch_size * weights.shape[-1]):
             return
         weights = weights.detach().reshape(batch_size, -1, weights.shape[-1])

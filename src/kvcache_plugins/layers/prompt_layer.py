@@ -268,7 +268,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """Weights of a first prompt tell its padding, those of a token after it whether that was right."""
         if self._pending is None:
             if self._left_padding.is_doubted and self._num_new == 1:
-                self._left_padding.check_hidden(weights, self.batch_size, self.layer_idx)
+                self._left_padding.check_hidden(weights, self.batch_size, self._first_visible, self.layer_idx)
         # What is given also knows of padding that goes on behind the prompt
         elif not self._mask_seen and self._given_mask is None:
             self._mask_seen = self._left_padding.learn(weights, self.batch_size, self._length)

@@ -68,8 +68,8 @@ class FlashAttention:
         if mask.shape[0] > 1 or mask.shape[1] > 1:
             mask = mask.expand(batch_size, num_heads * groups, num_queries, length)
             mask = mask.reshape(batch_size * num_heads, groups, num_queries, length)
-        states = (side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (keys, values))
-        output, log_sum = _flash(self._query.flatten(0, 1), *states, mask, self.scale)
+        keys, values = (side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (keys, values))
+        output, log_sum = _flash(self._query.flatten(0, 1), keys, values, mask, self.scale)
         # Rows that are hidden all of the tile come as zeros that weigh 1
         is_hidden = (mask.amax(dim=3, keepdim=True) == -torch.inf).expand(*output.shape[:3], 1)
         log_sum = log_sum[..., None].masked_fill(is_hidden, -torch.inf)

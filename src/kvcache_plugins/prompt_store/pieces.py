@@ -186,7 +186,7 @@ def fill_cache(cache: PromptCache, pieces: Sequence[Piece], device: torch.device
             document, joined = _join_states(rows[0], parts, num_tokens, window - 1)
         documents.append(Document({"is_filled": True, **document}, f"layers[{index}]"))
         tensors |= {f"{prefix}{name}": tensor for name, tensor in joined.items()}
-    snapshot = Snapshot(cache.gear_config, None, True, documents, StoredTensors(tensors))
+    snapshot = Snapshot(cache.gear_config, None, None, True, documents, StoredTensors(tensors))
     snapshot.fill(cache.layers, device)
     cache.record.num_blocks = len(pieces)
 

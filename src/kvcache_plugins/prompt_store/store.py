@@ -116,7 +116,8 @@ class PromptStore:
             model (`PreTrainedModel`): the model, itself or in a wrapper.
             input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, of which a token at least is left to read.
             cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): a name of `list_caches("gear*")`, with
-                options as in `"gear:nbits=2"`, or an empty cache whose options are to be used.
+                options as in `"gear:nbits=2"`, or an empty cache whose options are to be used. Layers with a sliding
+                window stay dense.
             options: override those of the name.
 
         Returns:
@@ -276,7 +277,10 @@ class PromptStore:
             )
         if found.get_seq_length():
             raise ValueError(f"`cache` has to be empty but holds {found.get_seq_length()} tokens")
-        made = PromptCache(model, **found.gear_config.to_options())
+        own = found.gear_config.to_options()
+        if own["sliding"] == "compressed":
+            raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows forget blocks')
+        made = PromptCache(model, **{**own, "sliding": "dense"})
         made.choice = found.choice
         made.record.length = block_length(made.gear_config, self.block_tokens)
         check_layers(made)
