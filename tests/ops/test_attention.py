@@ -8,6 +8,7 @@ import torch
 from kvcache_plugins import GEARCache
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.attention import attend
+from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.operators import decode_attention, flatten_parts
 from kvcache_plugins.ops.parts import CompressedPart
 
@@ -70,10 +71,11 @@ def reference_attention(query, parts, num_heads):
         values += [tile[1].double() for tile in tiles]
         shape = (query.shape[0], query.shape[1], query.shape[2], part.length)
         mask = torch.zeros(shape, dtype=torch.double)
-        if part.mask is not None and part.mask.dtype == torch.bool:
-            mask.masked_fill_(~part.mask.expand(shape), -torch.inf)
-        elif part.mask is not None:
-            mask += part.mask
+        columns = slice_mask(part.mask, 0, part.length)
+        if columns is not None and columns.dtype == torch.bool:
+            mask.masked_fill_(~columns.expand(shape), -torch.inf)
+        elif columns is not None:
+            mask += columns
         masks.append(mask)
     groups = query.shape[1] // num_heads
     keys, values = (torch.cat(states, dim=2).repeat_interleave(groups, dim=1) for states in (keys, values))

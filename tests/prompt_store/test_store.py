@@ -110,6 +110,8 @@ def test_what_cannot_be_kept_is_refused(tiny_llama, tmp_path):
         store.read(tiny_llama, torch.zeros(2, 300, dtype=torch.long))
     with pytest.raises(ValueError, match="has to be a cache of GEAR's"):
         store.cache_for(tiny_llama, prompt(10), "h2o")
+    with pytest.raises(ValueError, match="`sliding` has to be"):
+        store.cache_for(tiny_llama, prompt(10), sliding="compressed")
     with pytest.raises(ValueError, match="`block_tokens`"):
         PromptStore(tmp_path, block_tokens=0)
     with pytest.raises(ValueError, match="`max_bytes`"):

@@ -135,10 +135,7 @@ class PromptStore:
     ) -> PromptCache:
         """
         A cache with all of a prompt: what is known of it is loaded, and the rest is read by the model and kept. To be
-        continued by tokens that follow, or by several prompts from `fork`.
-
-        Args:
-            model, input_ids, cache, options: as for `cache_for`.
+        continued by tokens that follow, or by several prompts from `fork`. Everything is given as for `cache_for`.
         """
         token_ids = _token_ids(input_ids)
         made = self._load(unwrap_model(model), token_ids, len(token_ids), cache, options)
@@ -219,9 +216,8 @@ class PromptStore:
         Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
 
         Args:
-            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): as for `cache_for`.
-            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what Transformers
-                gives.
+            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): as for `cache_for`. All else is what
+                Transformers gives.
         """
         _check_inputs(model_kwargs)
         made = self.cache_for(model, input_ids, cache)
