@@ -21,8 +21,8 @@ from kvcache_plugins.registry import check_cache, parse_cache_spec
 
 
 SCRIPT = Path(sys.executable).parent / "kvcache-plugins"
-# Without `--json`: what they write is Markdown, a folder of files, or lm-eval's matter
-WITHOUT_JSON = {"bench gpu", "eval report", "eval run", "eval ls", "eval validate"}
+# Without `--json`: what they write is Markdown, a folder of files, lm-eval's matter, or one number
+WITHOUT_JSON = {"bench gpu", "eval report", "eval run", "eval ls", "eval validate", "store clear"}
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -68,7 +68,7 @@ def words_after_program(line: str) -> list[str]:
 
 
 def test_the_tree_is_walked() -> None:
-    assert GROUPS == ["", "bench", "eval"]
+    assert GROUPS == ["", "store", "bench", "eval"]
     assert {"list", "doctor", "generate", "compare", "calibrate", "plan", "bench kernels", "eval run"} <= {*LEAVES}
 
 

@@ -54,7 +54,8 @@ def test_one_prompt_is_shown(folder):
 def test_damage_is_named_and_removed(folder):
     path = next(folder.glob("blocks/*/*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    assert run("store", "verify", "--store", str(folder)).exit_code == 1
+    found = run("store", "verify", "--store", str(folder), "--json")
+    assert found.exit_code == 1 and list(json.loads(found.stdout)["damaged"]) == [str(path)]
     found = run("store", "verify", "--store", str(folder), "--remove")
     assert found.exit_code == 1 and path.name in found.stdout and "1 damaged files removed" in found.stdout
     assert not path.exists() and run("store", "verify", "--store", str(folder)).exit_code == 0

@@ -48,14 +48,19 @@ class Package:
 
 
 def find_packages() -> Iterator[Package]:
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    # What an extra names can be done without, also where it is installed by default
+    extras: dict[str, str] = {}
+    for requirement in requirements:
+        named = [extra for extra in EXTRAS if "extra" in str(requirement.marker) and _applies(requirement, extra)]
+        if named:
+            extras.setdefault(requirement.name, named[0])
     seen = set()
-    for text in metadata.requires(DISTRIBUTION) or []:
-        requirement = Requirement(text)
-        extras = [extra for extra in EXTRAS if _applies(requirement, extra)]
-        needed_for = REQUIRED if _applies(requirement, "") else EXTRAS[extras[0]] if extras else None
-        if needed_for is not None and requirement.name not in seen:
+    for requirement in requirements:
+        extra = extras.get(requirement.name)
+        if requirement.name not in seen and (extra is not None or _applies(requirement, "")):
             seen.add(requirement.name)
-            yield _package(requirement, needed_for, extras[0] if needed_for != REQUIRED else None)
+            yield _package(requirement, REQUIRED if extra is None else EXTRAS[extra], extra)
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:

@@ -111,10 +111,13 @@ def clear_kept(store: StoreOption = None) -> None:
 def verify(
     store: StoreOption = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the files that are damaged.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read every file and name those that are damaged.
 
     Exit code 1 if there are any. They do no harm: a prompt that needs one finds it out, and is read again from there.
+
+    JSON: damaged (why, by file) and removed.
 
     \b
     Examples:
@@ -125,9 +128,12 @@ def verify(
     from kvcache_plugins.prompt_store.inspection import find_damaged
 
     damaged = find_damaged(_folder(store), remove=remove)
-    for reason in damaged.values():
-        print_line(reason)
-    print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
+    if as_json:
+        print_json({"damaged": {str(path): reason for path, reason in damaged.items()}, "removed": remove})
+    else:
+        for reason in damaged.values():
+            print_line(reason)
+        print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
     if damaged:
         raise typer.Exit(FAILED)
 
