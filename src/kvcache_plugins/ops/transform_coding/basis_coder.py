@@ -196,7 +196,8 @@ class BasisCoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on."""
         key_table, value_table = self.tables.on(keys.device)
-        keys = turn(keys, self.layout, start, padding, is_back=True)
+        if not keys.is_meta:
+            keys = turn(keys, self.layout, start, padding, is_back=True)
         return key_table.encode(keys), value_table.encode(values)
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
