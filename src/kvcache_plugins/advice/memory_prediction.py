@@ -9,6 +9,7 @@ that tells the shapes of keys and values whatever an architecture calls its size
 as many tokens as asked for. Layers that are alike are filled once.
 """
 
+import io
 import pickle
 import warnings
 from dataclasses import replace
@@ -220,7 +221,16 @@ def _state_of(cache: Cache, layer_idx: int) -> object:
     if any(type(each).__module__.partition(".")[0] not in _KNOWN_PACKAGES for each in (cache, layer)):
         return None
     state = {name: value for name, value in vars(layer).items() if name != "layer_idx"}
+    file = io.BytesIO()
     try:
-        return type(layer), pickle.dumps(state)
+        _StatePickler(file).dump(state)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
+    return type(layer), file.getvalue()
+
+
+class _StatePickler(pickle.Pickler):
+    """Writes which module a layer has, not its numbers: these take long, and different modules seldom have the same."""
+
+    def persistent_id(self, obj: object) -> int | None:
+        return id(obj) if isinstance(obj, torch.nn.Module) else None

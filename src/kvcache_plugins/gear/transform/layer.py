@@ -200,20 +200,23 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         # More may be padding than there are tokens so far
         count = torch.where(has_enough, sinks, (length - padding).clamp(min=0))
         first = int((padding + count)[has_enough].min())
-        valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
-        self.coder = self.calibrated or make_prompt_coder(
-            self.config,
-            self.layouts,
-            self._moments,
-            keys[:, :, first:],
-            values[:, :, first:],
-            valid,
-            first,
-            self.padding,
-        )
+        self.coder = self.calibrated
+        if self.coder is None:
+            valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
+            self.coder = make_prompt_coder(
+                self.config,
+                self.layouts,
+                self._moments,
+                keys[:, :, first:],
+                values[:, :, first:],
+                valid,
+                first,
+                self.padding,
+            )
         self._is_open = False
+        # On the CPU like the padding that they are from
+        slots = (padding[:, None] + torch.arange(int(count.max()))).clamp(max=length - 1).to(device)
         start = padding.to(device, copy=True)
-        slots = (start[:, None] + torch.arange(int(count.max()), device=device)).clamp(max=length - 1)
         exact_keys, exact_values = (
             states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
             for states in (keys, values)
