@@ -230,7 +230,7 @@ def _state_of(cache: Cache, layer_idx: int) -> object:
 
 
 class _StatePickler(pickle.Pickler):
-    """Writes which module a layer has, not its numbers: these take long, and different modules seldom have the same."""
+    """Writes which module a layer has, not its numbers: these take long, and two modules seldom have the same."""
 
     def persistent_id(self, obj: object) -> int | None:
         return id(obj) if isinstance(obj, torch.nn.Module) else None

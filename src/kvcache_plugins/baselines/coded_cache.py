@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.layers.encoder_decoder import UpdateOrder
-from kvcache_plugins.layers.layer_types import replace_full_attention
-from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
-from kvcache_plugins.models.layer_config import decoder_config
+from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -31,23 +27,11 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
     """
 
     def __init__(self, make_coder: MakeCoder, config: PreTrainedConfig | torch.nn.Module | None):
-        config = get_config(config, "config")
         self._make_coder = make_coder
-        self.layers: list[Any] = []
-        if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
-        else:
-            config = decoder_config(config)
-            self.expected_heads = key_value_heads(config)
-            layers: list[Any] = replace_full_attention(config, self._layer)
-            super().__init__(layers=layers)
-        self._update_order = UpdateOrder(config, len(self.layers))
+        self._init_layers(get_config(config, "config"))
 
     def _layer(self, layer_idx: int) -> CodedTokensLayer:
         return CodedTokensLayer(self._make_coder, layer_idx)
-
-    def _next_layer(self) -> CodedTokensLayer:
-        return self._layer(len(self.layers))
 
     def stats(self) -> dict[str, int]:
         """

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.layers.encoder_decoder import UpdateOrder
-from kvcache_plugins.layers.layer_types import replace_full_attention
-from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
-from kvcache_plugins.models.layer_config import decoder_config
+from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -90,21 +86,10 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         self.h2o_config = H2OConfig(
             heavy_ratio=heavy_ratio, recent_ratio=recent_ratio, min_tokens=min_tokens, grow=grow
         )
-        self.layers: list[Any] = []
-        if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
-        else:
-            config = decoder_config(config)
-            self.expected_heads = key_value_heads(config)
-            layers: list[Any] = replace_full_attention(config, self._layer)
-            super().__init__(layers=layers)
-        self._update_order = UpdateOrder(config, len(self.layers))
+        self._init_layers(config)
 
     def _layer(self, layer_idx: int) -> H2OLayer:
         return H2OLayer(self.h2o_config, layer_idx)
-
-    def _next_layer(self) -> H2OLayer:
-        return self._layer(len(self.layers))
 
     def stats(self) -> dict[str, int]:
         """

@@ -11,10 +11,9 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.refusal import refusals
-from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
-from kvcache_plugins.layers.model_match import ModelMatchMixin, key_value_heads
-from kvcache_plugins.models.layer_config import decoder_config, head_dims
+from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
@@ -182,17 +181,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
         self._given_mask = attention_mask
-        self.layers: list[Any] = []
-        if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
-        else:
-            config = decoder_config(config)
-            self.expected_heads = key_value_heads(config)
-            super().__init__(layers=self._layers_for(config))
-        self._update_order = UpdateOrder(config, len(self.layers))
+        self._init_layers(config)
 
-    def _next_layer(self) -> GEARLayer | TransformLayer:
-        return self._make_layer(len(self.layers), None)
+    def _layer(self, layer_idx: int) -> GEARLayer | TransformLayer:
+        return self._make_layer(layer_idx, None)
 
     def _make_layer(
         self, index: int, config: PreTrainedConfig | None, window: int | None = None

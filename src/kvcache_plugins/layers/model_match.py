@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from kvcache_plugins.models.layer_config import has_own_layers
+from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
 from .encoder_decoder import UpdateOrder
+from .layer_types import replace_full_attention
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
 
@@ -32,6 +33,27 @@ class ModelMatchMixin(HybridLayersMixin):
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
     _is_direct = False
+
+    def _init_layers(self, config: PreTrainedConfig | None) -> None:
+        """Makes all layers of a model of the config, or without one each layer when the model comes to it."""
+        self.layers: list[Any] = []
+        if config is None:
+            super().__init__(layer_class_to_replicate=self._next_layer)
+        else:
+            config = decoder_config(config)
+            self.expected_heads = key_value_heads(config)
+            super().__init__(layers=self._layers_for(config))
+        self._update_order = UpdateOrder(config, len(self.layers))
+
+    def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
+        return replace_full_attention(config, self._layer)
+
+    def _layer(self, layer_idx: int) -> Any:
+        """A new layer that holds tokens in this cache's way."""
+        raise NotImplementedError
+
+    def _next_layer(self) -> Any:
+        return self._layer(len(self.layers))
 
     @torch.compiler.disable
     def update(
