@@ -30,7 +30,7 @@ from .markdown import render_fidelity
 from .measure_tables import render_lm_eval, render_perplexity, render_retrieval
 from .overview import render_overview
 from .runahead_tables import render_runahead, render_simulation
-from .store_tables import render_store
+from .store_tables import render_pool, render_store
 from .sweeps import render_sweep
 
 
@@ -64,6 +64,7 @@ def render_result(results: Path, name: str) -> str:
         "step": render_step,
         "prefix": render_prefix,
         "store": render_store,
+        "pool": render_pool,
         "batch": render_batch,
         "prediction": render_prediction,
         "retrieval": render_retrieval,

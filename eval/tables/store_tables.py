@@ -1,8 +1,9 @@
-"""What `bench store` has measured, as a table."""
+"""What `bench store` and `bench pool` have measured, as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .benchmark_tables import show_milliseconds
 from .markdown import make_markdown_table
 
 
@@ -38,4 +39,21 @@ def render_store(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['load']:.0f}",
             )
         )
+    return make_markdown_table(head, cells)
+
+
+def render_pool(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each cache, context and place."""
+    head = ("tokens", "cache", "pool in", "pool, MB", "of it mapped, MB", "ms a token (quartiles)")
+    cells = [
+        (
+            str(row["context"]),
+            f"`{row['cache']}`",
+            row["place"],
+            f"{row['pool_bytes'] / 1e6:.0f}",
+            "" if row["mapped_bytes"] is None else f"{row['mapped_bytes'] / 1e6:.1f}",
+            show_milliseconds(row),
+        )
+        for row in rows
+    ]
     return make_markdown_table(head, cells)

@@ -28,6 +28,9 @@ class BenchGroup(LazyGroup):
         "store": LazyCommand(
             "kvcache_plugins.cli.bench.store:main", "Time the first token of prompts that were read before."
         ),
+        "pool": LazyCommand(
+            "kvcache_plugins.cli.bench.pool:main", "Time decode steps with a pool in memory and on disk."
+        ),
         "compile": LazyCommand(
             "kvcache_plugins.cli.bench.compile:main", "Time decode steps of a model as it is and compiled."
         ),

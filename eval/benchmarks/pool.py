@@ -1,0 +1,118 @@
+"""Time of decode steps whose older tokens lie in memory or on disk, for contexts that no prefill is waited for.
+
+kvcache-plugins bench pool --context 32768 --context 131072 --folder /var/tmp --text-file FILE
+
+The states of a text's first tokens are read by the model once. Repeated up to the context's length they fill every
+layer, whose attention then has as many tokens to choose from as after a prompt of that length.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.infinigen import InfiniGenCache
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.reports.memory import measure_memory
+
+from .step import describe, step_rows, time_turns
+
+
+PLACES = ("memory", "disk")
+
+
+@torch.inference_mode()
+def benchmark_pool(
+    text_file: Path,
+    folder: Path,
+    cache: Sequence[str],
+    place: Sequence[str],
+    context: Sequence[int],
+    model: str,
+    dtype: str,
+    read: int,
+    steps: int,
+    num_threads: int | None,
+) -> dict[str, Any]:
+    """A result of `bench pool`: a row for each cache, place and context; the places of one context take turns."""
+    wrong = [each for each in place if each not in PLACES]
+    if wrong:
+        raise ValueError(f"`place` has to be one of {list(PLACES)} but got {wrong[0]!r}")
+    if not folder.is_dir():
+        raise ValueError(f"`folder` has to be a folder that is there, but {folder} is none")
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    network, tokenizer = load_for_evaluation(model, dtype)
+    token_ids = tokenizer(read_text(text_file, "text_file"), return_tensors="pt").input_ids.to(network.device)
+    if token_ids.shape[1] < read + steps:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {read + steps} are needed")
+    states = DynamicCache(config=network.config)
+    network(token_ids[:, :read], past_key_values=states, logits_to_keep=1)
+    typer.echo(f"{read} tokens read", err=True)
+    rows: list[dict[str, Any]] = []
+    for spec in cache:
+        for length in context:
+            with ExitStack() as stack:
+                caches = {
+                    each: stack.enter_context(
+                        _filled(network, spec, states, length, folder if each == "disk" else None)
+                    )
+                    for each in place
+                }
+                typer.echo(f"{spec}: {length} tokens filled in", err=True)
+                new_tokens = token_ids[:, read : read + steps]
+                for row in step_rows(time_turns(network, caches, new_tokens), caches, length):
+                    where = row.pop("cache")
+                    mapped = mapped_bytes(folder) if where == "disk" else None
+                    rows.append({**row, "cache": spec, "place": where, "mapped_bytes": mapped})
+                    rows[-1]["pool_bytes"] = measure_memory(caches[where]).parts["pool"]
+                    typer.echo(describe({**row, "cache": f"{spec}, {where}"}))
+    settings = {"model": model, "dtype": dtype, "read": read, "steps": steps, "text_file": text_file.name}
+    return {"benchmark": "pool", **provenance(network.device), "settings": settings, "rows": rows}
+
+
+def _filled(
+    network: PreTrainedModel, spec: str, states: DynamicCache, length: int, folder: Path | None
+) -> InfiniGenCache:
+    """A cache that holds `length` tokens: those of `states`, again and again."""
+    name, options = parse_cache_spec(spec)
+    if folder is not None:
+        options = {**options, "pool_folder": folder}
+    cache = create_cache(name, network, **options)
+    if not isinstance(cache, InfiniGenCache):
+        raise ValueError(f"`cache` has to keep its tokens in a pool, as `infinigen` does, but got `{spec}`")
+    for layer, dense in zip(cache.layers, states.layers, strict=True):
+        layer.update(*(_repeated(each, length) for each in (dense.keys, dense.values)))
+        if isinstance(layer, InfiniGenLayer):
+            layer.settle_prompt()
+    return cache
+
+
+def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
+    count = -(-length // states.shape[2])
+    return states.repeat(1, 1, count, 1)[:, :, :length]
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Bytes of files below a folder, those without a name too, that count as this process's memory now."""
+    total, is_below = 0, False
+    for line in _lines_of("/proc/self/smaps"):
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            is_below = str(folder.resolve()) in line
+        elif is_below and first == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def _lines_of(file: str) -> Iterator[str]:
+    with open(file, encoding="utf-8") as lines:
+        yield from lines
