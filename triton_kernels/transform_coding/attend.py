@@ -113,6 +113,7 @@ def attend_rows(
         scale=scale,
         NUM_NEAR=1 if angles is None else angles.near.shape[0],
         ROTARY=angles is not None,
+        TRELLIS=keys.is_trellis,
         PADDED=padding is not None,
         LEAST_DEVIATION=_LEAST_DEVIATION[is_float32],
         DTYPE=tl.float32 if is_float32 else tl.float16,

@@ -77,6 +77,7 @@ def attend_kernel(
     VALUE_ROW_SIZE: tl.constexpr,
     NUM_NEAR: tl.constexpr,
     ROTARY: tl.constexpr,
+    TRELLIS: tl.constexpr,
     PADDED: tl.constexpr,
     MASK: tl.constexpr,
     LEAST_DEVIATION: tl.constexpr,
@@ -149,13 +150,13 @@ def attend_kernel(
             first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
             value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
             offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
-            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, True)
+            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
             start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
             value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
             offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
-            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
+            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
     # fmt: on
 
     value_slots = row_slots(BLOCK_V)

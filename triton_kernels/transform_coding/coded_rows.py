@@ -23,11 +23,14 @@ class CodedRows(NamedTuple):
             Of the channels of keys.
         deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16):
             What points are multiplied by: a number a channel of keys, one for all of values.
-        coefficients (`torch.Tensor` of shape `[9, 5]`, float32):
+        coefficients (`torch.Tensor` of shape `[9, 6]`, float32):
             What a code of every width stands for: of the number `v = 1024 + 2 code`, which the kernel makes of its
-            bits, `c = factor v + term` and `c (first + c^2 (second + c^2 third))`.
+            bits, `c = factor v + term` and `c (first + c^2 (second + c^2 third))`. Of a trellis the code is the state
+            times the last one, modulo 256.
         head_dim (`int`):
             D.
+        is_trellis (`bool`):
+            Whether codes are those of a trellis.
     """
 
     rows: torch.Tensor
@@ -37,6 +40,46 @@ class CodedRows(NamedTuple):
     deviation: torch.Tensor
     coefficients: torch.Tensor
     head_dim: int
+    is_trellis: bool = False
+
+
+class BasisRows(NamedTuple):
+    """
+    One side of a cache as rows of bytes in calibrated bases, which are a layer's.
+
+    Args:
+        rows (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8):
+            `[scale | block | block | ...]`; a head's rows follow each other without gaps.
+        widths (`torch.Tensor` of shape `[H, N]`, uint8):
+            Bits of the blocks of eight components.
+        basis (`torch.Tensor` of shape `[H, D, D]`, int8):
+            What components are multiplied by.
+        steps (`torch.Tensor` of shape `[H, D]`, float32):
+            What the rows of the basis are in units of.
+        factors (`torch.Tensor` of shape `[H, D]`, float32):
+            What channels are then divided by.
+        mean (`torch.Tensor` of shape `[H, D]`, float16):
+            What is added to them.
+        coefficients (`torch.Tensor` of shape `[9, 6]`, float32):
+            See `CodedRows`.
+        num_components (`int`):
+            Those that any head has bits for.
+        head_dim (`int`):
+            D.
+        is_trellis (`bool`):
+            Whether codes are those of a trellis.
+    """
+
+    rows: torch.Tensor
+    widths: torch.Tensor
+    basis: torch.Tensor
+    steps: torch.Tensor
+    factors: torch.Tensor
+    mean: torch.Tensor
+    coefficients: torch.Tensor
+    num_components: int
+    head_dim: int
+    is_trellis: bool
 
 
 class RotaryAngles(NamedTuple):

@@ -3,7 +3,8 @@
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
 it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
 Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
-through the polynomial together: on a GPU one instruction for both. Nothing depends on the widths but numbers that a
+through the polynomial together: on a GPU one instruction for both. Of a trellis (`ops.transform_coding.trellis`) every
+number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but numbers that a
 thread, which has the same block of every token, keeps in registers. Loops over blocks of one width would need other
 loops for every head, and a table of points a load for every number.
 
@@ -35,17 +36,21 @@ def row_slots(BLOCK: tl.constexpr):
 
 @triton.jit
 def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
-    """Of a head's blocks: widths, their first bytes, and the coefficients of their points, each `[BLOCK_N]`."""
+    """
+    Of a head's blocks: widths, their first bytes, the coefficients of their points, and what states are multiplied by,
+    each `[BLOCK_N]`.
+    """
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
     first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
-    own_ptr = coefficient_ptr + widths * 5
+    own_ptr = coefficient_ptr + widths * 6
     factor = tl.load(own_ptr).to(DTYPE)
     term = tl.load(own_ptr + 1).to(DTYPE)
     first = tl.load(own_ptr + 2).to(DTYPE)
     second = tl.load(own_ptr + 3).to(DTYPE)
     third = tl.load(own_ptr + 4).to(DTYPE)
-    return widths, first_bytes, factor, term, first, second, third
+    multipliers = tl.load(own_ptr + 5).to(tl.int32).to(tl.uint32)
+    return widths, first_bytes, factor, term, first, second, third, multipliers
 
 
 @triton.jit
@@ -59,13 +64,13 @@ def aligned_rows(rows_ptr):
 @triton.jit
 def load_points(
     word_ptr, remainder, first_token, length, codebook, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
     Points `[BLOCK_T, BLOCK_N, 8]` of the tile that begins at a token, in the order of `row_slots`; of tokens behind
     the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use behind it.
     """
-    widths, first_bytes, factor, term, first, second, third = codebook
+    widths, first_bytes, factor, term, first, second, third, multipliers = codebook
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
     rows = tl.arange(0, BLOCK_T)[:, None] * (8 * ROW_SIZE)
@@ -82,16 +87,25 @@ def load_points(
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
     shifts = bits & 31
     block = _join_words(_shift_words(word_0, word_1, shifts), _shift_words(word_1, word_2, shifts))
+    if TRELLIS:
+        # What a state lacks at a row's end are zeros
+        behind = tl.minimum(tl.maximum(8 * (ROW_SIZE - first_bytes), 1), 64)
+        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, :]
     quarter = 2 * widths[None, :]
     even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
     odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
     # The bits of a half from 1024 on count in ones: the lowest stays empty, so that `term` is no odd half
-    fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]
-    next_code = tl.maximum(widths - 1, 0).to(tl.uint32)[None, :]
-    pairs_0 = ((even << 1) & fields) | 0x64006400
-    pairs_1 = ((even >> next_code) & fields) | 0x64006400
-    pairs_2 = ((odd << 1) & fields) | 0x64006400
-    pairs_3 = ((odd >> next_code) & fields) | 0x64006400
+    if TRELLIS:
+        later = widths.to(tl.uint32)[None, :]
+        pairs_0, pairs_1 = _order_states(even, multipliers[None, :]), _order_states(even >> later, multipliers[None, :])
+        pairs_2, pairs_3 = _order_states(odd, multipliers[None, :]), _order_states(odd >> later, multipliers[None, :])
+    else:
+        fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]
+        next_code = tl.maximum(widths - 1, 0).to(tl.uint32)[None, :]
+        pairs_0 = ((even << 1) & fields) | 0x64006400
+        pairs_1 = ((even >> next_code) & fields) | 0x64006400
+        pairs_2 = ((odd << 1) & fields) | 0x64006400
+        pairs_3 = ((odd >> next_code) & fields) | 0x64006400
     pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
     # Halves of a word next to each other, so that arithmetic is on both at a time
     numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
@@ -100,6 +114,13 @@ def load_points(
     square = multiply(centred, centred, PAIRS)
     inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)
     return multiply(centred, multiply_add(square, inner, first[None, :, None], PAIRS), PAIRS)
+
+
+@triton.jit
+def _order_states(pairs, multipliers):
+    """Which points the states in the low bytes of two halves mean, as halves from 1024 on."""
+    # A product of two bytes does not reach beyond its half
+    return ((((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF) << 1) | 0x64006400
 
 
 @triton.jit

@@ -50,6 +50,7 @@ def attend_tile(
     KEY_ROW_SIZE: tl.constexpr,
     VALUE_ROW_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
+    TRELLIS: tl.constexpr,
     MASK: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -62,9 +63,51 @@ def attend_tile(
     # fmt: off
     scales = load_scales(key_rows_ptr, start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
     keys = load_points(
-        key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, DTYPE, PAIRS,
-        IS_WHOLE)
+        key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE,
+        PAIRS, IS_WHOLE)
     keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
+    return attend_keys(
+        keys, start, length, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size,
+        cosines, sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
+        output, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_V, IS_WHOLE)
+    # fmt: on
+
+
+@triton.jit
+def attend_keys(
+    keys,
+    start,
+    length,
+    value_rows_ptr,
+    value_words_ptr,
+    value_remainder,
+    value_codebook,
+    own,
+    partners,
+    size,
+    cosines,
+    sines,
+    offset_cosines,
+    offset_sines,
+    mask_ptr,
+    mask_rows,
+    mask_stride_t,
+    row_in_use,
+    maximum,
+    totals,
+    output,
+    VALUE_ROW_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    TRELLIS: tl.constexpr,
+    MASK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """The same with the tile's keys, before their rotary embedding, `[BLOCK_T, BLOCK_K]`."""
+    # fmt: off
     if ROTARY:
         scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
         scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")
@@ -87,8 +130,8 @@ def attend_tile(
     totals = totals * decay + weights
     scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
     values = load_points(
-        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, DTYPE,
-        PAIRS, IS_WHOLE)
+        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, TRELLIS,
+        DTYPE, PAIRS, IS_WHOLE)
     values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
     output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
     # fmt: on

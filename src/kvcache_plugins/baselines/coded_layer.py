@@ -11,10 +11,11 @@ import torch
 
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.token_rows import TokenRows
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 
-from .coded_rows import CodedRows, TokenCoder
+from .token_coder import TokenCoder
 
 
 # Dense float32 values of one tile stay within the processor's caches
@@ -42,7 +43,7 @@ class CodedTokensLayer(PromptLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        self.rows: CodedRows | None = None
+        self.rows: TokenRows | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -68,7 +69,7 @@ class CodedTokensLayer(PromptLayer):
             for side, states in (("keys", keys), ("values", values))
         ]
         if self.rows is None:
-            self.rows = CodedRows(rows[0], rows[1], keys.shape[2])
+            self.rows = TokenRows(rows[0], rows[1], keys.shape[2])
         else:
             self.rows.append(rows[0], rows[1])
         self._counters["tokens_compressed"] += keys.shape[2]
@@ -117,7 +118,7 @@ class CodedTokensLayer(PromptLayer):
 
     def _drop_newest(self, count: int) -> None:
         assert self.rows is not None, "a prompt is stored before it is cropped"
-        self.rows.drop_last(count)
+        self.rows.length -= count
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.rows is not None:

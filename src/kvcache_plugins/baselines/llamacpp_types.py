@@ -17,7 +17,7 @@ import torch
 from kvcache_plugins.ops.quantization import pack, unpack
 from kvcache_plugins.ops.rotation import rotate
 
-from .coded_rows import bytes_of_halves, halves_of_bytes
+from .token_coder import bytes_of_halves, halves_of_bytes
 
 
 BLOCK = 32

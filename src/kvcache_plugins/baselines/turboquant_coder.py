@@ -13,7 +13,7 @@ import torch
 from kvcache_plugins.ops.quantization import pack, packed_size, unpack
 from kvcache_plugins.ops.rotation import turn_by
 
-from .coded_rows import bytes_of_halves, halves_of_bytes
+from .token_coder import bytes_of_halves, halves_of_bytes
 from .sphere_codebooks import bounds_on_sphere, points_on_sphere, random_projection, random_rotation
 
 

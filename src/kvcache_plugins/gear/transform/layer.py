@@ -256,7 +256,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
             most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
             self.blocks[-1].append(keys, values, most)
         else:
-            self.blocks.append(CodedBlock(keys, values, start, count))
+            self.blocks.append(CodedBlock(keys, values, count, start))
             self._is_open = True
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1

@@ -1,6 +1,6 @@
 """Building blocks of attention over transform-coded rows: a tile of tokens meets up to four queries.
 
-A key's code becomes a point by a polynomial in registers, the point a channel by the token's scale and the channel's
+A key's code becomes a point in registers, out of a table or by a polynomial, the point a channel by the token's scale and the channel's
 mean, and the channel two by cosine and sine of the token's offset within the tile: they meet the queries as turned
 back to the tile's start, each lane its own channel and its partner's. So the order of channels does not matter, and
 nothing is gathered.
@@ -12,9 +12,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import float32, njit
 
-from .fields import load_halves_of_block, load_ints, multiply_ints, shift_right
+from .fields import (
+    TABLE_SIZE,
+    load_halves_of_block,
+    load_ints,
+    load_word,
+    look_up,
+    lookup_bits,
+    multiply_ints,
+    shift_right,
+)
 from .primitives import INLINED, OPTIONS, ROWS
 from .vectors import (
     LANES,
@@ -37,14 +46,17 @@ class Blocks(NamedTuple):
     """
     Where the blocks of a head's rows are and what their codes mean.
 
-    `widths`, `low`, `high` `[N]`: bits, and where the two loads begin; `multipliers` `[N]`: of states, 0 for codes,
-    which are taken as they are; `masks` `[N]`; `shifts` `[1, 8 N]`; `points` `[N, 5]`: what makes a code lie between
-    -1 and 1, a factor and a term, and the coefficients.
+    `widths`, `low`, `high` `[N]`: bits, and where the two loads begin; `in_tables` `[N]`: whether it is one load, and
+    points are looked up in `tables` `[N, 16]`; `multipliers` `[N]`: of states, 0 for codes, which are taken as they
+    are; `masks` `[N]`; `shifts` `[1, 8 N]`; `points` `[N, 5]`: what makes a code lie between -1 and 1, a factor and a
+    term, and the coefficients.
     """
 
     widths: Any
     low: Any
     high: Any
+    in_tables: Any
+    tables: Any
     multipliers: Any
     masks: Any
     shifts: Any
@@ -62,15 +74,17 @@ def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any)
     low, high = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     masks, shifts = np.zeros(count, dtype=np.int32), np.zeros((1, count * LANES), dtype=np.int32)
     points, wide = np.zeros((count, 5), dtype=np.float32), np.zeros(count, dtype=np.int64)
-    of_states = np.zeros(count, dtype=np.int32)
+    of_states, in_tables = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.bool_)
+    tables = np.zeros((count, TABLE_SIZE), dtype=np.float32)
     offset = 1
     half = LANES // 2
     for v in range(count):
         width = wide[v] = int(widths[v])
         of_states[v] = multipliers[width]
+        in_tables[v] = 0 < width <= lookup_bits() and not of_states[v]
         # A load must not reach beyond the row; what it then begins with is shifted out
         low[v] = min(offset, row_size - half)
-        high[v] = min(offset + width // 2, row_size - half)
+        high[v] = low[v] if in_tables[v] else min(offset + width // 2, row_size - half)
         for lane in range(half):
             shifts[0, v * LANES + lane] = 8 * (offset - low[v]) + lane * width
             shifts[0, v * LANES + half + lane] = 8 * (offset - high[v]) + (half + lane) * width
@@ -79,13 +93,33 @@ def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any)
         points[v, 0] = 2.0 / num_codes
         points[v, 1] = 1.0 / num_codes - 1.0
         points[v, 2:] = coefficients[width]
+        if in_tables[v]:
+            for code in range(TABLE_SIZE):
+                centred = float32(code % num_codes) * points[v, 0] + points[v, 1]
+                square = centred * centred
+                tables[v, code] = centred * (points[v, 2] + square * (points[v, 3] + square * points[v, 4]))
         offset += width
-    return Blocks(wide, low, high, of_states, masks, shifts, points)
+    return Blocks(wide, low, high, in_tables, tables, of_states, masks, shifts, points)
 
 
 @njit(**INLINED)
 def points_of(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
     """The points of a block of a token, of 1 bit at least."""
+    if blocks.in_tables[v]:
+        return found_points(rows, token, blocks, v)
+    return computed_points(rows, token, blocks, v)
+
+
+@njit(**INLINED)
+def found_points(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
+    """The points of a block of a token, looked up in tables."""
+    codes = shift_right(load_word(rows, token, blocks.low[v]), load_ints(blocks.shifts, 0, v * LANES))
+    return look_up(load_floats(blocks.tables, v, 0), load_floats(blocks.tables, v, LANES), codes)
+
+
+@njit(**INLINED)
+def computed_points(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
+    """The same of a block that has no table."""
     words = load_halves_of_block(rows, token, blocks.low[v], blocks.high[v])
     words = shift_right(words, load_ints(blocks.shifts, 0, v * LANES))
     if blocks.multipliers[v] > 0:
@@ -146,40 +180,70 @@ def _make_dot_rows(num_rows: int) -> Callable[..., None]:
             for v in range(blocks.low.shape[0]):
                 place = v * LANES
                 a = b = load_floats(means, 0, place)
-                if blocks.widths[v] > 0:
-                    a = multiply_add(points_of(rows, first + t, blocks, v), scale_a, a)
-                    b = multiply_add(points_of(rows, first + u, blocks, v), scale_b, b)
+                if blocks.in_tables[v]:
+                    a = multiply_add(found_points(rows, first + t, blocks, v), scale_a, a)
+                    b = multiply_add(found_points(rows, first + u, blocks, v), scale_b, b)
+                elif blocks.widths[v] > 0:
+                    a = multiply_add(computed_points(rows, first + t, blocks, v), scale_a, a)
+                    b = multiply_add(computed_points(rows, first + u, blocks, v), scale_b, b)
                 sums = add_turned(num_rows, own, partners, place, (a, b), (t, u), cosines, sines, sums)
             store_floats(scores, 0, t * ROWS, sums_of_eight(*sums))
 
     return dot_rows  # type: ignore[no-any-return]
 
 
+@njit(**INLINED)
+def add_to_rows(num_rows: int, vectors: Any, place: int, sums: Any) -> None:
+    """Adds a vector of every row in use to `sums` `[4, 8 N]`."""
+    a0, a1, a2, a3 = vectors
+    store_floats(sums, 0, place, add(load_floats(sums, 0, place), a0))
+    if num_rows > 1:
+        store_floats(sums, 1, place, add(load_floats(sums, 1, place), a1))
+    if num_rows > 2:
+        store_floats(sums, 2, place, add(load_floats(sums, 2, place), a2))
+    if num_rows > 3:
+        store_floats(sums, 3, place, add(load_floats(sums, 3, place), a3))
+
+
 def _make_accumulate_rows(num_rows: int) -> Callable[..., None]:
     @njit(**OPTIONS)
     def accumulate_rows(weights: Any, rows: Any, blocks: Any, span: Any, sums: Any) -> None:
         first, count = span
-        for v in range(blocks.low.shape[0]):
-            if blocks.widths[v] == 0:
-                continue
-            place = v * LANES
-            a0 = a1 = a2 = a3 = broadcast(_ZERO)
-            for t in range(count):
-                a = points_of(rows, first + t, blocks, v)
-                a0 = multiply_add(a, broadcast(weights[0, t * ROWS]), a0)
-                if num_rows > 1:
-                    a1 = multiply_add(a, broadcast(weights[0, t * ROWS + 1]), a1)
-                if num_rows > 2:
-                    a2 = multiply_add(a, broadcast(weights[0, t * ROWS + 2]), a2)
-                if num_rows > 3:
-                    a3 = multiply_add(a, broadcast(weights[0, t * ROWS + 3]), a3)
-            store_floats(sums, 0, place, add(load_floats(sums, 0, place), a0))
-            if num_rows > 1:
-                store_floats(sums, 1, place, add(load_floats(sums, 1, place), a1))
-            if num_rows > 2:
-                store_floats(sums, 2, place, add(load_floats(sums, 2, place), a2))
-            if num_rows > 3:
-                store_floats(sums, 3, place, add(load_floats(sums, 3, place), a3))
+        v, num_blocks = 0, blocks.low.shape[0]
+        while v < num_blocks:
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
+            # Two blocks share what is loaded of weights
+            step = 1 + (v + 1 < num_blocks and blocks.in_tables[v] and blocks.in_tables[v + 1])
+            if step == 2:
+                for t in range(count):
+                    a = found_points(rows, first + t, blocks, v)
+                    b = found_points(rows, first + t, blocks, v + 1)
+                    w = broadcast(weights[0, t * ROWS])
+                    a0, b0 = multiply_add(a, w, a0), multiply_add(b, w, b0)
+                    if num_rows > 1:
+                        w = broadcast(weights[0, t * ROWS + 1])
+                        a1, b1 = multiply_add(a, w, a1), multiply_add(b, w, b1)
+                    if num_rows > 2:
+                        w = broadcast(weights[0, t * ROWS + 2])
+                        a2, b2 = multiply_add(a, w, a2), multiply_add(b, w, b2)
+                    if num_rows > 3:
+                        w = broadcast(weights[0, t * ROWS + 3])
+                        a3, b3 = multiply_add(a, w, a3), multiply_add(b, w, b3)
+            elif blocks.widths[v] > 0:
+                for t in range(count):
+                    a = points_of(rows, first + t, blocks, v)
+                    a0 = multiply_add(a, broadcast(weights[0, t * ROWS]), a0)
+                    if num_rows > 1:
+                        a1 = multiply_add(a, broadcast(weights[0, t * ROWS + 1]), a1)
+                    if num_rows > 2:
+                        a2 = multiply_add(a, broadcast(weights[0, t * ROWS + 2]), a2)
+                    if num_rows > 3:
+                        a3 = multiply_add(a, broadcast(weights[0, t * ROWS + 3]), a3)
+            place, last = v * LANES, (v + step - 1) * LANES
+            # The second sums are zero where there is one block
+            add_to_rows(num_rows, (a0, a1, a2, a3), place, sums)
+            add_to_rows(num_rows, (b0, b1, b2, b3), last, sums)
+            v += step
 
     return accumulate_rows  # type: ignore[no-any-return]
 
