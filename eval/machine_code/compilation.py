@@ -15,6 +15,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",

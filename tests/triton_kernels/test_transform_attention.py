@@ -13,6 +13,7 @@ from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
 
@@ -41,10 +42,12 @@ CASES = {
 }
 
 
-def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0):
+def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0, quantizer="lloyd-max"):
     """Rows of random tokens, that begin at any byte of memory and end with it."""
     torch.manual_seed(0)
     batch_size, num_heads, _, length, key_dim, value_dim, key_total, value_total, _ = CASES[case]
+    most = len(QUANTIZERS[quantizer].distortions) - 1
+    key_total, value_total = (min(t, -(-d // 8) * most) for t, d in ((key_total, key_dim), (value_total, value_dim)))
     num_pairs = key_dim // 4 if layout == "partial" else key_dim // 2
     rates = tuple((10000.0 ** -(torch.arange(num_pairs) / num_pairs)).tolist())
     layouts = candidate_layouts(None if layout == "none" else rates, key_dim)
@@ -56,8 +59,8 @@ def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0):
     at = [Angles.at(layouts[0], start, length, shift, keys.device)]
     keys = layouts[0].rotate(keys, at[0].cosines, at[0].sines)
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, layouts, at, key_total)
-    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total), layouts[0])
+    table, _ = make_key_table(keys, valid, None, layouts, at, key_total, quantizer)
+    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total, quantizer), layouts[0])
     rows = coder.encode(keys, values, start, shift)
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
     shift = None if shift is None else shift.to(DEVICE)
@@ -84,6 +87,12 @@ def test_attention_is_that_of_pytorch(case):
 @pytest.mark.parametrize("case", ["smollm2", "unlike-dims"])
 def test_in_half_precision(case, dtype):
     check(case, [make_part(case)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least"])
+def test_trellis_codes(case, dtype):
+    check(case, [make_part(case, quantizer="trellis")], dtype)
 
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])

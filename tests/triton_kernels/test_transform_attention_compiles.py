@@ -17,15 +17,24 @@ from kvcache_plugins.eval.machine_code.listing import Listing
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
-# Head dim, bytes of a key's and of a value's codes, query's dtype, rows, mask's dtype, padding
+# Head dim, bytes of a key's and of a value's codes, query's dtype, rows, mask's dtype, padding, and whether codes are
+# those of a trellis
 VARIANTS = {
-    "t16-d64": (64, 19, 16, BRAIN, 3, None, False),
-    "t16-d128": (128, 38, 32, BRAIN, 4, None, False),
-    "t30-d128-rows16": (128, 80, 64, HALF, 16, BRAIN, True),
-    "t16-d256": (256, 76, 64, BRAIN, 4, torch.bool, False),
-    "t16-d128-float32": (128, 38, 32, SINGLE, 4, None, False),
+    "t16-d64": (64, 19, 16, BRAIN, 3, None, False, False),
+    "t16-d128": (128, 38, 32, BRAIN, 4, None, False, False),
+    "t30-d128-rows16": (128, 80, 64, HALF, 16, BRAIN, True, False),
+    "t16-d256": (256, 76, 64, BRAIN, 4, torch.bool, False, False),
+    "t16-d128-float32": (128, 38, 32, SINGLE, 4, None, False, False),
+    "t16-trellis-d64": (64, 19, 16, BRAIN, 3, None, False, True),
+    # In calibrated bases
+    "c16-d64": (64, 18, 18, BRAIN, 3, None, False, False),
+    "c16-d128": (128, 36, 36, BRAIN, 4, None, False, False),
+    "c16-trellis-d64": (64, 18, 18, BRAIN, 3, None, False, True),
 }
-NAMES = {80: ["t30-d128-rows16", "t16-d256"], 90: ["t16-d64", "t16-d128", "t16-d128-float32"]}
+NAMES = {
+    80: ["t30-d128-rows16", "t16-d256", "c16-d64"],
+    90: ["t16-d64", "t16-d128", "t16-d128-float32", "t16-trellis-d64", "c16-d64", "c16-d128", "c16-trellis-d64"],
+}
 # Warp instructions a cached number of the loop over whole tiles, and how much more is taken for the same
 COUNTS = {"t16-d64": 0.309, "t16-d128": 0.301}
 MARGIN = 0.05
@@ -45,11 +54,12 @@ class Recorder:
 
 def launch(name):
     """The kernel, and the arguments that it would be launched with on a GPU."""
-    from kvcache_plugins.triton_kernels.transform_coding import attend
+    from kvcache_plugins.triton_kernels.transform_coding import attend, basis_attend
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
-    from kvcache_plugins.triton_kernels.transform_coding.coded_rows import CodedRows, RotaryAngles
+    from kvcache_plugins.triton_kernels.transform_coding.basis_kernel import attend_basis_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows, RotaryAngles
 
-    head_dim, key_bytes, value_bytes, dtype, num_rows, mask_dtype, is_padded = VARIANTS[name]
+    head_dim, key_bytes, value_bytes, dtype, num_rows, mask_dtype, is_padded, is_trellis = VARIANTS[name]
     batch_size, num_heads, length = 2, 8, 1000
 
     def side(num_bytes, is_keys):
@@ -57,15 +67,25 @@ def launch(name):
         by_channel = torch.empty(batch_size, num_heads, head_dim, dtype=HALF)
         deviation = by_channel if is_keys else by_channel[..., :1]
         order, mean = (by_channel.to(torch.uint8), by_channel) if is_keys else (None, None)
-        return CodedRows(rows, rows[:, :, 0], order, mean, deviation, torch.empty(9, 5), head_dim)
+        return CodedRows(rows, rows[:, :, 0], order, mean, deviation, torch.empty(9, 6), head_dim, is_trellis)
+
+    def basis_side(num_bytes, is_keys):
+        rows = torch.empty(batch_size, num_heads, length, 1 + num_bytes, dtype=torch.uint8)
+        by_channel = torch.empty(num_heads, head_dim)
+        basis = torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
+        tables = rows[0, :, 0], basis, by_channel, by_channel, by_channel.half()
+        return BasisRows(rows, *tables, torch.empty(9, 6), head_dim, head_dim, is_trellis)
 
     angles = RotaryAngles(torch.empty(head_dim).int(), torch.empty(256, 2, head_dim), torch.empty(64, 2, head_dim))
-    recorder = Recorder()
-    attend.attend_kernel, attend._has_pairs = recorder, lambda device_type: True
-    attend.attend_rows(
+    recorder, is_calibrated = Recorder(), name.startswith("c")
+    for module, kernel in ((attend, "attend_kernel"), (basis_attend, "attend_basis_kernel")):
+        setattr(module, kernel, recorder)
+        module.has_pairs = lambda device_type: True
+    make_side = basis_side if is_calibrated else side
+    (basis_attend.attend_basis if is_calibrated else attend.attend_rows)(
         torch.empty(batch_size, num_heads, num_rows, head_dim, dtype=dtype),
-        side(key_bytes, True),
-        side(value_bytes, False),
+        make_side(key_bytes, True),
+        make_side(value_bytes, False),
         angles,
         start=4,
         length=length,
@@ -73,7 +93,7 @@ def launch(name):
         mask=None if mask_dtype is None else torch.empty(batch_size, 1, 1, length, dtype=mask_dtype),
         scale=0.1,
     )
-    return attend_kernel, recorder.arguments
+    return attend_basis_kernel if is_calibrated else attend_kernel, recorder.arguments
 
 
 def main(capability, names):

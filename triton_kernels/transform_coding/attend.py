@@ -72,22 +72,16 @@ def attend_rows(
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
-    block_keys, block_values = _block_channels(keys.head_dim), _block_channels(values.head_dim)
+    block_keys, block_values = block_channels(keys.head_dim), block_channels(values.head_dim)
     most_rows = _MAX_BLOCK_ROWS if max(block_keys, block_values) <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
     block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
     is_float32 = query.dtype == torch.float32
     num_row_blocks = triton.cdiv(num_rows, block_rows)
     block_tokens, num_warps = _tile_shape(max(block_keys, block_values), block_rows, is_float32=is_float32)
-    num_sms = _device_num_sms(query.device) if num_sms is None else num_sms
-    num_tiles = triton.cdiv(length, block_tokens)
-    tiles_per_split = max(
-        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
-        triton.cdiv(num_tiles * batch_size * num_heads * num_row_blocks, _PROGRAMS_PER_SM * num_sms),
-    )
-    num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    output = query.new_empty(batch_size, num_heads, num_splits, num_rows, values.head_dim, dtype=torch.float32)
-    maximum = query.new_empty(batch_size, num_heads, num_splits, num_rows, dtype=torch.float32)
-    total = torch.empty_like(maximum)
+    num_programs = batch_size * num_heads * num_row_blocks
+    tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
+    num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
+    output, maximum, total = empty_partials(query, num_splits, values.head_dim)
     attend_kernel[(batch_size * num_heads, num_splits, num_row_blocks)](
         query_ptr=query,
         query_stride_b=query.stride(0),
@@ -117,7 +111,7 @@ def attend_rows(
         PADDED=padding is not None,
         LEAST_DEVIATION=_LEAST_DEVIATION[is_float32],
         DTYPE=tl.float32 if is_float32 else tl.float16,
-        PAIRS=not is_float32 and _has_pairs(query.device.type),
+        PAIRS=not is_float32 and has_pairs(query.device.type),
         BLOCK_R=block_rows,
         BLOCK_T=block_tokens,
         BLOCK_K=block_keys,
@@ -126,6 +120,20 @@ def attend_rows(
         num_stages=1,
     )
     return Partials(output, maximum, total)
+
+
+def num_split_tiles(length: int, block_tokens: int, num_programs: int, num_sms: int) -> int:
+    """Tiles of a split, of which each of so many programs has one."""
+    return max(
+        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
+        triton.cdiv(triton.cdiv(length, block_tokens) * num_programs, _PROGRAMS_PER_SM * num_sms),
+    )
+
+
+def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> Partials:
+    """Room for the partial results of queries `[B, H, rows, D]`."""
+    maximum = query.new_empty(*query.shape[:2], num_splits, query.shape[2], dtype=torch.float32)
+    return Partials(maximum.new_empty(*maximum.shape, num_channels), maximum, torch.empty_like(maximum))
 
 
 def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
@@ -149,7 +157,8 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _block_channels(head_dim: int) -> int:
+def block_channels(head_dim: int) -> int:
+    """Channels of a tile."""
     return max(_BLOCK_CHANNELS, triton.next_power_of_2(head_dim))
 
 
@@ -161,13 +170,14 @@ def _tile_shape(block_channels: int, block_rows: int, *, is_float32: bool) -> tu
     return (64, 4) if is_small else (32, 8)
 
 
-def _has_pairs(device_type: str) -> bool:
+def has_pairs(device_type: str) -> bool:
     """Whether kernels are compiled for a GPU by NVIDIA, whose instructions `halves` names."""
     return device_type == "cuda" and torch.version.hip is None and isinstance(attend_kernel, triton.JITFunction)
 
 
 @functools.cache
-def _device_num_sms(device: torch.device) -> int:
+def device_num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device, or a few where there is none."""
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
 """The kernel of `basis_attend.py`: partial attention of one key/value head over one stretch of its rows.
 
-Legend as in `basis_attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_D` channels of keys, `BLOCK_K` and
-`BLOCK_V` components of keys and values in the order of `points.row_slots`.
+Legend as in `basis_attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_D` channels of keys, `BLOCK_K`
+and `BLOCK_V` components of keys and values in the order of `points.row_slots`.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -152,13 +152,15 @@ def attend_basis_kernel(
             first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
-            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, True)
+            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V,
+            True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_basis_tile(
             start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
-            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
+            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V,
+            False)
     # fmt: on
 
     components = row_slots(BLOCK_V)

@@ -4,9 +4,9 @@ A block of width w is w bytes at any byte of a row: three aligned words hold it,
 it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
 Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
 through the polynomial together: on a GPU one instruction for both. Of a trellis (`ops.transform_coding.trellis`) every
-number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but numbers that a
-thread, which has the same block of every token, keeps in registers. Loops over blocks of one width would need other
-loops for every head, and a table of points a load for every number.
+number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but
+numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
+would need other loops for every head, and a table of points a load for every number.
 
 The kernel has its own order of a block's channels: what shares a word stands side by side.
 
@@ -97,7 +97,10 @@ def load_points(
     # The bits of a half from 1024 on count in ones: the lowest stays empty, so that `term` is no odd half
     if TRELLIS:
         later = widths.to(tl.uint32)[None, :]
-        pairs_0, pairs_1 = _order_states(even, multipliers[None, :]), _order_states(even >> later, multipliers[None, :])
+        pairs_0, pairs_1 = (
+            _order_states(even, multipliers[None, :]),
+            _order_states(even >> later, multipliers[None, :]),
+        )
         pairs_2, pairs_3 = _order_states(odd, multipliers[None, :]), _order_states(odd >> later, multipliers[None, :])
     else:
         fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]

@@ -130,8 +130,8 @@ def attend_keys(
     totals = totals * decay + weights
     scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
     values = load_points(
-        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, TRELLIS,
-        DTYPE, PAIRS, IS_WHOLE)
+        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8,
+        TRELLIS, DTYPE, PAIRS, IS_WHOLE)
     values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
     output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
     # fmt: on

@@ -13,8 +13,8 @@ import torch
 from kvcache_plugins.ops.quantization import pack, packed_size, unpack
 from kvcache_plugins.ops.rotation import turn_by
 
-from .token_coder import bytes_of_halves, halves_of_bytes
 from .sphere_codebooks import bounds_on_sphere, points_on_sphere, random_projection, random_rotation
+from .token_coder import bytes_of_halves, halves_of_bytes
 
 
 _HALF_BYTES = 2

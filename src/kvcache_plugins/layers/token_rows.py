@@ -1,4 +1,7 @@
-"""Rows of bytes of consecutive tokens, one row for every head of a token, with room to grow."""
+"""Rows of bytes of consecutive tokens, one row for every head of a token, with room to grow.
+
+Legend: B batch, H heads, R bytes of a row.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ _GROWTH = 64
 class TokenRows:
     """
     Attributes:
-        keys, values (`torch.Tensor` of shape `[batch_size, num_heads, capacity, row_size]`, uint8): rows of both sides.
+        keys, values (`torch.Tensor` of shape `[B, H, capacity, R]`, uint8): rows of both sides.
         length (`int`): tokens in use.
     """
 

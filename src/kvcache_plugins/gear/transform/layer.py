@@ -18,7 +18,7 @@ from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.dispatch import choose_kernel
-from kvcache_plugins.ops.transform_coding.attention import attend, has_triton_kernel
+from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
@@ -102,8 +102,6 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
     ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query)
-        if kernel == "triton" and not has_triton_kernel(self.coder):
-            kernel, is_fallback = "torch", True
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
     def _note_queries(self, query: torch.Tensor) -> None:

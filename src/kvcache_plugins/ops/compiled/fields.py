@@ -1,9 +1,9 @@
 """Codes of one width unpacked in registers: what `vectors` lacks for blocks of eight codes.
 
-A block of width w is w bytes, up to eight. Up to four lie within one word, which every lane shifts by its own number of
-bits; what a code stands for then is looked up in registers, where the machine does that in one instruction. Of wider
-blocks the first four codes lie within the four bytes that begin it, the last four within the four from byte `w // 2`
-on: two loads, a shift, and a mask.
+A block of width w is w bytes, up to eight. Up to four lie within one word, which every lane shifts by its own number
+of bits; what a code stands for then is looked up in registers, where the machine does that in one instruction. Of
+wider blocks the first four codes lie within the four bytes that begin it, the last four within the four from byte
+`w // 2` on: two loads, a shift, and a mask.
 """
 
 from typing import Any
@@ -11,8 +11,20 @@ from typing import Any
 from llvmlite import ir
 from numba import int32, int64
 
-from .vectors import _BYTE, _FLOAT, _FLOATS, _INT, _INTS, LANES, _constant, _make_load, _of, _pointer, _splat
-from .vectors import untyped_intrinsic
+from .vectors import (
+    _BYTE,
+    _FLOAT,
+    _FLOATS,
+    _INT,
+    _INTS,
+    LANES,
+    _constant,
+    _make_load,
+    _of,
+    _pointer,
+    _splat,
+    untyped_intrinsic,
+)
 
 
 # Entries of a table that is looked up

@@ -1,9 +1,9 @@
 """Building blocks of attention over transform-coded rows: a tile of tokens meets up to four queries.
 
-A key's code becomes a point in registers, out of a table or by a polynomial, the point a channel by the token's scale and the channel's
-mean, and the channel two by cosine and sine of the token's offset within the tile: they meet the queries as turned
-back to the tile's start, each lane its own channel and its partner's. So the order of channels does not matter, and
-nothing is gathered.
+A key's code becomes a point in registers, out of a table or by a polynomial, the point a channel by the token's scale
+and the channel's mean, and the channel two by cosine and sine of the token's offset within the tile: they meet the
+queries as turned back to the tile's start, each lane its own channel and its partner's. So the order of channels does
+not matter, and nothing is gathered from memory.
 
 Legend: N blocks of eight channels, T tokens of a tile.
 """

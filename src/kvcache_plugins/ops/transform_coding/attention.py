@@ -7,13 +7,7 @@ import torch
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.tiles import attend_tiles
 
-from .basis_coder import BasisCoder
-from .parts import CodedPart, RowCoder
-
-
-def has_triton_kernel(coder: RowCoder | BasisCoder | None) -> bool:
-    """Whether rows of a coder can be read by Triton's kernels; what has no coder yet is exact."""
-    return coder is None or (isinstance(coder, RowCoder) and coder.keys.quantizer == "lloyd-max")
+from .parts import CodedPart
 
 
 def attend(

@@ -126,6 +126,15 @@ class BasisTable(nn.Module):
         scaled = _product(_as_items(components, rows.shape[0]), self._matrices()[0])
         return scaled / self.factors[:, None] + self.mean[:, None].float()
 
+    def combine(self, components: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Sums of states `[B, H, ..., D]`, given those of components `[B, H, ..., K]`, each times its token's weight, and
+        the sums of weights `[B, H, ...]`.
+        """
+        scaled = _product(components.flatten(2, -2), self._matrices()[0])
+        states = scaled / self.factors[:, None] + weights.flatten(2)[..., None] * self.mean[:, None].float()
+        return states.reshape(*components.shape[:-1], self.head_dim)
+
     def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """From components to channels times their factors `[H, K, D]`, and back `[H, D, K]`, float32."""
         basis, inverse = self.basis[:, : self.num_components].float(), self.inverse.float()

@@ -15,10 +15,12 @@ from kvcache_plugins.triton_kernels.attention.combine import combine
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.transform_coding.attend import attend_rows
-from kvcache_plugins.triton_kernels.transform_coding.coded_rows import CodedRows, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.basis_attend import attend_basis
+from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows, RotaryAngles
 
-from .codebooks import COEFFICIENTS
-from .parts import CodedPart, RowCoder
+from . import codebooks, trellis
+from .basis_coder import BasisCoder, BasisTable
+from .parts import CodedPart
 from .quantizers import unshrunk
 from .rotary import RotaryLayout
 from .rows import RowTable
@@ -63,37 +65,65 @@ def attend(query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_head
 
 
 def _attend_part(rows: torch.Tensor, part: CodedPart, scale: float) -> Partials:
-    assert isinstance(part.coder, RowCoder)
     layout = part.coder.layout
+    angles = _rotary_angles(layout, part.start + part.length, rows.device) if layout.frequencies else None
+    padding = None if part.padding is None else part.padding.to(rows.device)
+    mask = slice_mask(part.mask, 0, part.length)
+    if isinstance(part.coder, BasisCoder):
+        key_table, value_table = part.coder.tables.on(rows.device)
+        partials = attend_basis(
+            rows,
+            _basis_rows(part.keys, key_table),
+            _basis_rows(part.values, value_table),
+            angles,
+            start=part.start,
+            length=part.length,
+            padding=padding,
+            mask=mask,
+            scale=scale,
+        )
+        return partials._replace(output=value_table.combine(partials.output, partials.total))
     partials = attend_rows(
         rows,
         _coded_rows(part.keys, part.coder.keys),
         _coded_rows(part.values, part.coder.values),
-        _rotary_angles(layout, part.start + part.length, rows.device) if layout.frequencies else None,
+        angles,
         start=part.start,
         length=part.length,
-        padding=None if part.padding is None else part.padding.to(rows.device),
-        mask=slice_mask(part.mask, 0, part.length),
+        padding=padding,
+        mask=mask,
         scale=scale,
     )
     return partials._replace(output=rotate(partials.output))
 
 
 def _coded_rows(rows: torch.Tensor, table: RowTable) -> CodedRows:
-    coefficients = _coefficients(table.is_weighted, rows.device)
-    return CodedRows(rows, table.widths, table.order, table.mean, table.deviation, coefficients, table.head_dim)
+    coefficients = _coefficients(table.quantizer, table.is_weighted, rows.device)
+    is_trellis = table.quantizer == "trellis"
+    tables = table.widths, table.order, table.mean, table.deviation
+    return CodedRows(rows, *tables, coefficients, table.head_dim, is_trellis)
+
+
+def _basis_rows(rows: torch.Tensor, table: BasisTable) -> BasisRows:
+    coefficients = _coefficients(table.quantizer, table.is_weighted, rows.device)
+    tables = table.widths, table.basis, table.steps, table.factors, table.mean
+    sizes = table.num_components, table.head_dim
+    return BasisRows(rows, *tables, coefficients, *sizes, table.quantizer == "trellis")
 
 
 @cache
-def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
+def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
     """Those of `CodedRows`, whose points are larger where scales shrink nothing."""
+    is_trellis = quantizer == "trellis"
     with torch.inference_mode(False):
-        widths = torch.arange(len(COEFFICIENTS))
-        factor = 0.5 ** widths.double()
-        points = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+        points = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS, dtype=torch.float64)
         if not is_weighted:
-            points = points * unshrunk("lloyd-max")[:, None]
-        return torch.cat([torch.stack([factor, -1023 * factor - 1], dim=1), points], dim=1).float().to(device)
+            points = points * unshrunk(quantizer)[:, None]
+        widths = torch.full((len(points),), trellis.STATE_BITS) if is_trellis else torch.arange(len(points))
+        factor = 0.5 ** widths.double()
+        multipliers = torch.tensor(trellis.MULTIPLIERS) if is_trellis else torch.ones(len(points))
+        columns = [factor, -1023 * factor - 1, *points.unbind(dim=1), multipliers.double()]
+        return torch.stack(columns, dim=1).float().to(device)
 
 
 def _rotary_angles(layout: RotaryLayout, num_positions: int, device: torch.device) -> RotaryAngles:

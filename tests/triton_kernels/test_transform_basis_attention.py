@@ -1,0 +1,101 @@
+"""Triton's attention over rows in calibrated bases against float64, in Triton's interpreter or on a GPU."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
+from kvcache_plugins.ops.transform_coding.attention import attend
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
+from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
+from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+
+
+# Triton reads the variable when it is imported, which is before this file is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
+)
+# Relative RMS error
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+# Batch size, heads, query heads a head, tokens, head dims of keys and values, sums of widths, queries
+CASES = {
+    "smollm2": (1, 3, 3, 65, 64, 64, 14, 14, 1),
+    "one-token": (1, 1, 1, 1, 64, 64, 19, 16, 1),
+    "widest": (2, 1, 2, 70, 32, 32, 24, 24, 4),
+    "no-bits-for-most": (1, 1, 8, 70, 64, 64, 5, 3, 1),
+    "unlike-dims": (1, 2, 4, 66, 48, 16, 30, 6, 5),
+    "odd-dims": (1, 2, 1, 65, 20, 33, 12, 20, 3),
+}
+
+
+def make_table(num_heads, head_dim, total, *, is_weighted, quantizer):
+    """Random bases, whose heads differ in how steeply their energies fall, and means on both sides."""
+    scales = torch.logspace(0, -1.5, head_dim)
+    basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
+    energies = F.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8)).sum(dim=1)
+    energies = torch.stack([energies ** (1 + head) for head in range(num_heads)])
+    factors, errors = torch.rand(num_heads, head_dim) + 0.1, QUANTIZERS[quantizer].distortions
+    widths = allocate_widths(energies[None], total, errors)[0]
+    own = round_basis(basis, factors)
+    mean = torch.randn(num_heads, head_dim).half()
+    return BasisTable(mean, factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
+
+
+def make_part(case, *, padding=None, start=4, layout=0, quantizer="lloyd-max"):
+    """Rows of random tokens, that begin at any byte of memory and end with it."""
+    torch.manual_seed(0)
+    batch_size, num_heads, _, length, key_dim, value_dim, key_total, value_total, _ = CASES[case]
+    rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
+    keys = make_table(num_heads, key_dim, key_total, is_weighted=True, quantizer=quantizer)
+    values = make_table(num_heads, value_dim, value_total, is_weighted=False, quantizer=quantizer)
+    coder = BasisCoder(DeviceTables(keys, values), candidate_layouts(rates, key_dim)[layout])
+    states = (torch.randn(batch_size, num_heads, length, dim) for dim in (key_dim, value_dim))
+    shift = None if padding is None else torch.tensor(padding)
+    rows = coder.encode(*states, start, shift)
+    rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
+    return CodedPart(*rows, coder, start, None if shift is None else shift.to(DEVICE), length, None)
+
+
+def check(case, parts, dtype=torch.float32):
+    batch_size, num_heads, groups, _, key_dim, *_, num_queries = CASES[case]
+    query = torch.randn(batch_size, groups * num_heads, num_queries, key_dim, device=DEVICE).to(dtype)
+    output = attend(query, iter(parts), num_heads, None, "triton")
+    tiles = [tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,))]
+    keys, values = (
+        torch.cat([getattr(tile, side)[:, :, : tile.length].double() for tile in tiles], dim=2)
+        for side in ("keys", "values")
+    )
+    expected = F.scaled_dot_product_attention(query.double(), keys, values, enable_gqa=True)
+    assert output.dtype == dtype and output.shape == expected.shape
+    error = (output.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_that_of_float64(case, quantizer):
+    check(case, [make_part(case, quantizer=quantizer)])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_half_precision(dtype, quantizer):
+    check("unlike-dims", [make_part("unlike-dims", quantizer=quantizer)], dtype)
+
+
+@pytest.mark.parametrize("layout", [1, -1], ids=["interleaved", "none"])
+def test_layouts(layout):
+    check("widest", [make_part("widest", layout=layout)])
+
+
+def test_padding_exact_parts_and_room_behind_the_rows():
+    part = make_part("widest", padding=[0, 40], start=300)
+    cut = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, 43, None)
+    exact = [DensePart(*torch.randn(2, 2, 1, 9, 32, device=DEVICE), length, None) for length in (7, 9)]
+    check("widest", [exact[0], cut, exact[1]])

@@ -1,0 +1,118 @@
+"""Decode attention over rows in calibrated bases: see `attend`, which codes channels themselves.
+
+Keys are coded before the rotary embedding in a basis that mixes channels of different frequencies. A tile's
+components become channels by a product with the head's basis (`basis_tiles`), on tensor cores, and these meet the
+queries as those of `attend` do. Values are summed as components, and the sums brought back once.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, K components that have bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
+from kvcache_plugins.triton_kernels.attention.partials import Partials
+
+from .attend import block_channels, device_num_sms, empty_partials, has_pairs, num_split_tiles
+from .basis_kernel import attend_basis_kernel
+from .coded_rows import BasisRows, RotaryAngles
+
+
+# Rows that an instruction of tensor cores takes, and components that one adds up
+_BLOCK_ROWS = 8
+_LEAST_COMPONENTS = 16
+# Channels up to which a tile has more tokens: the basis and the angles of a tile's offsets have to fit into registers
+_FEW_CHANNELS = 64
+
+
+def attend_basis(
+    query: torch.Tensor,
+    keys: BasisRows,
+    values: BasisRows,
+    angles: RotaryAngles | None,
+    *,
+    start: int,
+    length: int,
+    padding: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float,
+    num_sms: int | None = None,
+) -> Partials:
+    """
+    Attends to rows: partial results, to be merged by `combine`, with values as components `[.., .., .., .., K]`.
+
+    The arguments are those of `attend.attend_rows`, but for the sides.
+    """
+    batch_size, num_heads, num_rows, _ = query.shape
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    is_float32 = query.dtype == torch.float32
+    num_row_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
+    block_tokens, num_warps = _tile_shape(block_channels(keys.head_dim), is_float32=is_float32)
+    num_programs = batch_size * num_heads * num_row_blocks
+    tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
+    num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
+    partials = empty_partials(query, num_splits, values.num_components)
+    attend_basis_kernel[(batch_size * num_heads, num_splits, num_row_blocks)](
+        query_ptr=query,
+        query_stride_b=query.stride(0),
+        query_stride_h=query.stride(1),
+        query_stride_r=query.stride(2),
+        **mask_arguments(mask, num_heads, num_rows),
+        output_ptr=partials.output,
+        maximum_ptr=partials.maximum,
+        total_ptr=partials.total,
+        **_side_arguments("key", keys),
+        basis_ptr=keys.basis,
+        step_ptr=keys.steps,
+        factor_ptr=keys.factors,
+        mean_ptr=keys.mean,
+        **_side_arguments("value", values),
+        partner_ptr=None if angles is None else angles.partners,
+        near_ptr=None if angles is None else angles.near,
+        far_ptr=None if angles is None else angles.far,
+        padding_ptr=padding,
+        num_heads=num_heads,
+        num_rows=num_rows,
+        position=start,
+        length=length,
+        tokens_per_split=tiles_per_split * block_tokens,
+        scale=scale,
+        KEY_DIM=keys.head_dim,
+        NUM_NEAR=1 if angles is None else angles.near.shape[0],
+        ROTARY=angles is not None,
+        TRELLIS=keys.is_trellis,
+        PADDED=padding is not None,
+        DTYPE=tl.float32 if is_float32 else tl.float16,
+        PAIRS=not is_float32 and has_pairs(query.device.type),
+        BLOCK_R=_BLOCK_ROWS,
+        BLOCK_T=block_tokens,
+        BLOCK_D=block_channels(keys.head_dim),
+        BLOCK_K=max(_LEAST_COMPONENTS, triton.next_power_of_2(keys.num_components)),
+        BLOCK_V=max(_LEAST_COMPONENTS, triton.next_power_of_2(values.num_components)),
+        num_warps=num_warps,
+        num_stages=1,
+    )
+    return partials
+
+
+def _side_arguments(name: str, side: BasisRows) -> dict[str, object]:
+    """The kernel arguments that keys and values both have."""
+    row_size = side.rows.shape[3]
+    rows = side.rows if side.rows.stride()[2:] == (row_size, 1) else side.rows.contiguous()
+    return {
+        f"{name}_rows_ptr": rows,
+        f"{name}_rows_stride_b": rows.stride(0),
+        f"{name}_rows_stride_h": rows.stride(1),
+        f"{name}_width_ptr": side.widths,
+        f"{name}_coefficient_ptr": side.coefficients,
+        f"{name.upper()}_COMPONENTS": side.num_components,
+        f"{name.upper()}_ROW_SIZE": row_size,
+    }
+
+
+def _tile_shape(num_channels: int, *, is_float32: bool) -> tuple[int, int]:
+    """Tokens of a tile, and warps that share it."""
+    if is_float32:
+        return 16, 8
+    return (64, 4) if num_channels <= _FEW_CHANNELS else (32, 8)
