@@ -81,8 +81,14 @@ register_cache(
     q_group_size=32,
     **_BEYOND,
 )
-# At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included
-for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), (25, 4.0, 3.25), (30, 4.625, 4.125)):
+# At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included.
+# What that leaves is for exact tokens, which is worth the more the less the others err
+for _percent, _bits_a_key, _bits_a_value, _num_exact in (
+    (16, 2.375, 2.0, 8),
+    (22, 3.25, 3.0, 20),
+    (25, 4.0, 3.25, 20),
+    (30, 4.625, 4.125, 8),
+):
     register_cache(
         f"gear-t{_percent}",
         _FACTORY,
@@ -91,6 +97,7 @@ for _percent, _bits_a_key, _bits_a_value in ((16, 2.375, 2.0), (22, 3.25, 3.0), 
         backbone="transform",
         key_nbits=_bits_a_key,
         value_nbits=_bits_a_value,
+        residual_length=_num_exact,
     )
 for _percent, _bits_a_key, _bits_a_value in ((12, 1.75, 1.375), (14, 2.0, 1.75), (16, 2.375, 2.0)):
     register_cache(
