@@ -22,7 +22,8 @@ from .coded_rows import BasisRows, RotaryAngles
 # Rows that an instruction of tensor cores takes, and components that one adds up
 _BLOCK_ROWS = 8
 _LEAST_COMPONENTS = 16
-# Channels up to which a tile has more tokens: the basis and the angles of a tile's offsets have to fit into registers
+# Channels up to which four warps have registers enough for the basis and the angles of a tile's offsets; of 128 channels
+# some are spilled even so
 _FEW_CHANNELS = 64
 
 
@@ -115,4 +116,4 @@ def _tile_shape(num_channels: int, *, is_float32: bool) -> tuple[int, int]:
     """Tokens of a tile, and warps that share it."""
     if is_float32:
         return 16, 8
-    return (64, 4) if num_channels <= _FEW_CHANNELS else (32, 8)
+    return 64, (4 if num_channels <= _FEW_CHANNELS else 8)

@@ -22,13 +22,13 @@ def load_basis(
     """A head's basis `[BLOCK_K, BLOCK_D]` of largest number 1, and what that stands for."""
     components = row_slots(BLOCK_K)
     component_in_use = components < KEY_COMPONENTS
-    rows = (head * KEY_DIM + components) * KEY_DIM
-    in_use = component_in_use[:, None] & channel_in_use[None, :]
-    codes = tl.load(basis_ptr + rows[:, None] + channels[None, :], mask=in_use, other=0).to(tl.float32)
     steps = tl.load(step_ptr + head * KEY_DIM + components, mask=component_in_use, other=0.0)
-    basis = codes * steps[:, None]
-    unit = tl.maximum(tl.max(tl.max(tl.abs(basis), axis=1), axis=0), 1e-30)
-    return (basis / unit).to(DTYPE), unit
+    # Every row has a code of 127
+    unit = tl.maximum(tl.max(steps, axis=0) * 127.0, 1e-30)
+    basis_ptr += head * (KEY_DIM * KEY_DIM)
+    in_use = component_in_use[:, None] & channel_in_use[None, :]
+    codes = tl.load(basis_ptr + (components[:, None] * KEY_DIM + channels[None, :]), mask=in_use, other=0)
+    return (codes.to(tl.float32) * (steps / unit)[:, None]).to(DTYPE), unit
 
 
 @triton.jit
