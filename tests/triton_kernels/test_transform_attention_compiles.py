@@ -1,4 +1,4 @@
-"""Attention over transform-coded rows compiles without a GPU, spills nothing, and stays as short as it was counted.
+"""Attention over transform-coded rows compiles without a GPU, spills little, and stays as short as it was counted.
 
 Compiled in a process of its own, because Triton decides when it is imported whether it interprets. Running this file
 (`python tests/triton_kernels/test_transform_attention_compiles.py 90`) prints the table.

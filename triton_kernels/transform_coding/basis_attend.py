@@ -22,8 +22,8 @@ from .coded_rows import BasisRows, RotaryAngles
 # Rows that an instruction of tensor cores takes, and components that one adds up
 _BLOCK_ROWS = 8
 _LEAST_COMPONENTS = 16
-# Channels up to which four warps have registers enough for the basis and the angles of a tile's offsets; of 128 channels
-# some are spilled even so
+# Channels up to which four warps have registers enough for the basis and the angles of a tile's offsets; of 128
+# some are spilled even by eight
 _FEW_CHANNELS = 64
 
 
