@@ -36,6 +36,8 @@ def assert_one_line_error(result: Result, message: str) -> None:
 BENCHMARKS = [
     "kernels",
     "step",
+    "shapes",
+    "llama-cpp",
     "decode",
     "memory",
     "prefix",
