@@ -45,8 +45,9 @@ _TOKENS_READ = 512
 _GROUP = 64
 # Heads that attention alone is timed for: SmolLM2's, and Llama 3 8B's
 _HEADS = ({"num_heads": 3, "groups": 3, "head_dim": 64}, {"num_heads": 8, "groups": 4, "head_dim": 128})
-# What 4 bits may change, in nats and of an attention's output over random states: more is another model or a bug
-_MOST_KL, _MOST_ERROR = 0.5, 0.3
+# Of one next token, in nats, in f16 and in coded types, and of an attention's output over random states: more is another
+# model or a bug
+_MOST_KL_F16, _MOST_KL, _MOST_ERROR = 0.01, 2.0, 0.3
 
 
 def llama_name(kv_type: str) -> str:
@@ -95,7 +96,7 @@ def _divergence(name: str, expected: torch.Tensor, logits: torch.Tensor) -> floa
     """KL of llama.cpp's next token from Transformers', in nats."""
     kl = float((expected.exp() * (expected - logits.log_softmax(-1))).sum())
     # Not `>`: NaN has to fail
-    if not kl < _MOST_KL:
+    if not kl < (_MOST_KL_F16 if name == llama_name("f16") else _MOST_KL):
         raise MismatchError(f"{name} is {kl:.2f} nats from Transformers after the same text: not timed")
     return kl
 

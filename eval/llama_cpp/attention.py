@@ -41,18 +41,18 @@ class GgmlAttention:
     def __init__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kv_type: str, num_threads: int
     ) -> None:
-        self.num_threads, self._libraries = num_threads, load_ggml()
-        base = self._libraries["base"]
-        _declare(base, self._libraries["cpu"])
+        self.num_threads, self._ggml = num_threads, load_ggml()
+        ggml = self._ggml
+        _declare(ggml)
         number = KV_TYPES[kv_type].number
         _, num_heads, seq_len, head_dim = keys.shape
-        num_bytes = 2 * num_heads * seq_len * base.ggml_row_size(number, head_dim)
-        self._context = base.ggml_init(_InitParams(num_bytes + _WORK_BYTES, None, False))
+        num_bytes = 2 * num_heads * seq_len * ggml.ggml_row_size(number, head_dim)
+        self._context = ggml.ggml_init(_InitParams(num_bytes + _WORK_BYTES, None, False))
         sizes = (head_dim, query.shape[1], 1, 1)
         # `[head_dim, tokens, heads]` in ggml's order, which begins with the innermost
-        self._query = base.ggml_permute(self._context, self._new(_F32, sizes, query), 0, 2, 1, 3)
+        self._query = ggml.ggml_permute(self._context, self._new(_F32, sizes, query), 0, 2, 1, 3)
         sides = [
-            base.ggml_permute(
+            ggml.ggml_permute(
                 self._context,
                 # A token's heads lie together, as in llama.cpp's cache
                 self._new(number, (head_dim, num_heads, seq_len, 1), states.transpose(1, 2)),
@@ -60,41 +60,41 @@ class GgmlAttention:
             )
             for states in (keys, values)
         ]
-        self._output = base.ggml_flash_attn_ext(self._context, self._query, *sides, None, head_dim**-0.5, 0.0, 0.0)
-        self._graph = base.ggml_new_graph(self._context)
-        base.ggml_build_forward_expand(self._graph, self._output)
+        self._output = ggml.ggml_flash_attn_ext(self._context, self._query, *sides, None, head_dim**-0.5, 0.0, 0.0)
+        self._graph = ggml.ggml_new_graph(self._context)
+        ggml.ggml_build_forward_expand(self._graph, self._output)
         self._shape = query.shape
 
     def _new(self, number: int, sizes: tuple[int, int, int, int], states: torch.Tensor) -> int:
-        base = self._libraries["base"]
-        tensor: int = base.ggml_new_tensor_4d(self._context, number, *sizes)
+        ggml = self._ggml
+        tensor: int = ggml.ggml_new_tensor_4d(self._context, number, *sizes)
         flat = states.float().contiguous()
-        target = base.ggml_get_data(tensor)
+        target = ggml.ggml_get_data(tensor)
         if number == _F32:
             ctypes.memmove(target, flat.data_ptr(), flat.nbytes)
         else:
-            base.ggml_quantize_chunk(number, flat.data_ptr(), target, 0, flat.numel() // sizes[0], sizes[0], None)
+            ggml.ggml_quantize_chunk(number, flat.data_ptr(), target, 0, flat.numel() // sizes[0], sizes[0], None)
         return tensor
 
     def __call__(self) -> None:
         """Computes the attention once."""
-        self._libraries["cpu"].ggml_graph_compute_with_ctx(self._context, self._graph, self.num_threads)
+        self._ggml.ggml_graph_compute_with_ctx(self._context, self._graph, self.num_threads)
 
     def output(self) -> torch.Tensor:
         """What the last call computed, `[1, num_query_heads, 1, head_dim]`."""
-        address = self._libraries["base"].ggml_get_data(self._output)
+        address = self._ggml.ggml_get_data(self._output)
         numbers = (ctypes.c_float * self._shape.numel()).from_address(address)
         return torch.frombuffer(numbers, dtype=torch.float32).clone().view(self._shape)
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._libraries["base"].ggml_free(self._context)
+        self._ggml.ggml_free(self._context)
 
 
-def _declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> None:
+def _declare(library: ctypes.CDLL) -> None:
     pointer, size, integer, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_float
     kind = ctypes.c_int
-    of_base: _Signatures = {
+    signatures: _Signatures = {
         "ggml_init": (pointer, [_InitParams]),
         "ggml_free": (None, [pointer]),
         "ggml_row_size": (size, [kind, integer]),
@@ -105,9 +105,8 @@ def _declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> None:
         "ggml_flash_attn_ext": (pointer, [*[pointer] * 5, *[number] * 3]),
         "ggml_new_graph": (pointer, [pointer]),
         "ggml_build_forward_expand": (None, [pointer, pointer]),
+        "ggml_graph_compute_with_ctx": (kind, [pointer, pointer, kind]),
     }
-    of_cpu: _Signatures = {"ggml_graph_compute_with_ctx": (kind, [pointer, pointer, kind])}
-    for library, functions in ((base, of_base), (cpu, of_cpu)):
-        for name, (result, arguments) in functions.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -2,7 +2,6 @@
 
 import ctypes
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,11 +47,8 @@ def _ignore(bindings: Any) -> Any:
     return bindings.kvcache_plugins_log_callback
 
 
-def load_ggml() -> dict[str, ctypes.CDLL]:
-    """ggml's libraries beside llama.cpp's own: `base` makes tensors and graphs, `cpu` computes them."""
-    folder = Path(str(import_llama_cpp().__file__)).parent / "lib"
-    found = {part: sorted(folder.glob(f"*ggml-{part}.*")) for part in ("base", "cpu")}
-    missing = [part for part, paths in found.items() if not paths]
-    if missing:
-        raise ImportError(f"this build of llama-cpp-python has no libggml-{missing[0]} in {folder}")
-    return {part: ctypes.CDLL(str(paths[0])) for part, paths in found.items()}
+def load_ggml() -> ctypes.CDLL:
+    """ggml's functions, by the handle of llama.cpp's library, which links them: no second copy of them is loaded."""
+    import_llama_cpp()
+    library: ctypes.CDLL = import_module("llama_cpp.llama_cpp")._lib
+    return library

@@ -81,17 +81,25 @@ class LlamaContext:
             raise ValueError(f"`kv_type`: llama.cpp makes no context of {context} tokens in {kv_type}")
         self._read(token_ids[:length])
         self.logits_read = self.logits()
+        read = self._state_bytes()
         self._repeat(rest)
+        # Cells of other sequences would not be attended to, and a step would look faster than it is
+        held = self._state_bytes() / read * length
+        if abs(held - context) > 0.01 * context + 1:
+            raise RuntimeError(f"llama.cpp's cache holds {held:.0f} tokens, not {context}")
         self._token = (ctypes.c_int32 * 1)(token_ids[0])
 
     def _read(self, token_ids: Sequence[int]) -> None:
         tokens = (ctypes.c_int32 * len(token_ids))(*token_ids)
         self._decode(self._bindings.llama_batch_get_one(tokens, len(token_ids)))
 
+    def _state_bytes(self) -> int:
+        return int(self._bindings.llama_state_seq_get_size(self._handle, 0))
+
     def _repeat(self, rest: int) -> None:
         """Adds what was read again and again, and the first `rest` tokens of it once more."""
         bindings, memory = self._bindings, self._bindings.llama_get_memory(self._handle)
-        size = bindings.llama_state_seq_get_size(self._handle, 0)
+        size = self._state_bytes()
         state = (ctypes.c_uint8 * size)()
         bindings.llama_state_seq_get_data(self._handle, state, size, 0)
         for sequence in range(1, self._copies + (rest > 0)):
