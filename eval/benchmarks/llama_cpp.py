@@ -45,8 +45,8 @@ _TOKENS_READ = 512
 _GROUP = 64
 # Heads that attention alone is timed for: SmolLM2's, and Llama 3 8B's
 _HEADS = ({"num_heads": 3, "groups": 3, "head_dim": 64}, {"num_heads": 8, "groups": 4, "head_dim": 128})
-# Of one next token, in nats, in f16 and in coded types, and of an attention's output over random states: more is another
-# model or a bug
+# Of one next token, in nats, in f16 and in coded types, and of an attention's output over random states: more is
+# another model or a bug
 _MOST_KL_F16, _MOST_KL, _MOST_ERROR = 0.01, 2.0, 0.3
 
 

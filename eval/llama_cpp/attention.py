@@ -1,7 +1,6 @@
 """llama.cpp's decode attention alone: `ggml_flash_attn_ext` over keys and values as its cache lays them out."""
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ _Signatures = dict[str, tuple[Any, list[Any]]]
 class _InitParams(ctypes.Structure):
     """`struct ggml_init_params`."""
 
-    _fields_: Sequence[Any] = [
+    _fields_ = [
         ("mem_size", ctypes.c_size_t),
         ("mem_buffer", ctypes.c_void_p),
         ("no_alloc", ctypes.c_bool),
