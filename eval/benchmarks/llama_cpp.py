@@ -115,7 +115,7 @@ def time_attention(
         contest.add(spec)
     names = (contest.dense_name, *caches)
     functions = {name: contest.functions[name] for name in names}
-    held = {name: {"bytes": contest.num_bytes[name]} for name in names}
+    held: dict[str, dict[str, Any]] = {name: {"bytes": contest.num_bytes[name]} for name in names}
     dense = contest.functions[contest.dense_name]().flatten()
     with ExitStack() as stack:
         for kv_type in kv_types:
@@ -215,6 +215,6 @@ def benchmark_llama_cpp(
                 measurements.append((f"attention over {length} tokens", alone))
         rows, failures = _measure(measurements, limit)
     settings = {"model": model, "text_file": text_file.name, "rounds": rounds, "seconds": seconds, "dtype": "float32"}
-    content = provenance(_CPU)
+    content: dict[str, Any] = provenance(_CPU)
     content["versions"] = {**content["versions"], "llama-cpp-python": metadata.version("llama-cpp-python")}
     return {"benchmark": "llama-cpp", **content, "settings": settings, "rows": rows, "failures": failures}

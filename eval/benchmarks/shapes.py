@@ -230,7 +230,9 @@ def benchmark_shapes(
 def random_model(kind: str, dtype: str) -> tuple[PreTrainedModel, States]:
     """A model of one of `SHAPES`, and the states of `_TOKENS_READ` random tokens of it."""
     torch.manual_seed(0)
-    network = LlamaForCausalLM(SHAPES[kind].config()).to(parse_dtype(dtype)).eval()
+    # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy
+    network: Any = LlamaForCausalLM(SHAPES[kind].config())
+    network = network.to(parse_dtype(dtype)).eval()
     return network, read_states(network, torch.randint(network.config.vocab_size, (1, _TOKENS_READ)))
 
 

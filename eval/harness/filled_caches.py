@@ -6,6 +6,7 @@ hook into the model, as InfiniGen, cannot be filled so.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -20,7 +21,8 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
     cache = DynamicCache(config=network.config)
     network(token_ids, past_key_values=cache, logits_to_keep=1)
     states = []
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if layer.keys is None or layer.values is None:
             raise ValueError("a model whose layers have no keys and values cannot be given any")
         states.append((layer.keys, layer.values))
