@@ -39,7 +39,7 @@ FLOORS: tuple[set[str], ...] = (
 )
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
-    {"harness", "machine_code"},
+    {"harness", "llama_cpp", "machine_code"},
     {"continuations", "tables"},
     {"lm_eval_ranks", "lm_eval_requests", "measures", "report"},
     {"lm_eval_model"},

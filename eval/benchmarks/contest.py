@@ -162,11 +162,9 @@ class Contest:
 
 def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
-    cache: Any = create_cache(name)
+    # Sink tokens would stay exact, too
+    cache: Any = create_cache(name, num_sink_tokens=0)
     is_coded = isinstance(cache.gear_config, TransformConfig)
-    if is_coded:
-        # Else the first ones would
-        cache = create_cache(name, num_sink_tokens=0)
     cache.update(keys, values, 0)
     layer = cache.layers[0]
     layer.settle_prompt()

@@ -85,14 +85,20 @@ def describe(row: Mapping[str, Any]) -> str:
 
 @torch.inference_mode()
 def benchmark_steps(
-    cache: list[str], text_file: Path, model: str, context: list[int], steps: int, num_threads: int | None
+    cache: list[str],
+    text_file: Path,
+    model: str,
+    context: list[int],
+    steps: int,
+    num_threads: int | None,
+    dtype: str | None,
 ) -> dict[str, Any]:
     """A result of `bench step`: caches take turns, a row each for every context."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     check_caches(cache)
     text = read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model)
+    network, tokenizer = load_for_evaluation(model, dtype)
     token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
     if token_ids.shape[1] < max(context) + steps:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {max(context) + steps} are needed")
@@ -107,6 +113,6 @@ def benchmark_steps(
         rows += step_rows(time_turns(network, caches, token_ids[:, length : length + steps]), caches, length)
         for row in rows[-len(caches) :]:
             typer.echo(describe(row))
-    dtype = str(network.dtype).removeprefix("torch.")
-    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": dtype}
+    precision = str(network.dtype).removeprefix("torch.")
+    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": precision}
     return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}

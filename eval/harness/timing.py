@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,3 +43,27 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     else:
         lower, median, upper = statistics.quantiles(seconds, n=4)
     return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}
+
+
+def time_in_turns(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """
+    Seconds of each function's calls. They take turns, so that what disturbs the machine disturbs them alike.
+
+    Args:
+        functions (`Mapping[str, Callable]`): what is timed; each is called once before that.
+        device (`torch.device`): where they run.
+        rounds (`int`): turns of each.
+        seconds (`float`): after these no further round begins, once there were three.
+    """
+    for function in functions.values():
+        function()
+    measured: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() - start > seconds:
+            break
+        for name, function in functions.items():
+            measured[name].append(time_call(function, device))
+    return measured

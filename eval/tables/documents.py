@@ -26,10 +26,12 @@ from .benchmark_tables import (
     render_step,
 )
 from .gpu_tables import render_batch, render_offloading
+from .llama_cpp_tables import render_llama_cpp
 from .markdown import render_fidelity
 from .measure_tables import render_lm_eval, render_perplexity, render_retrieval
 from .overview import render_overview
 from .runahead_tables import render_runahead, render_simulation
+from .shape_tables import render_shapes
 from .store_tables import render_pool, render_store
 from .sweeps import render_sweep
 
@@ -62,6 +64,8 @@ def render_result(results: Path, name: str) -> str:
         "kernels": render_kernels,
         "machine-code": render_machine_code,
         "step": render_step,
+        "shapes": render_shapes,
+        "llama-cpp": render_llama_cpp,
         "prefix": render_prefix,
         "store": render_store,
         "pool": render_pool,

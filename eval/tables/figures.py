@@ -23,6 +23,8 @@ from .markdown import standard_error_of_kl
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
+# Between the shortest and the longest context; beyond it both axes are logarithmic
+_MOST_ON_A_LINE = 16
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
 _PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
@@ -204,20 +206,21 @@ def _draw_parts(group: Sequence[Content], title: str) -> Figure:
 
 def draw_result(content: Content, path: Path) -> Path:
     """
-    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
-    divergence from the dense cache against bytes held.
+    Draws one result, as PNG: of `bench step` and `bench llama-cpp` the time of a token against the context, of
+    `eval fidelity` the divergence from the dense cache against bytes held.
 
     Args:
         content (`Content`): The result; any other is a `ValueError`.
         path (`Path`): The file, its folder made if need be.
     """
-    if content.get("benchmark") == "step":
+    if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)
     elif content["rows"] and "kl_spread" in content["rows"][0]:
         figure = _draw_fidelity(content)
     else:
         raise ValueError(
-            "`figures` can be drawn of a sweep's folder and of a result of `bench step` or `eval fidelity` only"
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step`, `bench llama-cpp` or "
+            "`eval fidelity` only"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return _save(figure, path)
@@ -236,7 +239,9 @@ def _draw_fidelity(content: Content) -> Figure:
 
 
 def _draw_steps(content: Content) -> Figure:
-    rows = content["rows"]
+    rows = [row for row in content["rows"] if row.get("part", "step") == "step"]
+    if not rows:
+        raise ValueError("`figures` can be drawn of a result with steps only")
     title = f"{content['settings']['model']}, {content['device']}"
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
@@ -246,6 +251,15 @@ def _draw_steps(content: Content) -> Figure:
         above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
         contexts = [row["context"] for row in own]
         axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
-    axes.set_ylim(bottom=0)
+    every = sorted({row["context"] for row in rows})
+    if every[-1] > _MOST_ON_A_LINE * every[0]:
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(every)
+        axes.xaxis.set_major_formatter(_PLAIN)
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axes.yaxis.set_major_formatter(_PLAIN)
+        axes.yaxis.set_minor_formatter(_PLAIN)
+    else:
+        axes.set_ylim(bottom=0)
     _add_legend(axes)
     return figure

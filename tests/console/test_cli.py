@@ -36,10 +36,13 @@ def assert_one_line_error(result: Result, message: str) -> None:
 BENCHMARKS = [
     "kernels",
     "step",
+    "shapes",
+    "llama-cpp",
     "decode",
     "memory",
     "prefix",
     "store",
+    "pool",
     "compile",
     "infinigen",
     "predict",
@@ -183,10 +186,11 @@ def test_errors_of_options_name_the_accepted_ones(tiny_folder: str) -> None:
 def test_bench_writes_what_it_prints(tiny_folder: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(PROMPT)
     options = ["--model", tiny_folder, "--text-file", str(tmp_path / "text.txt"), "--context", "100", "--steps", "4"]
-    result = run("bench", "step", *options, "--cache", "dynamic", "--cache", "kivi-4bit", "--out", str(tmp_path / "s"))
+    options += ["--dtype", "bfloat16", "--cache", "dynamic", "--cache", "kivi-4bit"]
+    result = run("bench", "step", *options, "--out", str(tmp_path / "s"))
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "s").read_text())
-    assert content["benchmark"] == "step"
+    assert content["benchmark"] == "step" and content["settings"]["dtype"] == "bfloat16"
     assert [row["cache"] for row in content["rows"]] == ["dynamic", "kivi-4bit"]
     assert all(row["cache"] in line for row, line in zip(content["rows"], result.stdout.splitlines(), strict=True))
     assert content["rows"][1]["stats"]["attend_calls"] == 2 * 4

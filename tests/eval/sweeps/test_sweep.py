@@ -199,7 +199,7 @@ def test_time_against_context(tmp_path: Path) -> None:
 def test_no_figure_of_other_results(tmp_path: Path) -> None:
     result = Path(__file__).parents[3] / "eval" / "results" / "memory_4096_smollm2.json"
     finished = run("report", str(result), "--figures", str(tmp_path))
-    assert finished.exit_code == 2 and "`bench step` or `eval fidelity` only" in finished.stderr
+    assert finished.exit_code == 2 and "`bench llama-cpp` or `eval fidelity` only" in finished.stderr
 
 
 def test_divergence_against_bytes(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvcache_plugins.eval.tables.figures import _draw_fidelity, _method, _percent_shared, draw_result
+from kvcache_plugins.eval.tables.figures import _draw_fidelity, _draw_steps, _method, _percent_shared, draw_result
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,22 @@ def test_fidelity_is_drawn_with_and_without_what_is_shared(tmp_path):
     assert sorted(map(list, dotted)) == [[11, 17], [15, 21]]
     shares = [_percent_shared({"settings": {}, "result": row, "memory": None}) for row in rows]
     assert shares == [0, 6, 6]
+
+
+def make_step(cache: str, context: int, **more: object) -> dict[str, object]:
+    times = {"median_s": 1e-5 * context, "lower_quartile_s": 0.9e-5 * context, "upper_quartile_s": 2e-5 * context}
+    return {"cache": cache, "context": context, **times, **more}
+
+
+def test_steps_over_many_contexts_have_logarithmic_axes():
+    content = {"settings": {"model": "m"}, "device": "CPU"}
+    near = [make_step("dynamic", context) for context in (1024, 4096)]
+    far = [make_step("dynamic", context, part="step") for context in (64, 1024, 16384)]
+    alone = [make_step("gear-k4v3", 64, part="attention")]
+    (axes,) = _draw_steps({**content, "rows": near}).axes
+    assert axes.get_xscale() == "linear" and axes.get_ylim()[0] == 0
+    (axes,) = _draw_steps({**content, "rows": far + alone}).axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dynamic"]
+    with pytest.raises(ValueError, match="with steps only"):
+        _draw_steps({**content, "rows": alone})

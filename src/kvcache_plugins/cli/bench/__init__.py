@@ -20,6 +20,13 @@ class BenchGroup(LazyGroup):
     lazy_commands = {
         "kernels": LazyCommand("kvcache_plugins.cli.bench.kernels:main", "Time decode attention alone."),
         "step": LazyCommand("kvcache_plugins.cli.bench.step:main", "Time whole decode steps of a model."),
+        "shapes": LazyCommand(
+            "kvcache_plugins.cli.bench.shapes:main",
+            "Time steps and attention over heads, dtypes, batches, ...",
+        ),
+        "llama-cpp": LazyCommand(
+            "kvcache_plugins.cli.bench.llama_cpp:main", "Time steps and attention beside llama.cpp."
+        ),
         "decode": LazyCommand("kvcache_plugins.cli.bench.decode:main", "Time every step of a long decode."),
         "memory": LazyCommand("kvcache_plugins.cli.bench.memory:main", "Measure the memory of decoding."),
         "prefix": LazyCommand(

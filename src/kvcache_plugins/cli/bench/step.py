@@ -15,6 +15,7 @@ def main(
     model: Annotated[str, typer.Option(help="Short name, folder or hub name.")] = "smollm2",
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [4096],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; on CPUs float32.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)] = None,
 ) -> dict[str, Any]:
     """Time whole decode steps of a model. Caches take turns.
@@ -33,4 +34,5 @@ def main(
         context=context,
         steps=steps,
         num_threads=num_threads,
+        dtype=dtype,
     )

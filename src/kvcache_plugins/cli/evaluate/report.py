@@ -13,9 +13,9 @@ def main(
 ) -> None:
     """Tables and figures of a result.
 
-    There are figures of a sweep, of `bench step` and of `eval fidelity`. A sweep gives accuracy against bytes,
-    perplexity against position and memory by part; `bench step` time against context; `eval fidelity` divergence from
-    the dense cache against bytes.
+    There are figures of a sweep, of `bench step`, of `bench llama-cpp` and of `eval fidelity`. A sweep gives accuracy
+    against bytes, perplexity against position and memory by part; benchmarks of steps give time against context;
+    `eval fidelity` divergence from the dense cache against bytes.
 
     \b
     Examples:

@@ -1,0 +1,43 @@
+"""Caches that hold a long context which no model has read: the states of a short text, repeated.
+
+Reading 16384 tokens takes minutes and has no part in what a decode step costs. The repeated keys keep the positions
+that they were read at, and caches that code a prompt by its queries see none: no time depends on either. Caches that
+hook into the model, as InfiniGen, cannot be filled so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+
+States = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@torch.inference_mode()
+def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
+    """Keys and values of every layer, `[B, H, T, D]`, of the tokens `[B, T]`."""
+    cache = DynamicCache(config=network.config)
+    network(token_ids, past_key_values=cache, logits_to_keep=1)
+    states = []
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.keys is None or layer.values is None:
+            raise ValueError("a model whose layers have no keys and values cannot be given any")
+        states.append((layer.keys, layer.values))
+    return states
+
+
+@torch.inference_mode()
+def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
+    """Has `cache` hold `context` tokens, `states` repeated as often as need be, in each of `batch_size` items."""
+    for index, (keys, values) in enumerate(states):
+        cache.update(_repeat(keys, context), _repeat(values, context), index)
+    if batch_size > 1:
+        cache.batch_repeat_interleave(batch_size)
+
+
+def _repeat(states: torch.Tensor, context: int) -> torch.Tensor:
+    times = -(-context // states.shape[2])
+    return states.repeat(1, 1, times, 1)[:, :, :context].contiguous()
