@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import typer
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.harness.filled_caches import States, read_states, repeat_states
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
@@ -54,8 +55,7 @@ def benchmark_pool(
     token_ids = tokenizer(read_text(text_file, "text_file"), return_tensors="pt").input_ids.to(network.device)
     if token_ids.shape[1] < read + steps:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {read + steps} are needed")
-    states = DynamicCache(config=network.config)
-    network(token_ids[:, :read], past_key_values=states, logits_to_keep=1)
+    states = read_states(network, token_ids[:, :read])
     typer.echo(f"{read} tokens read", err=True)
     rows: list[dict[str, Any]] = []
     for spec in cache:
@@ -79,9 +79,7 @@ def benchmark_pool(
     return {"benchmark": "pool", **provenance(network.device), "settings": settings, "rows": rows}
 
 
-def _filled(
-    network: PreTrainedModel, spec: str, states: DynamicCache, length: int, folder: Path | None
-) -> InfiniGenCache:
+def _filled(network: PreTrainedModel, spec: str, states: States, length: int, folder: Path | None) -> InfiniGenCache:
     """A cache that holds `length` tokens: those of `states`, again and again."""
     name, options = parse_cache_spec(spec)
     if folder is not None:
@@ -89,16 +87,12 @@ def _filled(
     cache = create_cache(name, network, **options)
     if not isinstance(cache, InfiniGenCache):
         raise ValueError(f"`cache` has to keep its tokens in a pool, as `infinigen` does, but got `{spec}`")
-    for layer, dense in zip(cache.layers, states.layers, strict=True):
-        layer.update(*(_repeated(each, length) for each in (dense.keys, dense.values)))
+    layers: list[Any] = cache.layers
+    for layer, sides in zip(layers, states, strict=True):
+        layer.update(*(repeat_states(side, length) for side in sides))
         if isinstance(layer, InfiniGenLayer):
             layer.settle_prompt()
     return cache
-
-
-def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
-    count = -(-length // states.shape[2])
-    return states.repeat(1, 1, count, 1)[:, :, :length]
 
 
 def mapped_bytes(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 Reading 16384 tokens takes minutes and has no part in what a decode step costs. The repeated keys keep the positions
 that they were read at, and caches that code a prompt by its queries see none: no time depends on either. Caches that
-hook into the model, as InfiniGen, cannot be filled so.
+hook into the model, as InfiniGen, cannot be filled so: see `benchmarks.pool`.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,12 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
     """Has `cache` hold `context` tokens, `states` repeated as often as need be, in each of `batch_size` items."""
     for index, (keys, values) in enumerate(states):
-        cache.update(_repeat(keys, context), _repeat(values, context), index)
+        cache.update(repeat_states(keys, context), repeat_states(values, context), index)
     if batch_size > 1:
         cache.batch_repeat_interleave(batch_size)
 
 
-def _repeat(states: torch.Tensor, context: int) -> torch.Tensor:
+def repeat_states(states: torch.Tensor, context: int) -> torch.Tensor:
+    """States `[B, H, T, D]` as often as it takes for `context` tokens, those beyond them left out."""
     times = -(-context // states.shape[2])
     return states.repeat(1, 1, times, 1)[:, :, :context].contiguous()

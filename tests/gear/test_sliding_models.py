@@ -166,7 +166,9 @@ def test_chunked_attention_is_a_window_too(tiny_model):
     assert torch.equal(run.tokens, dense.tokens)
 
 
-@pytest.mark.parametrize("spec", ["gear-k3v2:sliding=compressed,residual_length=8,q_group_size=8", "gear-t22:residual_length=8"])
+@pytest.mark.parametrize(
+    "spec", ["gear-k3v2:sliding=compressed,residual_length=8,q_group_size=8", "gear-t22:residual_length=8"]
+)
 def test_predicted_memory_follows_the_window(spec):
     model, token_ids = make_mistral(300), torch.randint(0, VOCAB_SIZE, (2, 700))
     for context in (250, 700):

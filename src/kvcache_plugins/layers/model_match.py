@@ -38,7 +38,7 @@ class ModelMatchMixin(HybridLayersMixin):
         """Makes all layers of a model of the config, or without one each layer when the model comes to it."""
         self.layers: list[Any] = []
         if config is None:
-            super().__init__(layer_class_to_replicate=self._next_layer)
+            super().__init__(layer_class_to_replicate=self._next_layer)  # type: ignore[arg-type]
         else:
             config = decoder_config(config)
             self.expected_heads = key_value_heads(config)
