@@ -30,6 +30,8 @@ _NOT_SPECIALIZED = [
     "num_tiles",
     "tiles_per_chunk",
     "tiles_per_split",
+    "key_rank_units",
+    "value_rank_units",
     "key_low_rank_start",
     "value_low_rank_start",
     "num_rows",
@@ -118,6 +120,8 @@ def attend_kernel(
     num_tiles,
     tiles_per_chunk,
     tiles_per_split,
+    key_rank_units,
+    value_rank_units,
     key_low_rank_start,
     value_low_rank_start,
     scale,
@@ -137,6 +141,8 @@ def attend_kernel(
     """Partial attention of some rows of one key/value head over one split."""
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
+    # Known to be even where they are, so that two ranks are loaded at once
+    key_rank, value_rank = key_rank_units * KEY.rank_unit, value_rank_units * VALUE.rank_unit
     if QUERIES != "loaded":
         first_rows_ptr, _, _ = row_pointers(
             query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, tl.program_id(0), num_heads)
@@ -169,7 +175,7 @@ def attend_kernel(
         first_tile_of_chunk = chunk * tiles_per_chunk
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
-            KEY, QUERIES, PARTS, BLOCK_R)
+            key_rank, KEY, QUERIES, PARTS, BLOCK_R)
         output_in_basis = tl.zeros([VALUE.block_rank, BLOCK_R], tl.float32)
         for tile in range(tl.maximum(first_tile - first_tile_of_chunk, 0),
                           tl.minimum(last_tile - first_tile_of_chunk, tiles_per_chunk)):
@@ -186,10 +192,10 @@ def attend_kernel(
                 key_codes_ptr + key_codes + first_token_64 * KEY.codes_stride_t,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
                 KEY, PARTS, PACKED, BLOCK_R, BLOCK_T)
-            if KEY.rank > 0:
+            if KEY.rank_unit > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
-                    first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
+                    key_rank, first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
                 no_product = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 scores += dot_parts(coefficients, query_in_basis, no_product, PARTS) * basis_power[None, :]
             if KEY.has_outliers:
@@ -215,10 +221,10 @@ def attend_kernel(
                 value_codes_ptr + value_codes + first_token_64 * VALUE.codes_stride_t,
                 value_scale_ptr + value_scale_start, value_zero_ptr + value_scale_start, token_in_use,
                 VALUE, PARTS, PACKED, BLOCK_T)
-            if VALUE.rank > 0:
+            if VALUE.rank_unit > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
-                    first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
+                    value_rank, first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
                 output_in_basis = dot_parts(
                     tl.trans(coefficients), probabilities, output_in_basis * decay[None, :], PARTS)
             if VALUE.has_outliers:
@@ -230,7 +236,8 @@ def attend_kernel(
                     head, num_heads, first_token, limit, VALUE, STORED_TILES, BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
         outputs = add_from_basis(
             outputs, output_in_basis, reference, value_b_ptr,
-            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE, PARTS)
+            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m,
+            value_rank, VALUE, PARTS)
     store_partials(
         output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
         VALUE, PLANES)

@@ -1,6 +1,7 @@
 """The low-rank part of a tile: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values likewise.
 
-Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` is a `SideLayout`.
+Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` is a `SideLayout`, factors have their
+ranks beside each other.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -18,14 +19,14 @@ from .values import field_unit
 
 
 @triton.jit
-def _load_basis(b_ptr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
+def _load_basis(b_ptr, rank, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The factor `B` `[words, ranks]` of a field's channels."""
     ranks = tl.arange(0, SIDE.block_rank)
     words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
-    pointers = b_ptr + (words[:, None] * SIDE.b_stride_d + ranks[None, :])
+    pointers = b_ptr + (words[:, None] * rank + ranks[None, :])
     return tl.load(
-        pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * SIDE.b_stride_d,
-        mask=channel_mask(SIDE, PIECE, FIELD)[:, None] & (ranks < SIDE.rank)[None, :],
+        pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * rank,
+        mask=channel_mask(SIDE, PIECE, FIELD)[:, None] & (ranks < rank)[None, :],
         other=0.0,
     )
 
@@ -35,6 +36,7 @@ def to_basis(
     queries,
     b_ptr,
     b_start,
+    rank,
     SIDE: tl.constexpr,
     QUERIES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -42,11 +44,11 @@ def to_basis(
 ):
     """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
     product = tl.zeros([SIDE.block_rank, BLOCK_R], tl.float32)
-    if SIDE.rank > 0:
+    if SIDE.rank_unit > 0:
         for p in tl.static_range(len(SIDE.pieces)):
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
                 if SIDE.pieces[p].plane == 0:
-                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
+                    basis = _load_basis(b_ptr + b_start, rank, SIDE, p, f)
                     query = queries[field_number(SIDE, p, f)]
                     if QUERIES == "turned":
                         query = same_halves(query)
@@ -63,10 +65,10 @@ def normalize(product):
 
 @triton.jit
 def add_from_basis(
-    outputs, output_in_basis, reference, b_ptr, b_start, SIDE: tl.constexpr, PARTS: tl.constexpr
+    outputs, output_in_basis, reference, b_ptr, b_start, rank, SIDE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Outputs with `B (A^T p)` added, as they are if there is no such factor."""
-    if SIDE.rank > 0:
+    if SIDE.rank_unit > 0:
         coefficients, power = normalize(output_in_basis)
         power *= inverse_power(reference)
         result = ()
@@ -74,7 +76,7 @@ def add_from_basis(
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
                 output = outputs[field_number(SIDE, p, f)]
                 if SIDE.pieces[p].plane == 0:
-                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
+                    basis = _load_basis(b_ptr + b_start, rank, SIDE, p, f)
                     product = dot_parts(basis, coefficients, tl.zeros(output.shape, tl.float32), PARTS)
                     output += product * (power * (1.0 / field_unit(SIDE, p, f)))[None, :]
                 result = result + (output,)
@@ -83,14 +85,14 @@ def add_from_basis(
 
 
 @triton.jit
-def load_coefficients(a_ptr, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
+def load_coefficients(a_ptr, rank, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
     """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
     tokens = tl.arange(0, BLOCK_T)
     ranks = tl.arange(0, SIDE.block_rank)
     return tl.load(
         a_ptr
-        + tl.cast(first_token, tl.int64) * SIDE.a_stride_t
-        + (tokens[:, None] * SIDE.a_stride_t + ranks[None, :]),
-        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < SIDE.rank)[None, :],
+        + tl.cast(first_token, tl.int64) * rank
+        + (tokens[:, None] * rank + ranks[None, :]),
+        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < rank)[None, :],
         other=0.0,
     )
