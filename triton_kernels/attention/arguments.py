@@ -14,27 +14,27 @@ from .packing import Packing, packing_of
 from .side_layout import SideLayout
 
 
+# Of prompts and of decoded tokens by default: one kernel reads both
+_RANKS = (4, 2)
+
+
 def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
     chunk_length = side.codes.shape[3]
     covered, rank = _low_rank_size(side)
-    layout = side_layout(side, head_dim)
-    scale_strides = list(side.scale.stride()[:3])
-    if side.scale.shape[1] == 1:
-        scale_strides[1] = 0
     return {
         **_pointer(f"{name}_codes", side.codes, "bhm"),
         f"{name}_scale_ptr": side.scale,
         f"{name}_zero_ptr": side.zero,
-        **_strides(f"{name}_scale", scale_strides, "bhm"),
+        **_strides(f"{name}_scale", _scale_strides(side), "bhm"),
         **_pointer(f"{name}_a", side.low_rank_a, "bhm"),
         **_pointer(f"{name}_b", side.low_rank_b, "bhm"),
         **_entry_arguments(name, side),
-        f"{name}_rank_units": layout.rank_unit and rank // layout.rank_unit,
+        f"{name}_rank": rank,
         f"{name}_low_rank_start": chunk_length - covered,
-        name.upper(): layout,
+        name.upper(): side_layout(side, head_dim),
     }
 
 
@@ -51,11 +51,21 @@ def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
         by_channel=by_channel,
         num_groups=0 if by_channel else side.scale.shape[4],
         tokens_per_group=tokens_per_group(side),
-        rank_unit=0 if covered == 0 else 2 - rank % 2,
+        ranks=() if covered == 0 else _RANKS if rank in _RANKS else (rank,),
         block_rank=block_size(rank),
         has_outliers=has_outliers(side),
         channel_bits=(head_dim - 1).bit_length(),
     )
+
+
+
+def _scale_strides(side: CompressedTensors) -> list[int]:
+    """How many rows of scales lie between items, heads and chunks, so that where they begin is known to be a row."""
+    row = side.scale.stride(3)
+    strides = [0 if size == 1 else stride for size, stride in zip(side.scale.shape[:3], side.scale.stride(), strict=False)]
+    if any(stride % row for stride in strides):
+        raise ValueError("`scale` has to consist of rows as far apart as those of a chunk")
+    return [stride // row for stride in strides]
 
 
 def _low_rank_size(side: CompressedTensors) -> tuple[int, int]:

@@ -30,8 +30,8 @@ _NOT_SPECIALIZED = [
     "num_tiles",
     "tiles_per_chunk",
     "tiles_per_split",
-    "key_rank_units",
-    "value_rank_units",
+    "key_rank",
+    "value_rank",
     "key_low_rank_start",
     "value_low_rank_start",
     "num_rows",
@@ -43,7 +43,12 @@ _NOT_SPECIALIZED = [
         for part in ("entry", "offset")
         for dimension in "bm"
     ),
-    *(f"{side}_a_stride_{dimension}" for side in ("key", "value") for dimension in "bhm"),
+    *(
+        f"{side}_{part}_stride_{dimension}"
+        for side in ("key", "value")
+        for part in ("a", "scale")
+        for dimension in "bhm"
+    ),
 ]
 
 
@@ -120,8 +125,8 @@ def attend_kernel(
     num_tiles,
     tiles_per_chunk,
     tiles_per_split,
-    key_rank_units,
-    value_rank_units,
+    key_rank,
+    value_rank,
     key_low_rank_start,
     value_low_rank_start,
     scale,
@@ -141,8 +146,6 @@ def attend_kernel(
     """Partial attention of some rows of one key/value head over one split."""
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
-    # Known to be even where they are, so that two ranks are loaded at once
-    key_rank, value_rank = key_rank_units * KEY.rank_unit, value_rank_units * VALUE.rank_unit
     if QUERIES != "loaded":
         first_rows_ptr, _, _ = row_pointers(
             query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, tl.program_id(0), num_heads)
@@ -185,14 +188,15 @@ def attend_kernel(
             positions = chunk * chunk_length + tokens
             token_in_use = (tokens < limit) & (positions < length)
             key_scale_start = batch * key_scale_stride_b + head * key_scale_stride_h + chunk_64 * key_scale_stride_m
-            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group) * KEY.scale_stride_s
+            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group)
+            key_scale_start *= KEY.scale_stride_s
             key_codes = batch * key_codes_stride_b + head * key_codes_stride_h + chunk_64 * key_codes_stride_m
             scores = score_codes(
                 queries, query_sums,
                 key_codes_ptr + key_codes + first_token_64 * KEY.codes_stride_t,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
                 KEY, PARTS, PACKED, BLOCK_R, BLOCK_T)
-            if KEY.rank_unit > 0:
+            if len(KEY.ranks) > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
                     key_rank, first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
@@ -213,15 +217,15 @@ def attend_kernel(
             probabilities, decay, maximum, total = update_softmax(scores, maximum, total, 0)
             value_scale_start = (
                 batch * value_scale_stride_b + head * value_scale_stride_h + chunk_64 * value_scale_stride_m)
-            value_scale_start += scale_row(
-                first_token_64, VALUE.by_channel, VALUE.tokens_per_group) * VALUE.scale_stride_s
+            value_scale_start += scale_row(first_token_64, VALUE.by_channel, VALUE.tokens_per_group)
+            value_scale_start *= VALUE.scale_stride_s
             value_codes = batch * value_codes_stride_b + head * value_codes_stride_h + chunk_64 * value_codes_stride_m
             outputs, zero_sums, reference = weigh_codes(
                 outputs, zero_sums, reference, probabilities, decay,
                 value_codes_ptr + value_codes + first_token_64 * VALUE.codes_stride_t,
                 value_scale_ptr + value_scale_start, value_zero_ptr + value_scale_start, token_in_use,
                 VALUE, PARTS, PACKED, BLOCK_T)
-            if VALUE.rank_unit > 0:
+            if len(VALUE.ranks) > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
                     value_rank, first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)

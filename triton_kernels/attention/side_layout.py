@@ -59,8 +59,9 @@ class SideLayout(NamedTuple):
         by_channel (`bool`): whether tokens share a scale.
         num_groups (`int`): of a token, where they do not.
         tokens_per_group (`int`): that share a scale, 0 if it is all of a chunk or none.
-        rank_unit, block_rank (`int`): what R is a multiple of, 0 if there is no low rank, and the block that covers R.
-            R itself is an argument, as prompts and chunks of decoded tokens differ in it and share a kernel.
+        ranks (`tuple[int, ...]`): what R may be, of which there are two where prompts and chunks of decoded tokens
+            share a kernel, none without low rank.
+        block_rank (`int`): the block that covers R.
         has_outliers (`bool`): whether there are any.
         channel_bits (`int`): of an outlier's index.
     """
@@ -72,7 +73,7 @@ class SideLayout(NamedTuple):
     by_channel: bool
     num_groups: int
     tokens_per_group: int
-    rank_unit: int
+    ranks: tuple[int, ...]
     block_rank: int
     has_outliers: bool
     channel_bits: int
