@@ -17,8 +17,8 @@ import torch
 
 NUM_PROMPTS, NUM_STEPS = 60, 300
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
-# At most so many kernels of each name. Keys and values differ where channels and tokens do. Tokens that a chunk holds as
-# well as the prefix are hidden by a mask where there are sinks
+# At most so many kernels of each name. Keys and values differ where channels and tokens do. Sinks are hidden by a mask
+# where the first chunk holds them too
 _CODES = {"attend_kernel": 1, "combine_kernel": 1, "_quantize_channels_kernel": 1, "_quantize_tokens_kernel": 1}
 _OUTLIERS = {"_select_outliers_kernel": 2, "_store_outliers_kernel": 2, "_power_iteration_kernel": 1}
 MOST = {

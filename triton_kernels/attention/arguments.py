@@ -58,11 +58,12 @@ def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
     )
 
 
-
 def _scale_strides(side: CompressedTensors) -> list[int]:
     """How many rows of scales lie between items, heads and chunks, so that where they begin is known to be a row."""
     row = side.scale.stride(3)
-    strides = [0 if size == 1 else stride for size, stride in zip(side.scale.shape[:3], side.scale.stride(), strict=False)]
+    strides = [
+        0 if size == 1 else stride for size, stride in zip(side.scale.shape[:3], side.scale.stride(), strict=False)
+    ]
     if any(stride % row for stride in strides):
         raise ValueError("`scale` has to consist of rows as far apart as those of a chunk")
     return [stride // row for stride in strides]

@@ -85,9 +85,7 @@ def add_from_basis(
     if len(SIDE.ranks) > 0:
         coefficients, power = normalize(output_in_basis)
         power *= inverse_power(reference)
-        if len(SIDE.ranks) == 1:
-            outputs = _add_from_basis(outputs, coefficients, power, b_ptr + b_start, SIDE.ranks[0], SIDE, PARTS)
-        elif rank == SIDE.ranks[0]:
+        if len(SIDE.ranks) == 1 or rank == SIDE.ranks[0]:
             outputs = _add_from_basis(outputs, coefficients, power, b_ptr + b_start, SIDE.ranks[0], SIDE, PARTS)
         else:
             outputs = _add_from_basis(outputs, coefficients, power, b_ptr + b_start, SIDE.ranks[1], SIDE, PARTS)

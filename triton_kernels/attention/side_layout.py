@@ -54,8 +54,8 @@ class SideLayout(NamedTuple):
     Args:
         dim (`int`): D.
         pieces (`tuple[Piece, ...]`): what rows of codes are taken apart into.
-        codes_stride_t, scale_stride_s (`int`): from one row to the next. They hardly vary, and addresses that differ by
-            constants share a register.
+        codes_stride_t, scale_stride_s (`int`): from one row to the next. They hardly vary, and addresses that differ
+            by constants share a register.
         by_channel (`bool`): whether tokens share a scale.
         num_groups (`int`): of a token, where they do not.
         tokens_per_group (`int`): that share a scale, 0 if it is all of a chunk or none.

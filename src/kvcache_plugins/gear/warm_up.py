@@ -42,9 +42,7 @@ class Sizes(NamedTuple):
     is_padded: bool
 
 
-def sizes_of(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool
-) -> list[Sizes]:
+def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool) -> list[Sizes]:
     """What the layers of a decoder are given; none where its states are of another form than heads."""
     num_query_heads = config.num_attention_heads
     return [
