@@ -265,7 +265,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             model (`PreTrainedModel`): the model that will use the cache.
             padded (`bool`, *optional*, defaults to `False`): whether batches with padding will come.
         """
-        config = decoder_config(unwrap_model(model).config)
+        config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
             if isinstance(self.gear_config, GEARConfig):
                 warm_up_gear(self.gear_config, sizes)

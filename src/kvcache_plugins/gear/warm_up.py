@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.layers.model_match import key_value_heads
-from kvcache_plugins.models.layer_config import head_dims
+from kvcache_plugins.models.layer_config import decoder_config, head_dims
 
 from .config import GEARConfig
 from .layer import GEARLayer
@@ -43,7 +43,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool) -> list[Sizes]:
-    """What the layers of a decoder are given; none where its states are of another form than heads."""
+    """What the layers of a model are given; none where its states are of another form than heads."""
+    config = decoder_config(config)
     num_query_heads = config.num_attention_heads
     return [
         Sizes(num_heads, num_query_heads, head_dim, head_dim, dtype, device, is_padded)

@@ -49,12 +49,12 @@ class GraphStates(torch.Tensor):
     What `update` returns while a step is traced.
 
     Attributes:
-        new (`torch.Tensor` of shape `[batch_size, num_heads, 1, head_dim]`): the new keys or values.
+        states (`torch.Tensor` of shape `[batch_size, num_heads, 1, head_dim]`): the new keys or values.
         number (`torch.Tensor`): the cache's.
         layer_idx (`int`): the layer's.
     """
 
-    new: torch.Tensor
+    states: torch.Tensor
     number: torch.Tensor
     layer_idx: int
 
@@ -78,7 +78,7 @@ class GraphStates(torch.Tensor):
                 "`compile_whole_steps` is for models whose attention is `sdpa`: this one computes with what the cache "
                 "returned"
             )
-        return stand_for(args[0].new, args[0].number, args[0].layer_idx, result)
+        return stand_for(args[0].states, args[0].number, args[0].layer_idx, result)
 
 
 def stand_for(
@@ -86,7 +86,7 @@ def stand_for(
 ) -> GraphStates:
     """New states in the place of all of a layer's, which look like `shown`."""
     states = (new if shown is None else shown).as_subclass(GraphStates)
-    states.new, states.number, states.layer_idx = new, number, layer_idx
+    states.states, states.number, states.layer_idx = new, number, layer_idx
     return states
 
 
@@ -100,7 +100,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    return cached_attention(query, key.new, value.new, attn_mask, key.number, key.layer_idx, scale)
+    return cached_attention(query, key.states, value.states, attn_mask, key.number, key.layer_idx, scale)
 
 
 @torch.library.custom_op(

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention.attend import Launch, attend_kernel
+from kvcache_plugins.triton_kernels.attention.attend import Launch
+from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
 from kvcache_plugins.triton_kernels.attention.combine import combine_kernel, prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT, KeptLaunch, can_keep
@@ -34,9 +35,6 @@ class KeptStep:
         compressed (`Sequence[CompressedPart]`): compressed parts, the first of which keeps the step.
         launches (`Sequence[Launch]`): those of the compressed parts.
         scale (`float`): factor of the scores.
-
-    Attributes:
-        result (`torch.Tensor` of shape `[B, H, rows, value D]`, *optional*): of the step that it was made by.
     """
 
     def __init__(
@@ -64,12 +62,18 @@ class KeptStep:
         exact = [KernelDensePart(*part.in_use(), part.mask) for part in dense]
         launch = prepare_combination(partials, exact, rows, scale)
         self._combining = KeptLaunch(combine_kernel, launch.grid, launch.arguments, launch.options)
-        self.result: torch.Tensor | None = launch.result
+        self._first_result: torch.Tensor | None = launch.result
         self._result_shape = launch.result.shape
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and pickles of a cache have tensors of their own, and make steps of their own
         return type(None), ()
+
+    def take_first_result(self) -> torch.Tensor:
+        """What the step gave that it was made by, once."""
+        result, self._first_result = self._first_result, None
+        assert result is not None
+        return result
 
     def fits(
         self, rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float

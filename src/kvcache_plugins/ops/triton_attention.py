@@ -57,15 +57,14 @@ def _attend_rows(
     """The same of rows `[B, H, rows, D]`; of parts that were seen before, by launches that are kept."""
     kept = compressed[0].kept
     step = kept.get(_STEP)
-    if step is not None and step.fits(rows, dense, compressed, scale):
+    if isinstance(step, KeptStep) and step.fits(rows, dense, compressed, scale):
         return step(rows, dense[-1])
     if _SEEN in kept and dense and dense[-1].mask is None:
         packed = rows.is_cuda and torch.version.hip is None
         launches = [prepare_part(rows, part, scale, packed) for part in compressed]
         if can_keep_step(rows, dense, compressed, launches):
             step = kept[_STEP] = KeptStep(rows, dense, compressed, launches, scale)
-            result, step.result = step.result, None
-            return result
+            return step.take_first_result()
     kept[_SEEN] = True
     partials = [_attend_part(rows, part, scale) for part in compressed]
     exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
