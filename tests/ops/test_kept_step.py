@@ -1,4 +1,4 @@
-"""Kept launches have the arguments of those prepared anew, read nothing back, and allocate a result and a workspace only:
+"""Kept launches have the arguments of those prepared anew, read nothing back, and allocate a result and a workspace:
 under a stand-in for a GPU's driver.
 
 In a process of its own, as Triton decides when it is imported whether it interprets.
