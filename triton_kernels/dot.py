@@ -19,7 +19,8 @@ def block_size(size: int) -> int:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """A product of float16 or bfloat16 queries is exact in TF32; one of float32 is not."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    # GPUs of AMD up to gfx90a have no TF32
+    return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
 @triton.jit

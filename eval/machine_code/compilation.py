@@ -22,14 +22,14 @@ _TYPES = {
 }
 
 
-def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int, **options: int) -> Any:
+def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
     """
     What Triton would compile for a launch.
 
     Args:
         kernel (`triton.runtime.JITFunction`): the kernel.
         arguments (`Mapping[str, Any]`): what it is launched with; tensors on any device stand for aligned ones.
-        capability (`int`): compute capability, such as 90.
+        capability (`int` or `str`): compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`.
         options (`int`): `num_warps`, `num_stages`.
     """
     import triton
@@ -48,7 +48,8 @@ def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int, **op
         if is_multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("hip", capability, 64) if isinstance(capability, str) else GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(compiled: Any) -> dict[str, int]:

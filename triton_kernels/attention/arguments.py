@@ -14,23 +14,25 @@ from .packing import Packing, packing_of
 from .side_layout import SideLayout
 
 
+# Of prompts and of decoded tokens by default: one kernel reads both
+_RANKS = (4, 2)
+
+
 def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
     chunk_length = side.codes.shape[3]
-    covered = side.low_rank_a.shape[3] if side.low_rank_a is not None else 0
-    scale_strides = list(side.scale.stride()[:3])
-    if side.scale.shape[1] == 1:
-        scale_strides[1] = 0
+    covered, rank = _low_rank_size(side)
     return {
         **_pointer(f"{name}_codes", side.codes, "bhm"),
         f"{name}_scale_ptr": side.scale,
         f"{name}_zero_ptr": side.zero,
-        **_strides(f"{name}_scale", scale_strides, "bhm"),
+        **_strides(f"{name}_scale", _scale_strides(side), "bhm"),
         **_pointer(f"{name}_a", side.low_rank_a, "bhm"),
         **_pointer(f"{name}_b", side.low_rank_b, "bhm"),
         **_entry_arguments(name, side),
+        f"{name}_rank": rank,
         f"{name}_low_rank_start": chunk_length - covered,
         name.upper(): side_layout(side, head_dim),
     }
@@ -40,23 +42,41 @@ def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
     """What the kernel is compiled for."""
     packing = side_packing(side, head_dim)
     by_channel = side.axis == "channel"
-    low_rank = side.low_rank_a is not None and side.low_rank_a.shape[3] > 0
-    rank = side.low_rank_a.shape[4] if side.low_rank_a is not None and low_rank else 0
+    covered, rank = _low_rank_size(side)
     return SideLayout(
         dim=head_dim,
         pieces=packing.pieces,
         codes_stride_t=side.codes.stride(3),
         scale_stride_s=side.scale.stride(3),
-        a_stride_t=0 if side.low_rank_a is None else side.low_rank_a.stride(3),
-        b_stride_d=0 if side.low_rank_b is None else side.low_rank_b.stride(3),
         by_channel=by_channel,
         num_groups=0 if by_channel else side.scale.shape[4],
         tokens_per_group=tokens_per_group(side),
-        rank=rank,
+        ranks=() if covered == 0 else _RANKS if rank in _RANKS else (rank,),
         block_rank=block_size(rank),
         has_outliers=has_outliers(side),
         channel_bits=(head_dim - 1).bit_length(),
     )
+
+
+def _scale_strides(side: CompressedTensors) -> list[int]:
+    """How many rows of scales lie between items, heads and chunks, so that where they begin is known to be a row."""
+    row = side.scale.stride(3)
+    strides = [
+        0 if size == 1 else stride for size, stride in zip(side.scale.shape[:3], side.scale.stride(), strict=False)
+    ]
+    if any(stride % row for stride in strides):
+        raise ValueError("`scale` has to consist of rows as far apart as those of a chunk")
+    return [stride // row for stride in strides]
+
+
+def _low_rank_size(side: CompressedTensors) -> tuple[int, int]:
+    """Tokens that the low-rank part covers, and R; zeros without it."""
+    a, b = side.low_rank_a, side.low_rank_b
+    if a is None or b is None or a.shape[3] == 0:
+        return 0, 0
+    if any(factor.stride()[3:] != (factor.shape[4], 1) for factor in (a, b)):
+        raise ValueError("rows of `low_rank_a` and of `low_rank_b` must lie behind each other")
+    return a.shape[3], a.shape[4]
 
 
 def has_outliers(side: CompressedTensors) -> bool:

@@ -13,7 +13,7 @@ added up densely:
   constant per row;
 - low rank: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values with the product by `B` once a
   chunk;
-- outliers: query (or probabilities) gathered at 32 entries at once, and scattered to tokens (or channels) by a dot
+- outliers: query (or probabilities) gathered at 64 entries at once, and scattered to tokens (or channels) by a dot
   with a one-hot matrix: no atomics, so results are the same from run to run.
 
 The splits' partial results are merged by `combine`. Nothing is tuned while it runs: stages and warps are fixed.
@@ -45,7 +45,7 @@ _MIN_BLOCK_TOKENS = 16
 _MIN_BLOCK_ROWS = 8
 # Rows times channels: what registers hold of the output
 _MAX_BLOCK_OUTPUT = 2048
-_BLOCK_ENTRIES = 32
+_BLOCK_ENTRIES = 64
 # Tokens whose outliers are stored together
 _OUTLIER_TILE = 64
 # Registers of a warp let so many programs share a multiprocessor

@@ -30,6 +30,8 @@ _NOT_SPECIALIZED = [
     "num_tiles",
     "tiles_per_chunk",
     "tiles_per_split",
+    "key_rank",
+    "value_rank",
     "key_low_rank_start",
     "value_low_rank_start",
     "num_rows",
@@ -41,7 +43,12 @@ _NOT_SPECIALIZED = [
         for part in ("entry", "offset")
         for dimension in "bm"
     ),
-    *(f"{side}_a_stride_{dimension}" for side in ("key", "value") for dimension in "bhm"),
+    *(
+        f"{side}_{part}_stride_{dimension}"
+        for side in ("key", "value")
+        for part in ("a", "scale")
+        for dimension in "bhm"
+    ),
 ]
 
 
@@ -118,6 +125,8 @@ def attend_kernel(
     num_tiles,
     tiles_per_chunk,
     tiles_per_split,
+    key_rank,
+    value_rank,
     key_low_rank_start,
     value_low_rank_start,
     scale,
@@ -169,7 +178,7 @@ def attend_kernel(
         first_tile_of_chunk = chunk * tiles_per_chunk
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
-            KEY, QUERIES, PARTS, BLOCK_R)
+            key_rank, KEY, QUERIES, PARTS, BLOCK_R)
         output_in_basis = tl.zeros([VALUE.block_rank, BLOCK_R], tl.float32)
         for tile in range(tl.maximum(first_tile - first_tile_of_chunk, 0),
                           tl.minimum(last_tile - first_tile_of_chunk, tiles_per_chunk)):
@@ -179,17 +188,18 @@ def attend_kernel(
             positions = chunk * chunk_length + tokens
             token_in_use = (tokens < limit) & (positions < length)
             key_scale_start = batch * key_scale_stride_b + head * key_scale_stride_h + chunk_64 * key_scale_stride_m
-            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group) * KEY.scale_stride_s
+            key_scale_start += scale_row(first_token_64, KEY.by_channel, KEY.tokens_per_group)
+            key_scale_start *= KEY.scale_stride_s
             key_codes = batch * key_codes_stride_b + head * key_codes_stride_h + chunk_64 * key_codes_stride_m
             scores = score_codes(
                 queries, query_sums,
                 key_codes_ptr + key_codes + first_token_64 * KEY.codes_stride_t,
                 key_scale_ptr + key_scale_start, key_zero_ptr + key_scale_start, token_in_use,
                 KEY, PARTS, PACKED, BLOCK_R, BLOCK_T)
-            if KEY.rank > 0:
+            if len(KEY.ranks) > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
-                    first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
+                    key_rank, first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
                 no_product = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 scores += dot_parts(coefficients, query_in_basis, no_product, PARTS) * basis_power[None, :]
             if KEY.has_outliers:
@@ -207,18 +217,18 @@ def attend_kernel(
             probabilities, decay, maximum, total = update_softmax(scores, maximum, total, 0)
             value_scale_start = (
                 batch * value_scale_stride_b + head * value_scale_stride_h + chunk_64 * value_scale_stride_m)
-            value_scale_start += scale_row(
-                first_token_64, VALUE.by_channel, VALUE.tokens_per_group) * VALUE.scale_stride_s
+            value_scale_start += scale_row(first_token_64, VALUE.by_channel, VALUE.tokens_per_group)
+            value_scale_start *= VALUE.scale_stride_s
             value_codes = batch * value_codes_stride_b + head * value_codes_stride_h + chunk_64 * value_codes_stride_m
             outputs, zero_sums, reference = weigh_codes(
                 outputs, zero_sums, reference, probabilities, decay,
                 value_codes_ptr + value_codes + first_token_64 * VALUE.codes_stride_t,
                 value_scale_ptr + value_scale_start, value_zero_ptr + value_scale_start, token_in_use,
                 VALUE, PARTS, PACKED, BLOCK_T)
-            if VALUE.rank > 0:
+            if len(VALUE.ranks) > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
-                    first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
+                    value_rank, first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
                 output_in_basis = dot_parts(
                     tl.trans(coefficients), probabilities, output_in_basis * decay[None, :], PARTS)
             if VALUE.has_outliers:
@@ -230,7 +240,8 @@ def attend_kernel(
                     head, num_heads, first_token, limit, VALUE, STORED_TILES, BLOCK_R, BLOCK_T, BLOCK_E, PARTS, PACKED)
         outputs = add_from_basis(
             outputs, output_in_basis, reference, value_b_ptr,
-            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m, VALUE, PARTS)
+            batch * value_b_stride_b + head * value_b_stride_h + chunk_64 * value_b_stride_m,
+            value_rank, VALUE, PARTS)
     store_partials(
         output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
         VALUE, PLANES)

@@ -11,6 +11,7 @@ Legend as in `attend.py`; T tokens of an exact part.
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -165,6 +166,15 @@ def combine_kernel(
     )
 
 
+class Combination(NamedTuple):
+    """A launch of `combine_kernel`: its grid, its arguments, what it writes, and stages."""
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    result: torch.Tensor
+    options: dict[str, int]
+
+
 def combine(
     partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -184,6 +194,15 @@ def combine(
     Returns:
         `[B, H, rows, value D]` in the queries' dtype.
     """
+    launch = prepare_combination(partials, exact_parts, query, scale)
+    combine_kernel[launch.grid](**launch.arguments, **launch.options)
+    return launch.result
+
+
+def prepare_combination(
+    partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
+) -> Combination:
+    """The launch of `combine`."""
     exact_parts = [part for part in exact_parts if part.keys.shape[2] > 0]
     if len(exact_parts) > _MAX_PARTS:
         raise ValueError(f"`exact_parts` may be at most {_MAX_PARTS}, not {len(exact_parts)}")
@@ -203,33 +222,33 @@ def combine(
     bytes_ahead = _BLOCK_TOKENS * block_size(key_dim) * query.element_size()
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
     grid = (batch_size * num_heads, triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows))
-    combine_kernel[grid](
-        query_ptr=query,
-        query_stride_b=query.stride(0),
-        query_stride_h=query.stride(1),
-        query_stride_r=query.stride(2),
-        result_ptr=result,
+    arguments = {
+        "query_ptr": query,
+        "query_stride_b": query.stride(0),
+        "query_stride_h": query.stride(1),
+        "query_stride_r": query.stride(2),
+        "result_ptr": result,
         **block_arguments(0, blocks),
         **block_arguments(1, blocks),
         **part_arguments(0, exact_parts, num_heads, num_rows),
         **part_arguments(1, exact_parts, num_heads, num_rows),
-        num_heads=num_heads,
-        num_rows=num_rows,
-        scale=scale,
+        "num_heads": num_heads,
+        "num_rows": num_rows,
+        "scale": scale,
         # Of one block or part the kernel is that of two, the second without tokens: nothing is compiled amid decoding
-        NUM_BLOCKS=_MAX_BLOCKS if blocks else 0,
-        NUM_PARTS=_MAX_PARTS if exact_parts else 0,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        PRECISION=dot_precision(query.dtype),
-        BLOCK_R=block_rows,
-        BLOCK_T=_BLOCK_TOKENS,
-        BLOCK_K=block_size(key_dim),
-        BLOCK_V=block_channels,
-        BLOCK_S=max(1, _ROWS_AT_ONCE // block_rows),
+        "NUM_BLOCKS": _MAX_BLOCKS if blocks else 0,
+        "NUM_PARTS": _MAX_PARTS if exact_parts else 0,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "PRECISION": dot_precision(query.dtype),
+        "BLOCK_R": block_rows,
+        "BLOCK_T": _BLOCK_TOKENS,
+        "BLOCK_K": block_size(key_dim),
+        "BLOCK_V": block_channels,
+        "BLOCK_S": max(1, _ROWS_AT_ONCE // block_rows),
         # Known to the compiler because a decode step, which has few, needs fewer registers so
-        MANY_ROWS=num_rows > block_rows,
-        # Tiles of keys and values that are on their way or in use
-        num_stages=2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1,
-    )
-    return result
+        "MANY_ROWS": num_rows > block_rows,
+    }
+    # Tiles of keys and values that are on their way or in use
+    options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1}
+    return Combination(grid, arguments, result, options)

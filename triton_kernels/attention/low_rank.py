@@ -1,6 +1,7 @@
 """The low-rank part of a tile: `A (B^T q)` for keys with `B^T q` once a chunk, `B (A^T p)` for values likewise.
 
-Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` is a `SideLayout`.
+Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` is a `SideLayout`, factors have their
+ranks beside each other.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -18,14 +19,14 @@ from .values import field_unit
 
 
 @triton.jit
-def _load_basis(b_ptr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
+def _load_basis(b_ptr, RANK: tl.constexpr, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
     """The factor `B` `[words, ranks]` of a field's channels."""
     ranks = tl.arange(0, SIDE.block_rank)
     words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
-    pointers = b_ptr + (words[:, None] * SIDE.b_stride_d + ranks[None, :])
+    pointers = b_ptr + (words[:, None] * RANK + ranks[None, :])
     return tl.load(
-        pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * SIDE.b_stride_d,
-        mask=channel_mask(SIDE, PIECE, FIELD)[:, None] & (ranks < SIDE.rank)[None, :],
+        pointers + SIDE.pieces[PIECE].fields[FIELD].first_channel * RANK,
+        mask=channel_mask(SIDE, PIECE, FIELD)[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )
 
@@ -35,6 +36,7 @@ def to_basis(
     queries,
     b_ptr,
     b_start,
+    rank,
     SIDE: tl.constexpr,
     QUERIES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -42,16 +44,30 @@ def to_basis(
 ):
     """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
     product = tl.zeros([SIDE.block_rank, BLOCK_R], tl.float32)
-    if SIDE.rank > 0:
-        for p in tl.static_range(len(SIDE.pieces)):
-            for f in tl.static_range(len(SIDE.pieces[p].fields)):
-                if SIDE.pieces[p].plane == 0:
-                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
-                    query = queries[field_number(SIDE, p, f)]
-                    if QUERIES == "turned":
-                        query = same_halves(query)
-                    product = dot_parts(tl.trans(basis), query, product, PARTS)
+    # Addresses that differ by constants share registers, so there is code for each rank
+    if len(SIDE.ranks) == 1:
+        product = _to_basis(queries, b_ptr + b_start, product, SIDE.ranks[0], SIDE, QUERIES, PARTS)
+    elif len(SIDE.ranks) == 2:
+        if rank == SIDE.ranks[0]:
+            product = _to_basis(queries, b_ptr + b_start, product, SIDE.ranks[0], SIDE, QUERIES, PARTS)
+        else:
+            product = _to_basis(queries, b_ptr + b_start, product, SIDE.ranks[1], SIDE, QUERIES, PARTS)
     return normalize(product)
+
+
+@triton.jit
+def _to_basis(
+    queries, b_ptr, product, RANK: tl.constexpr, SIDE: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr
+):
+    for p in tl.static_range(len(SIDE.pieces)):
+        for f in tl.static_range(len(SIDE.pieces[p].fields)):
+            if SIDE.pieces[p].plane == 0:
+                basis = _load_basis(b_ptr, RANK, SIDE, p, f)
+                query = queries[field_number(SIDE, p, f)]
+                if QUERIES == "turned":
+                    query = same_halves(query)
+                product = dot_parts(tl.trans(basis), query, product, PARTS)
+    return product
 
 
 @triton.jit
@@ -63,34 +79,55 @@ def normalize(product):
 
 @triton.jit
 def add_from_basis(
-    outputs, output_in_basis, reference, b_ptr, b_start, SIDE: tl.constexpr, PARTS: tl.constexpr
+    outputs, output_in_basis, reference, b_ptr, b_start, rank, SIDE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Outputs with `B (A^T p)` added, as they are if there is no such factor."""
-    if SIDE.rank > 0:
+    if len(SIDE.ranks) > 0:
         coefficients, power = normalize(output_in_basis)
         power *= inverse_power(reference)
-        result = ()
-        for p in tl.static_range(len(SIDE.pieces)):
-            for f in tl.static_range(len(SIDE.pieces[p].fields)):
-                output = outputs[field_number(SIDE, p, f)]
-                if SIDE.pieces[p].plane == 0:
-                    basis = _load_basis(b_ptr + b_start, SIDE, p, f)
-                    product = dot_parts(basis, coefficients, tl.zeros(output.shape, tl.float32), PARTS)
-                    output += product * (power * (1.0 / field_unit(SIDE, p, f)))[None, :]
-                result = result + (output,)
-        outputs = result
+        if len(SIDE.ranks) == 1 or rank == SIDE.ranks[0]:
+            outputs = _add_from_basis(outputs, coefficients, power, b_ptr + b_start, SIDE.ranks[0], SIDE, PARTS)
+        else:
+            outputs = _add_from_basis(outputs, coefficients, power, b_ptr + b_start, SIDE.ranks[1], SIDE, PARTS)
     return outputs
 
 
 @triton.jit
-def load_coefficients(a_ptr, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
+def _add_from_basis(
+    outputs, coefficients, power, b_ptr, RANK: tl.constexpr, SIDE: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    result = ()
+    for p in tl.static_range(len(SIDE.pieces)):
+        for f in tl.static_range(len(SIDE.pieces[p].fields)):
+            output = outputs[field_number(SIDE, p, f)]
+            if SIDE.pieces[p].plane == 0:
+                basis = _load_basis(b_ptr, RANK, SIDE, p, f)
+                product = dot_parts(basis, coefficients, tl.zeros(output.shape, tl.float32), PARTS)
+                output += product * (power * (1.0 / field_unit(SIDE, p, f)))[None, :]
+            result = result + (output,)
+    return result
+
+
+@triton.jit
+def load_coefficients(a_ptr, rank, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
     """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
+    if len(SIDE.ranks) == 1:
+        return _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[0], SIDE.block_rank, BLOCK_T)
+    if rank == SIDE.ranks[0]:
+        rows = _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[0], SIDE.block_rank, BLOCK_T)
+    else:
+        rows = _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[1], SIDE.block_rank, BLOCK_T)
+    return rows
+
+
+@triton.jit
+def _load_rows(
+    a_ptr, first_token, token_in_use, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
     tokens = tl.arange(0, BLOCK_T)
-    ranks = tl.arange(0, SIDE.block_rank)
+    ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
-        a_ptr
-        + tl.cast(first_token, tl.int64) * SIDE.a_stride_t
-        + (tokens[:, None] * SIDE.a_stride_t + ranks[None, :]),
-        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < SIDE.rank)[None, :],
+        a_ptr + tl.cast(first_token, tl.int64) * RANK + (tokens[:, None] * RANK + ranks[None, :]),
+        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )

@@ -54,12 +54,14 @@ class SideLayout(NamedTuple):
     Args:
         dim (`int`): D.
         pieces (`tuple[Piece, ...]`): what rows of codes are taken apart into.
-        codes_stride_t, scale_stride_s, a_stride_t, b_stride_d (`int`): from one row to the next. They hardly vary, and
-            addresses that differ by constants share a register.
+        codes_stride_t, scale_stride_s (`int`): from one row to the next. They hardly vary, and addresses that differ
+            by constants share a register.
         by_channel (`bool`): whether tokens share a scale.
         num_groups (`int`): of a token, where they do not.
         tokens_per_group (`int`): that share a scale, 0 if it is all of a chunk or none.
-        rank, block_rank (`int`): R, and the block that covers it.
+        ranks (`tuple[int, ...]`): what R may be, of which there are two where prompts and chunks of decoded tokens
+            share a kernel, none without low rank.
+        block_rank (`int`): the block that covers R.
         has_outliers (`bool`): whether there are any.
         channel_bits (`int`): of an outlier's index.
     """
@@ -68,12 +70,10 @@ class SideLayout(NamedTuple):
     pieces: tuple[Piece, ...]
     codes_stride_t: int
     scale_stride_s: int
-    a_stride_t: int
-    b_stride_d: int
     by_channel: bool
     num_groups: int
     tokens_per_group: int
-    rank: int
+    ranks: tuple[int, ...]
     block_rank: int
     has_outliers: bool
     channel_bits: int

@@ -156,7 +156,7 @@ def power_iteration(
         keep_strides = keep.stride()
     matrices = residual[padding]
     batch_size, num_heads, num_chunks = matrices.shape[:3]
-    # Of tokens a chunk of decoding has few, and prompts have one kernel
+    # Chunks of all usual lengths share a kernel
     all_tokens = _CHUNK_LENGTH if num_tokens <= _CHUNK_LENGTH else MAX_SIDE
     all_channels = triton.next_power_of_2(head_dim)
     _power_iteration_kernel[(num_chunks, num_heads, batch_size)](

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .outliers import everything
+
 
 # Every program reads all outliers of its chunk: of more, sorting is less work
 MAX_OUTLIERS = 2**16
@@ -38,15 +40,13 @@ def _load_places(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    HAS_USED: tl.constexpr,
 ):
     """Heads, tokens, channels and slots of entries; what is not in use has the slot behind the last."""
     in_use = entries < num_entries
     x, y, z = entries // (num_y * num_z), entries // num_z % num_y, entries % num_z
     offsets = x.to(tl.int64) * indices_stride_x + y * indices_stride_y + z * indices_stride_z
     index = tl.load(indices_ptr + offsets, mask=in_use, other=0).to(tl.int32)
-    if HAS_USED:
-        in_use = tl.load(used_ptr + y * used_stride_y, mask=in_use, other=0) != 0
+    in_use = tl.load(used_ptr + y * used_stride_y, mask=in_use, other=0) != 0
     if BY_CHANNEL:
         heads, tokens, channels = x, index, z
     else:
@@ -55,7 +55,17 @@ def _load_places(
 
 
 # What differs from prompt to prompt: a kernel for each divisibility would gain nothing
-_NOT_SPECIALIZED = ["num_chunks", "chunk_length", "num_low_rank_tokens", "num_entries", "num_y", "num_z"]
+_NOT_SPECIALIZED = [
+    "num_chunks",
+    "chunk_length",
+    "num_low_rank_tokens",
+    "rank",
+    "num_entries",
+    "num_y",
+    "num_z",
+    *(f"indices_stride_{dimension}" for dimension in "bxmyz"),
+    *(f"used_stride_{dimension}" for dimension in "bmy"),
+]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -73,6 +83,7 @@ def _store_outliers_kernel(
     num_chunks,
     chunk_length,
     num_low_rank_tokens,
+    rank,
     num_entries,
     num_y,
     num_z,
@@ -85,11 +96,10 @@ def _store_outliers_kernel(
     used_stride_m,
     used_stride_y,
     HEAD_DIM: tl.constexpr,
-    RANK: tl.constexpr,
+    HAS_LOW_RANK: tl.constexpr,
     TILE: tl.constexpr,
     CHANNEL_BITS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    HAS_USED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One slot of a chunk. What is missing, factors and results are contiguous."""
@@ -98,8 +108,7 @@ def _store_outliers_kernel(
     batch = tl.program_id(2).to(tl.int64)
     num_slots = tl.num_programs(0)
     indices_ptr += batch * indices_stride_b + chunk * indices_stride_m
-    if HAS_USED:
-        used_ptr += batch * used_stride_b + chunk * used_stride_m
+    used_ptr += batch * used_stride_b + chunk * used_stride_m
     chunk_index = batch * num_chunks + chunk
     stored_indices_ptr += chunk_index * num_entries
     stored_values_ptr += chunk_index * num_entries
@@ -109,7 +118,7 @@ def _store_outliers_kernel(
         # fmt: off
         _, _, _, slots = _load_places(
             start + tl.arange(0, BLOCK), indices_ptr, used_ptr, num_entries, num_slots, num_heads, num_y, num_z,
-            indices_stride_x, indices_stride_y, indices_stride_z, used_stride_y, HEAD_DIM, TILE, BY_CHANNEL, HAS_USED)
+            indices_stride_x, indices_stride_y, indices_stride_z, used_stride_y, HEAD_DIM, TILE, BY_CHANNEL)
         # fmt: on
         before += tl.sum((slots < slot).to(tl.int32), axis=0)
     tl.store(offsets_ptr + slot, before)
@@ -118,19 +127,19 @@ def _store_outliers_kernel(
         # fmt: off
         heads, tokens, channels, slots = _load_places(
             start + tl.arange(0, BLOCK), indices_ptr, used_ptr, num_entries, num_slots, num_heads, num_y, num_z,
-            indices_stride_x, indices_stride_y, indices_stride_z, used_stride_y, HEAD_DIM, TILE, BY_CHANNEL, HAS_USED)
+            indices_stride_x, indices_stride_y, indices_stride_z, used_stride_y, HEAD_DIM, TILE, BY_CHANNEL)
         # fmt: on
         is_own = slots == slot
         matrices = (batch * num_heads + heads) * num_chunks + chunk
         missing_offsets = (matrices * chunk_length + tokens) * HEAD_DIM + channels
         values = tl.load(missing_ptr + missing_offsets, mask=is_own, other=0.0)
-        if RANK > 0:
+        if HAS_LOW_RANK:
             has_low_rank = is_own & (tokens >= first_low_rank_token)
-            a_ptrs = a_ptr + (matrices * num_low_rank_tokens + tokens - first_low_rank_token) * RANK
-            b_ptrs = b_ptr + (matrices * HEAD_DIM + channels) * RANK
-            for rank in range(RANK):
-                a = tl.load(a_ptrs + rank, mask=has_low_rank, other=0.0).to(tl.float32)
-                b = tl.load(b_ptrs + rank, mask=has_low_rank, other=0.0).to(tl.float32)
+            a_ptrs = a_ptr + (matrices * num_low_rank_tokens + tokens - first_low_rank_token) * rank
+            b_ptrs = b_ptr + (matrices * HEAD_DIM + channels) * rank
+            for column in range(rank):
+                a = tl.load(a_ptrs + column, mask=has_low_rank, other=0.0).to(tl.float32)
+                b = tl.load(b_ptrs + column, mask=has_low_rank, other=0.0).to(tl.float32)
                 values -= a * b
         rounded = values.to(tl.float16)
         poison = rounded.to(tl.float32) * 0.0
@@ -199,10 +208,8 @@ def store_outliers(
     offsets = indices.new_empty(batch_size, 1, num_chunks, num_slots + 1, dtype=torch.int32)
     if stored_indices.numel() == 0:
         return stored_indices, stored_values, offsets.zero_()
-    used_strides: tuple[int, ...] = (0,) * 3
-    if used is not None:
-        used = used.expand(batch_size, num_chunks, num_y)
-        used_strides = used.stride()
+    # The same kernel whether something is padded or not
+    used = (everything(missing.device) if used is None else used).expand(batch_size, num_chunks, num_y)
     a, b = low_rank or (None, None)
     _store_outliers_kernel[(num_slots, num_chunks, batch_size)](
         missing,
@@ -217,18 +224,17 @@ def store_outliers(
         num_heads,
         num_chunks,
         chunk_length,
-        0 if a is None else a.shape[3],
+        *((0, 0) if a is None else a.shape[3:]),
         num_entries,
         num_y,
         num_z,
         *indices.stride(),
-        *used_strides,
+        *used.stride(),
         HEAD_DIM=head_dim,
-        RANK=0 if a is None else a.shape[4],
+        HAS_LOW_RANK=a is not None,
         TILE=tile,
         CHANNEL_BITS=channel_bits,
         BY_CHANNEL=by_channel,
-        HAS_USED=used is not None,
         BLOCK=_BLOCK,
     )
     return stored_indices, stored_values, offsets

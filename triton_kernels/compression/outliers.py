@@ -9,14 +9,14 @@ launch or two a side. What is left of a row is known then, and is written down f
 # What a kernel is given are pointers, integers and tiles, for which Triton has no types
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 
 MAX_ROW_LENGTH = 4096
-# Tokens of a chunk of decoding, of which there is one length
-_MAX_CHUNK_LENGTH = 128
 _VALUES_PER_WARP = 512
 _MIN_TILE_SIZE = 1024
 # Below every packed value: a place past the end of the row, or already taken.
@@ -35,7 +35,14 @@ def _order(values):
 
 
 # What differs from prompt to prompt: a kernel for each divisibility would gain nothing
-_NOT_SPECIALIZED = ["num_chunks", "num_rows", "row_length", "num_per_side"]
+_NOT_SPECIALIZED = [
+    "num_chunks",
+    "num_rows",
+    "row_length",
+    "num_per_side",
+    *(f"valid_stride_{dimension}" for dimension in "bhmron"),
+    *(f"counts_stride_{dimension}" for dimension in "bhmr"),
+]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -71,8 +78,6 @@ def _select_outliers_kernel(
     counts_stride_h,
     counts_stride_m,
     counts_stride_r,
-    HAS_VALID: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
     WRITES_KEEP: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -96,20 +101,17 @@ def _select_outliers_kernel(
     rows_offsets = rows[:, None] * rows_stride_r + (outer * rows_stride_o + inner * rows_stride_n)[None, :]
     order = _order(tl.load(rows_ptr + rows_offsets, mask=in_block, other=0.0).to(tl.float32))
     high, low = order, ~order
-    if HAS_VALID:
-        valid_ptr += batch * valid_stride_b + head * valid_stride_h + chunk * valid_stride_m
-        valid_offsets = rows[:, None] * valid_stride_r + (outer * valid_stride_o + inner * valid_stride_n)[None, :]
-        valid = tl.load(valid_ptr + valid_offsets, mask=in_block, other=0) != 0
-        high = tl.where(valid, high, _INVALID)
-        low = tl.where(valid, low, _INVALID)
+    valid_ptr += batch * valid_stride_b + head * valid_stride_h + chunk * valid_stride_m
+    valid_offsets = rows[:, None] * valid_stride_r + (outer * valid_stride_o + inner * valid_stride_n)[None, :]
+    valid = tl.load(valid_ptr + valid_offsets, mask=in_block, other=0) != 0
+    high = tl.where(valid, high, _INVALID)
+    low = tl.where(valid, low, _INVALID)
     # The lower a place, the larger what is packed: of equal values the first is taken
     packed_places = (BLOCK_N - 1 - places).to(tl.int64)[None, :]
     high = tl.where(in_row, (high.to(tl.int64) << 32) | packed_places, _TAKEN)
     low = tl.where(in_row, (low.to(tl.int64) << 32) | packed_places, _TAKEN)
-    counts = tl.full([BLOCK_R], 0, dtype=tl.int64) + num_per_side
-    if HAS_COUNTS:
-        counts_ptr += batch * counts_stride_b + head * counts_stride_h + chunk * counts_stride_m
-        counts = tl.load(counts_ptr + rows * counts_stride_r, mask=is_row, other=0).to(tl.int64)
+    counts_ptr += batch * counts_stride_b + head * counts_stride_h + chunk * counts_stride_m
+    counts = tl.load(counts_ptr + rows * counts_stride_r, mask=is_row, other=0)
     row_index = ((batch * tl.num_programs(1) + head) * num_chunks + chunk) * num_rows + rows
     indices_ptr += row_index * 2 * num_per_side
     for slot in range(num_per_side):
@@ -125,9 +127,7 @@ def _select_outliers_kernel(
         tl.store(indices_ptr + num_per_side + slot, BLOCK_N - 1 - (lowest & (BLOCK_N - 1)), mask=is_row)
     if WRITES_KEEP:
         # Of the smallest also those that the largest took are gone
-        keep = low != _TAKEN
-        if HAS_VALID:
-            keep = keep & valid
+        keep = (low != _TAKEN) & valid
         keep_ptr += batch * keep_stride_b + head * keep_stride_h + chunk * keep_stride_m
         keep_offsets = rows[:, None] * keep_stride_r + (outer * keep_stride_o + inner * keep_stride_n)[None, :]
         tl.store(keep_ptr + keep_offsets, keep, mask=in_block)
@@ -170,22 +170,17 @@ def select_outliers(
     if indices.numel() == 0:
         return indices
     padding = (None,) * (4 - len(leading))
-    valid_strides: tuple[int, ...] = (0,) * 6
     keep_strides: tuple[int, ...] = (0,) * 6
-    counts_strides: tuple[int, ...] = (0,) * 4
-    if valid is not None:
-        valid = valid.expand_as(rows)[padding]
-        valid_strides = _row_strides(valid, row_dims)
+    # The same kernel whether something is padded or not
+    valid = (everything(rows.device) if valid is None else valid).expand_as(rows)[padding]
+    counts = (_all_slots(rows.device) if counts is None else counts.long()).expand(leading)[padding]
     if keep is not None:
         assert keep.shape == rows.shape
         keep = keep[padding]
         keep_strides = _row_strides(keep, row_dims)
-    if counts is not None:
-        counts = counts.expand(leading)[padding]
-        counts_strides = counts.stride()
     rows = rows[padding]
     batch_size, num_heads, num_chunks, num_rows = rows.shape[:4]
-    block_n = _block_length(row_length, is_prompt=row_dims == 1)
+    block_n = triton.next_power_of_2(row_length)
     block_r = min(max(_MIN_TILE_SIZE // block_n, 1), triton.next_power_of_2(num_rows))
     grid = (triton.cdiv(num_rows, block_r) * num_chunks, num_heads, batch_size)
     _select_outliers_kernel[grid](
@@ -199,11 +194,9 @@ def select_outliers(
         row_length,
         num_per_side,
         *_row_strides(rows, row_dims),
-        *valid_strides,
+        *_row_strides(valid, row_dims),
         *keep_strides,
-        *counts_strides,
-        HAS_VALID=valid is not None,
-        HAS_COUNTS=counts is not None,
+        *counts.stride(),
         WRITES_KEEP=keep is not None,
         INNER=row_shape[1] if row_dims == 2 else 0,
         BLOCK_R=block_r,
@@ -213,11 +206,16 @@ def select_outliers(
     return indices
 
 
-def _block_length(row_length: int, *, is_prompt: bool) -> int:
-    """What covers a row. Of tokens' rows there are two lengths of kernels, that of chunks and that of all prompts."""
-    if is_prompt and row_length > _MAX_CHUNK_LENGTH:
-        return MAX_ROW_LENGTH
-    return triton.next_power_of_2(row_length)
+@functools.cache
+def everything(device: torch.device) -> torch.Tensor:
+    """What says of every value that it is valid."""
+    return torch.ones(1, dtype=torch.bool, device=device)
+
+
+@functools.cache
+def _all_slots(device: torch.device) -> torch.Tensor:
+    """What says of every row that all of its slots count."""
+    return torch.full((1,), MAX_ROW_LENGTH, device=device)
 
 
 def _row_strides(tensor: torch.Tensor, row_dims: int) -> tuple[int, ...]:

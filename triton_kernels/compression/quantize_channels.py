@@ -61,7 +61,15 @@ def _store_range(
 
 
 # What differs from prompt to prompt: a kernel for each divisibility would gain nothing
-_NOT_SPECIALIZED = ["num_chunks", "num_groups", "group_size", "num_tile_programs", "num_block_programs"]
+_NOT_SPECIALIZED = [
+    "num_chunks",
+    "num_groups",
+    "group_size",
+    "num_tile_programs",
+    "num_block_programs",
+    "finds_range",
+    "packs",
+]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -78,6 +86,8 @@ def _quantize_channels_kernel(
     group_size,
     num_tile_programs,
     num_block_programs,
+    finds_range,
+    packs,
     states_stride_b,
     states_stride_h,
     states_stride_m,
@@ -94,8 +104,6 @@ def _quantize_channels_kernel(
     HAS_KEEP: tl.constexpr,
     WRITES_MISSING: tl.constexpr,
     REPORTS: tl.constexpr,
-    FINDS_RANGE: tl.constexpr,
-    PACKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -119,7 +127,7 @@ def _quantize_channels_kernel(
     codes_ptr += group_index * group_size * NUM_BYTES
     scale_ptr += group_index * HEAD_DIM
     zero_ptr += group_index * HEAD_DIM
-    if FINDS_RANGE:
+    if finds_range:
         if HAS_KEEP:
             keep_ptr += batch * keep_stride_b + head * keep_stride_h + chunk * keep_stride_m
             keep_ptr += group * group_size * keep_stride_l
@@ -132,7 +140,7 @@ def _quantize_channels_kernel(
             # fmt: on
         # What one thread has stored, others read when they pack
         tl.debug_barrier()
-    if PACKS:
+    if packs:
         for tile in range(first_tile, tl.cdiv(group_size, BLOCK_L), num_tile_programs):
             tokens = (tile * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
             states_rows = states_ptr + tokens * states_stride_l
@@ -165,9 +173,9 @@ def quantize_channels(
     block_l = min(triton.next_power_of_2(group_size), _MAX_TOKENS_IN_TILE)
     num_tiles, num_blocks = triton.cdiv(group_size, block_l), triton.cdiv(head_dim, _CHANNELS_IN_RANGE_TILE)
     # Of each launch: what it does, and how many programs share tiles and blocks
-    launches = [(True, True, 1, 1)]
+    launches = [(1, 1, 1, 1)]
     if group_size > MAX_TOKENS_IN_PROGRAM:
-        launches = [(True, False, 1, num_blocks), (False, True, num_tiles, 1)]
+        launches = [(1, 0, 1, num_blocks), (0, 1, num_tiles, 1)]
     for finds_range, packs, num_tile_programs, num_block_programs in launches:
         num_programs = num_chunks * num_groups * num_tile_programs * num_block_programs
         _quantize_channels_kernel[(num_programs, num_heads, batch_size)](
@@ -177,8 +185,8 @@ def quantize_channels(
             group_size=group_size,
             num_tile_programs=num_tile_programs,
             num_block_programs=num_block_programs,
-            FINDS_RANGE=finds_range,
-            PACKS=packs,
+            finds_range=finds_range,
+            packs=packs,
             BLOCK_L=block_l,
             BLOCK_D=_CHANNELS_IN_RANGE_TILE,
         )

@@ -68,6 +68,8 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     """
 
     config: BufferConfig
+    # Whether the kernels that it runs have been compiled, or it is what compiles them
+    is_warm = False
 
     def _clear(self) -> None:
         super()._clear()

@@ -27,6 +27,7 @@ from .transform.calibration import TransformCalibration
 from .transform.calibrations import calibration_of_file, check_calibrated, resolve_calibration
 from .transform.config import TransformConfig, transform_config
 from .transform.layer import TransformLayer
+from .warm_up import exercise, sizes_of, warm_up_gear
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -253,6 +254,23 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "layers_left": len(self.layers) - len(layers),
         }
         return {**kinds, **total, **choice}
+
+    def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
+        """
+        Compiles everything that a sequence of this cache will run, before its first token: on a GPU, where the first
+        prompt does it otherwise, and on a CPU, where the first decode step does. The cache itself stays as it is, and
+        other caches with the same options have no need of it any more.
+
+        Args:
+            model (`PreTrainedModel`): the model that will use the cache.
+            padded (`bool`, *optional*, defaults to `False`): whether batches with padding will come.
+        """
+        config = unwrap_model(model).config
+        for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
+            if isinstance(self.gear_config, GEARConfig):
+                warm_up_gear(self.gear_config, sizes)
+            else:
+                exercise(self._make_layer(0, config), sizes)
 
     def fork(self, count: int) -> list[GEARCache]:
         """

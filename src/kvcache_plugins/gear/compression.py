@@ -41,7 +41,7 @@ def compress_tokens(
     Raises:
         ValueError: if states are not finite or exceed float16.
     """
-    steps = choose_steps(keys)
+    steps = choose_steps(keys, is_prompt=is_prompt)
     # Kernels notice by themselves what is not finite; then the states are looked at, to say what it was
     if not steps.is_fused:
         check_finite(keys, values, valid, layer_idx)

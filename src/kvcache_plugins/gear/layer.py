@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel
+from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.ops.parts import CompressedPart
 
 from .block_layer import BlockLayerMixin
@@ -87,6 +87,19 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
+
+    def _note_queries(self, query: torch.Tensor) -> None:
+        """Before the first prompt is compressed, everything is compiled that decoding will need."""
+        if self._pending is None or self.is_warm:
+            return
+        self.is_warm = True
+        if compiles_kernels(query):
+            # Imported late, as it makes layers
+            from .warm_up import Sizes, warm_up_gear
+
+            heads, dims = self._shapes["keys"][1], (self._shapes["keys"][3], self._shapes["values"][3])
+            is_padded = self.padding is not None
+            warm_up_gear(self.config, Sizes(heads, query.shape[1], *dims, self.dtype, self.device, is_padded))
 
     def _block_part(self, block: CompressedBlock, mask: torch.Tensor | None) -> CompressedPart:
         return CompressedPart(block.keys, block.values, block.length, mask)

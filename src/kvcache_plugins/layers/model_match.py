@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
 from .encoder_decoder import UpdateOrder
+from .graph_states import register, stand_for
 from .layer_types import replace_full_attention
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
@@ -33,6 +34,20 @@ class ModelMatchMixin(HybridLayersMixin):
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
     _is_direct = False
+    # Of this cache, where steps are whole graphs
+    _graph_number: torch.Tensor | None = None
+
+    def compile_whole_steps(self) -> None:
+        """
+        Has steps of one token be one graph under `torch.compile`, so that `fullgraph=True` is possible: for models
+        whose attention is `sdpa`. By default graphs break at every layer's cache, which any model can bear. Prompts
+        are to be read outside; copies of the cache have to be told anew.
+        """
+        self._graph_number = register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The number is another cache's
+        self.__dict__.update(state | {"_graph_number": None})
 
     def _init_layers(self, config: PreTrainedConfig | None) -> None:
         """Makes all layers of a model of the config, or without one each layer when the model comes to it."""
@@ -55,11 +70,20 @@ class ModelMatchMixin(HybridLayersMixin):
     def _next_layer(self) -> Any:
         return self._layer(len(self.layers))
 
-    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
+        number = self._graph_number
+        if number is not None and torch.compiler.is_compiling() and key_states.shape[2] == 1:
+            return stand_for(key_states, number, layer_idx), stand_for(value_states, number, layer_idx)
+        return self._update_checked(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _update_checked(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same outside of graphs."""
         try:
             self._update_order.note(layer_idx)
         except ValueError:

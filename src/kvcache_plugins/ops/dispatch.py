@@ -55,6 +55,12 @@ def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
     return _kernel_on(_device_type(query), requested)
 
 
+def compiles_kernels(states: torch.Tensor) -> bool:
+    """Whether what is computed on the states' device is by kernels that Triton compiles when they are first run."""
+    device_type = _device_type(states)
+    return device_type == "cuda" and _kernel_on(device_type, requested_kernel())[0] == "triton"
+
+
 def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     """
     Whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: of a prompt on a CPU,

@@ -4,7 +4,8 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q query toke
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -44,12 +45,14 @@ class CompressedPart:
         length (`int`): tokens in use, T; the chunks may have room for more.
         mask (`torch.Tensor`, *optional*): as in `DensePart`. It may have fewer columns, but several: what they do not
             cover is attended to.
+        kept (`dict[str, Any]`): what a kernel keeps of a step over this very part for the next one.
     """
 
     keys: CompressedStates
     values: CompressedStates
     length: int
     mask: torch.Tensor | None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[DensePart]:
         """The same tile by tile, dequantized to float32."""

@@ -13,9 +13,14 @@ from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as Ker
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 
 from .compressed_states import TENSOR_NAMES, CompressedStates
+from .kept_step import KeptStep, can_keep_step
 from .masking import slice_mask
 from .parts import CompressedPart, DensePart
 from .rotation import rotate
+
+
+# Under which names a part keeps a step, and that it was in one
+_STEP, _SEEN = "step", "seen"
 
 
 def _tensors(states: CompressedStates) -> CompressedTensors:
@@ -42,10 +47,28 @@ def attend(
     rows = query.reshape(batch_size, num_key_value_heads, -1, head_dim)
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
-        partials = [_attend_part(rows, part, scale) for part in compressed]
-        exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
-        output = combine(partials, exact, rows, scale)
+        output = _attend_rows(rows, dense, compressed, scale)
     return output.reshape(batch_size, num_heads, num_queries, -1)
+
+
+def _attend_rows(
+    rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
+) -> torch.Tensor:
+    """The same of rows `[B, H, rows, D]`; of parts that were seen before, by launches that are kept."""
+    kept = compressed[0].kept
+    step = kept.get(_STEP)
+    if isinstance(step, KeptStep) and step.fits(rows, dense, compressed, scale):
+        return step(rows, dense[-1])
+    if _SEEN in kept and dense and dense[-1].mask is None:
+        packed = rows.is_cuda and torch.version.hip is None
+        launches = [prepare_part(rows, part, scale, packed) for part in compressed]
+        if can_keep_step(rows, dense, compressed, launches):
+            step = kept[_STEP] = KeptStep(rows, dense, compressed, launches, scale)
+            return step.take_first_result()
+    kept[_SEEN] = True
+    partials = [_attend_part(rows, part, scale) for part in compressed]
+    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
+    return combine(partials, exact, rows, scale)
 
 
 def prepare_part(rows: torch.Tensor, part: CompressedPart, scale: float, packed: bool) -> Launch:

@@ -2,10 +2,10 @@
 
 What a kernel does not cover is computed in plain PyTorch, step by step:
 
-- choosing outliers among more than 4096 values (the tokens of a long prompt's keys, the channels of very many heads),
-  or more than 64 a side;
-- low rank of more than 256 tokens or channels, above rank 16, or of the most recent tokens only: a prompt's, for
-  which products of large matrices are what PyTorch does best;
+- choosing outliers among the tokens of a prompt, of which there is any number, or among more than 4096 values, or
+  more than 64 a side;
+- low rank of a prompt, for which products of large matrices are what PyTorch does best, of more than 256 tokens or
+  channels, or above rank 16;
 - storing more than 65536 outliers of a chunk.
 
 Quantization is always by kernel, so of states that are compressed here none is a library's work alone.
@@ -34,8 +34,9 @@ class TritonSteps(CompressionSteps):
 
     is_fused = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_prompt: bool = False) -> None:
         super().__init__()
+        self._is_prompt = is_prompt
         self._exceeded = torch.zeros(1, dtype=torch.int32, device=device)
 
     def prepare(self, states: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -46,7 +47,8 @@ class TritonSteps(CompressionSteps):
     ) -> Outliers | None:
         _, num_heads, _, length, head_dim = states.shape
         row_length = length if by_channel else num_heads * head_dim
-        if row_length > MAX_ROW_LENGTH or num_outliers_per_side(row_length, sparsity) > _MAX_PER_SIDE:
+        is_any_length = self._is_prompt and by_channel
+        if is_any_length or row_length > MAX_ROW_LENGTH or num_outliers_per_side(row_length, sparsity) > _MAX_PER_SIDE:
             return super().select_outliers(states.float(), valid, sparsity, by_channel)
         if by_channel:
             return _select_key_outliers(states, valid, sparsity)
@@ -75,7 +77,7 @@ class TritonSteps(CompressionSteps):
         recent_ratio: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         length, head_dim = missing.shape[3:]
-        if rank > MAX_RANK or max(length, head_dim) > MAX_SIDE or recent_ratio < 1:
+        if self._is_prompt or rank > MAX_RANK or max(length, head_dim) > MAX_SIDE or recent_ratio < 1:
             return super().approximate(missing, keep, valid, rank, num_iterations, recent_ratio)
         start = starting_matrix(head_dim, rank, missing.device)
         return power_iteration(missing, rank, num_iterations, start, keep, STORAGE_DTYPE, self._exceeded)

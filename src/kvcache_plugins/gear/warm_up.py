@@ -1,0 +1,93 @@
+"""Kernels compiled before the first token: a layer like the real one is taken through all that a sequence makes it do.
+
+Triton and Numba compile a kernel when it is first run. A prompt runs some, the first full chunk of decoded tokens
+others, and a pause of seconds amid decoding is what nobody expects. Running them is the one way that cannot miss one.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvcache_plugins.layers.model_match import key_value_heads
+from kvcache_plugins.models.layer_config import decoder_config, head_dims
+
+from .config import GEARConfig
+from .layer import GEARLayer
+from .transform.layer import TransformLayer
+
+
+# A prompt and decoded tokens of a layer that rows are made of
+_NUM_ROWS = 64
+
+
+class Sizes(NamedTuple):
+    """
+    Of what a layer is given.
+
+    Args:
+        num_heads, num_query_heads (`int`): heads of keys and of queries.
+        key_dim, value_dim (`int`): channels of a head.
+        dtype (`torch.dtype`), device (`torch.device`): of the states.
+        is_padded (`bool`): whether items may be padded.
+    """
+
+    num_heads: int
+    num_query_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    is_padded: bool
+
+
+def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool) -> list[Sizes]:
+    """What the layers of a model are given; none where its states are of another form than heads."""
+    config = decoder_config(config)
+    num_query_heads = config.num_attention_heads
+    return [
+        Sizes(num_heads, num_query_heads, head_dim, head_dim, dtype, device, is_padded)
+        for num_heads in sorted(key_value_heads(config) or {num_query_heads})
+        for head_dim in sorted(head_dims(config))
+        if num_query_heads % num_heads == 0
+    ]
+
+
+@functools.cache
+def warm_up_gear(config: GEARConfig, sizes: Sizes) -> None:
+    """Compiles what layers of GEAR with some options run, once a process."""
+    group, num_sinks = config.token_group, config.num_sink_tokens
+    # Sinks may stand within the first group, and then parts of it are hidden, or before it
+    for length in sorted({2 * group, 2 * group + num_sinks % group}):
+        exercise(GEARLayer(config, 0), sizes, length, config.residual_length)
+
+
+def exercise(
+    layer: GEARLayer | TransformLayer, sizes: Sizes, prompt_length: int = _NUM_ROWS, num_decoded: int = _NUM_ROWS
+) -> None:
+    """Takes an empty layer through a prompt, decoded tokens that are compressed, and attention over all of it."""
+    layer.is_warm = True
+    batch_size = 2 if sizes.is_padded else 1
+
+    def states(count: int, dim: int, num_heads: int = sizes.num_heads) -> torch.Tensor:
+        # No random numbers: those are the user's
+        numbers = torch.linspace(-1, 1, batch_size * num_heads * count * dim, device=sizes.device)
+        return (numbers * 1000).cos().view(batch_size, num_heads, count, dim).to(sizes.dtype)
+
+    def mask(num_new: int, length: int) -> torch.Tensor | None:
+        if not sizes.is_padded:
+            return None
+        allowed = torch.ones(batch_size, 1, num_new, length, dtype=torch.bool, device=sizes.device)
+        allowed[0, :, :, :1] = False
+        return allowed.tril(length - num_new)
+
+    with torch.no_grad():
+        # The decoded tokens come at once, and the update after them compresses them
+        for count in (prompt_length, num_decoded, 1):
+            layer.update(states(count, sizes.key_dim), states(count, sizes.value_dim))
+            query = states(count, sizes.key_dim, sizes.num_query_heads)
+            if layer.get_seq_length() == count:
+                hidden = mask(count, count)
+                layer.on_exact_attention(query, hidden, is_causal=hidden is None, scale=None)
+        layer.attend(query, mask(1, layer.get_seq_length()), is_causal=False, scale=None)

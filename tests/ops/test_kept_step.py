@@ -1,0 +1,133 @@
+"""Kept launches have the arguments of those prepared anew, read nothing back, and allocate a result and a workspace:
+under a stand-in for a GPU's driver.
+
+In a process of its own, as Triton decides when it is imported whether it interprets.
+"""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+NUM_HEADS, HEAD_DIM = 2, 64
+SCALE = HEAD_DIM**-0.5
+# What every step writes to
+OUTPUTS = ("query_ptr", "result_ptr", "output_", "maximum_", "total_")
+ALIGNMENT = 16
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Counts what is allocated, and fails where the host reads from the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "_to_copy", "equal"), name
+        self.allocations += name.startswith(("new_empty", "new_zeros", "empty", "zeros", "new_full"))
+        return func(*args, **(kwargs or {}))
+
+
+def record(kernel_calls, name, kernel, arguments):
+    """Arguments of a launch by name, pointers as addresses."""
+    values = {
+        parameter.name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+        for parameter, value in zip(kernel.params, arguments, strict=True)
+    }
+    kernel_calls.append((name, values))
+
+
+def check(name):
+    from kvcache_plugins.eval.machine_code import stand_in_driver
+    from kvcache_plugins.ops import triton_attention
+    from kvcache_plugins.registry import create_cache
+    from kvcache_plugins.triton_kernels.attention.attend import attend_kernel
+    from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
+
+    kernels = {"attend_kernel": attend_kernel, "combine_kernel": combine_kernel}
+    calls = []
+
+    def run(self, *arguments):
+        if self._name in kernels:
+            # The launcher is given nine things before the kernel's own arguments, a kept launch none
+            kernel = kernels[self._name]
+            record(calls, self._name, kernel, arguments[-len(kernel.params) :])
+
+    def launches_of(query, dense, compressed, scale):
+        calls.clear()
+        triton_attention.attend(query, dense, compressed, scale)
+        return list(calls)
+
+    cache = create_cache(name)
+    with stand_in_driver.stand_in_driver(), torch.inference_mode(), patch.object(stand_in_driver._Kernel, "run", run):
+
+        def step(num_new):
+            states = torch.zeros(1, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)
+            return cache.update(states, states, 0), states.new_zeros(1, 4 * NUM_HEADS, num_new, HEAD_DIM)
+
+        def attend(num_new):
+            (keys, values), query = step(num_new)
+            torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, is_causal=num_new > 1, enable_gqa=True
+            )
+
+        attend(200)
+        num_kept = 0
+        for _ in range(90):
+            attend(1)
+            layer = cache.layers[0]
+            dense, compressed = split(list(layer._parts(None)))
+            query = torch.zeros(1, 4 * NUM_HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
+            kept = compressed[0].kept.get("step")
+            got = launches_of(query, dense, compressed, SCALE)
+            fresh = [copy.copy(part) for part in compressed]
+            for part in fresh:
+                object.__setattr__(part, "kept", {})
+            expected = launches_of(query, dense, fresh, SCALE)
+            assert [kernel for kernel, _ in got] == [kernel for kernel, _ in expected]
+            for (kernel, ours), (_, theirs) in zip(got, expected, strict=True):
+                for argument in ours:
+                    if argument.startswith(OUTPUTS) and argument.endswith("_ptr"):
+                        assert ours[argument] is None or ours[argument] % ALIGNMENT == 0, argument
+                    else:
+                        assert ours[argument] == theirs[argument], (kernel, argument)
+            if kept is not None and compressed[0].kept.get("step") is kept:
+                num_kept += 1
+        with NothingIsRead() as mode:
+            triton_attention.attend(query, dense, compressed, SCALE)
+        is_rotated = compressed[0].values.is_rotated
+        assert is_rotated or mode.allocations == 2, mode.allocations
+        assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
+    # But for those after a compression
+    assert num_kept >= 80, num_kept
+
+
+def split(parts):
+    from kvcache_plugins.ops.parts import CompressedPart
+
+    return (
+        [part for part in parts if not isinstance(part, CompressedPart)],
+        [part for part in parts if isinstance(part, CompressedPart)],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gear-2bit", "gear-k3v2"])
+def test_kept_launches_are_those_prepared_anew(name):
+    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
+    finished = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check(sys.argv[1])
