@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import list_caches, predict_memory, recommend
 from kvcache_plugins.advice.byte_sizes import parse_bytes, show_bytes
-from kvcache_plugins.advice.recommendation import FIDELITY_ORDER, CacheFit, Recommendation, default_caches
+from kvcache_plugins.advice.recommendation import FIDELITY_ORDER, CacheFit, Recommendation
 from kvcache_plugins.advice.search import find_largest
 
 
@@ -166,7 +166,7 @@ def test_weights_are_counted_when_asked_for(contract_model: PreTrainedModel) -> 
 def test_all_caches_by_default(contract_model: PreTrainedModel) -> None:
     announced: list[str] = []
     found = ask(contract_model, "1MB", caches=None, on_progress=announced.append, context=300)
-    assert {*by_name(found), *found.not_sized} == {*list_caches()} - {"gear"} == {*announced}
+    assert {*by_name(found), *found.not_sized} == {*list_caches()} == {*announced}
     assert "offloaded" in found.not_sized
     assert found.model == "llama"
     assert found.max_context == 1024
@@ -179,10 +179,6 @@ def test_named_caches_that_cannot_be_sized_are_errors(contract_model: PreTrained
         ask(contract_model, "1MB", caches=["dynamic", "gear:nbits=5"])
     with pytest.raises(ValueError, match="Unknown cache `gaer`"):
         ask(contract_model, "1MB", caches=["gaer"])
-
-
-def test_one_name_of_those_that_stand_for_the_same() -> None:
-    assert {*list_caches()} - {*default_caches()} == {"gear"}
 
 
 @pytest.mark.parametrize("results", RESULTS, ids=lambda path: path.stem)
