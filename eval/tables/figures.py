@@ -166,7 +166,13 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
                 sides = sides or _BITS.search(cache)
             if sides:
                 # They share all but the number of bits
-                place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                # Lines fall to the right: beside them there is room above on the right, and below on the left
+                is_below = is_crowded and number % 2 == 1
+                place: dict[str, Any] = {
+                    "xytext": (-5, -9) if is_below else (5, 4),
+                    "ha": "right" if is_below else "left",
+                }
+                place |= {"textcoords": "offset points", "fontsize": 7, "color": style["color"]}
                 axes.annotate(sides.group().strip("-"), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:
