@@ -20,7 +20,18 @@ from kvcache_plugins.eval.harness.windows import stretch_stops
 from .markdown import standard_error_of_kl
 
 
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+_COLOURS = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C564B",
+    "#7F7F7F",
+    "#882255",
+)
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
 # Between the shortest and the longest context; beyond it both axes are logarithmic

@@ -8,6 +8,7 @@ reads the files named below from `eval/results/`, predicts the bytes of a bfloat
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ CACHES = {
     "gear-t16": "this package, smallest",
     "gear-c16": "this package, calibrated",
 }
-# Parts of GEAR alone, which nobody takes
-_NOT_DRAWN = ("per-token-2bit", "per-token-4bit", "gear-l-2bit", "gear-l-4bit", "kcvt-4bit")
+# Parts of GEAR alone, which nobody takes, and what would make the figure a thicket
+_NOT_DRAWN = ("per-token-*", "gear-l-*", "kcvt-*", "*trellis", "*:*")
 
 
 def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -71,6 +72,12 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
         for row in content["rows"]:
             rows.setdefault(row["cache"], row)
     return {"settings": contents[0]["settings"], "rows": list(rows.values())}
+
+
+def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
+    """Results without the rows that are in tables alone."""
+    rows = [row for row in merged["rows"] if not any(fnmatchcase(row["cache"], each) for each in _NOT_DRAWN)]
+    return {**merged, "rows": rows}
 
 
 def _there(results: Path, names: Sequence[str]) -> list[Path]:
@@ -132,9 +139,7 @@ def main() -> None:
     path = RESULTS / "overview.json"
     path.write_text(json.dumps(compile_overview(RESULTS), indent=2) + "\n", encoding="utf-8")
     typer.echo(f"wrote {path}")
-    merged = merge_fidelity(RESULTS, PROMPT)
-    merged["rows"] = [row for row in merged["rows"] if row["cache"] not in _NOT_DRAWN]
-    typer.echo(f"drew {draw_result(merged, FIGURE)}")
+    typer.echo(f"drew {draw_result(select_drawn(merge_fidelity(RESULTS, PROMPT)), FIGURE)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvcache_plugins.eval.tables.figures import _draw_fidelity
-from kvcache_plugins.eval.tables.overview import merge_fidelity, render_overview
+from kvcache_plugins.eval.tables.overview import merge_fidelity, render_overview, select_drawn
 
 
 SETTINGS = {"text_file": "a.txt", "model": "m", "scored": 5, "prefix": 9, "chunk": None}
@@ -41,6 +41,12 @@ def test_peers_have_lines_and_bits_of_their_own():
     assert legend == ["kivi", "quanto", "hqq", "gear", "turboquant", "llamacpp", "gear-t", "fp8"]
     shown = {text.get_text() for text in axes.texts}
     assert {"2bit", "3bit", "4bit", "q4_0", "q5_1", "q8_0", "16", "22", "25", "30"} <= shown
+
+
+def test_trellis_codes_and_parts_are_in_tables_alone():
+    names = ("gear-t16", "gear-t16-trellis", "gear-t22:quantizer=trellis", "kcvt-4bit", "llamacpp-q4_0")
+    drawn = select_drawn({"rows": [make_row(name, 0.1) for name in names]})
+    assert [row["cache"] for row in drawn["rows"]] == ["gear-t16", "llamacpp-q4_0"]
 
 
 def test_what_was_not_measured_is_left_open():
