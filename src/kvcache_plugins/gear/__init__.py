@@ -85,14 +85,14 @@ register_cache(
     **_BEYOND,
 )
 # At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included.
-# What that leaves is for exact tokens, which is worth the more the less the others err. The bits of 25 are the backbone's
-# own defaults
-for _percent, _bits in (
-    (16, {"key_nbits": 2.375, "value_nbits": 2.0}),
-    (22, {"key_nbits": 3.25, "value_nbits": 3.0, "residual_length": 20}),
-    (25, {"residual_length": 20}),
-    (30, {"key_nbits": 4.625, "value_nbits": 4.125}),
-):
+# What that leaves is for exact tokens, which is worth the more the less the others err. Those of 25 are the default's
+_OF_PROMPTS: dict[int, dict[str, Any]] = {
+    16: {"key_nbits": 2.375, "value_nbits": 2.0},
+    22: {"key_nbits": 3.25, "value_nbits": 3.0, "residual_length": 20},
+    25: {"residual_length": 20},
+    30: {"key_nbits": 4.625, "value_nbits": 4.125},
+}
+for _percent, _bits in _OF_PROMPTS.items():
     register_cache(
         f"gear-t{_percent}",
         _FACTORY,
