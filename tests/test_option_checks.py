@@ -8,7 +8,7 @@ from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCa
 
 WRONG = {
     "gear": [
-        ("nbits", [2.0, "2", None, True]),
+        ("nbits", [2.0, "2", True]),
         ("key_nbits", ["2", 4.0]),
         ("backbone", [4, ["kivi"]]),
         ("sparsity", ["a", True, float("nan")]),

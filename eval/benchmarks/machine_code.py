@@ -30,7 +30,7 @@ from .contest import Shape, random_states
 PRESETS = (
     "kivi-2bit",
     "kivi-4bit",
-    "gear",
+    "gear-k4v4",
     "gear-k4v4-g32",
     "gear-k4v3",
     "gear-k3v2",

@@ -1,6 +1,6 @@
 """Time of a whole decode step of a model, for several caches that take turns in one process.
 
-kvcache-plugins bench step --context 4096 --cache dynamic --cache gear-2bit --text-file FILE
+kvcache-plugins bench step --context 4096 --cache dynamic --cache gear --text-file FILE
 """
 
 import statistics

@@ -20,7 +20,18 @@ from kvcache_plugins.eval.harness.windows import stretch_stops
 from .markdown import standard_error_of_kl
 
 
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+_COLOURS = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C564B",
+    "#7F7F7F",
+    "#882255",
+)
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
 # Between the shortest and the longest context; beyond it both axes are logarithmic
@@ -32,6 +43,9 @@ _BITS = re.compile(r"-(\d)bit")
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 # Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
 _PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
+
+# Of a legend
+_MOST_NAMES = 18
 
 Content = Mapping[str, Any]
 
@@ -139,7 +153,9 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     for content in group:
         if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
             methods[_method(content["settings"]["cache"])].append(content)
-    for number, contents in enumerate(methods.values()):
+    # So many that a name for each would be a page: one for each method then, and its bits beside the mark
+    is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
+    for number, (method, contents) in enumerate(methods.items()):
         style = _style(number)
         ordered = sorted(contents, key=_percent_held)
         axes.plot(
@@ -150,15 +166,24 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             cache = content["settings"]["cache"]
             face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
             percent = _percent_held(content)
-            axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=cache, mfc=face, **style)
+            label = cache if not is_crowded else method if content is ordered[0] else None
+            axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
             shared = _percent_shared(content)
             if shared:
                 # What it would be if there were no other cache
                 axes.plot([percent, percent + shared], [value, value], ":|", color=style["color"], linewidth=0.8)
             sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
+            if is_crowded:
+                sides = sides or _BITS.search(cache)
             if sides:
                 # They share all but the number of bits
-                place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                # Lines fall to the right: beside them there is room above on the right, and below on the left
+                is_below = is_crowded and number % 2 == 1
+                place: dict[str, Any] = {
+                    "xytext": (-5, -9) if is_below else (5, 4),
+                    "ha": "right" if is_below else "left",
+                }
+                place |= {"textcoords": "offset points", "fontsize": 7, "color": style["color"]}
                 axes.annotate(sides.group().strip("-"), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:

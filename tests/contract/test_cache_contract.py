@@ -20,8 +20,8 @@ from kvcache_plugins.registry import CacheEntry, describe_caches
 
 
 ENTRIES = {entry.name: entry for entry in describe_caches()}
-# The same cache under a second name
-ALIASES = {"gear": "gear-k4v4"}
+# The same cache under a second name, as random models have no calibration
+ALIASES = {"gear": "gear-t25"}
 
 QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
@@ -200,7 +200,7 @@ def test_short_contexts(cache: str, models: dict[str, PreTrainedModel]) -> None:
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_aliases(alias: str, name: str) -> None:
-    assert (ENTRIES[alias].factory, ENTRIES[alias].options) == (ENTRIES[name].factory, ENTRIES[name].options)
+    assert create_cache(alias).gear_config == create_cache(name).gear_config
 
 
 def test_lists_name_known_caches_and_items() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvcache_plugins.gear.transform.calibrations import AUTO
-from kvcache_plugins.registry import describe_caches
+from kvcache_plugins.registry import describe_caches, list_caches
 
 from .byte_sizes import in_thousands, parse_bytes, show_bytes
 from .memory_prediction import CacheSizer, CacheSizingError, check_counts
@@ -19,31 +19,39 @@ from .models_without_weights import ModelSource
 from .search import CacheFit, Search
 
 
-# The most faithful first, by their KL to the dense cache: of the README's table, which a test compares, of
-# docs/results/gear.md and of docs/infinigen_design.md. What drops tokens for good is last.
+# The most faithful first, by their KL to the dense cache behind a prompt: of the README's table and of
+# docs/results/gear.md, which a test compares, and of docs/infinigen_design.md. What drops tokens for good is last.
 FIDELITY_ORDER = (
     "dynamic",
     "gear-c28",
     "gear-t30",
+    "gear",
     "gear-c20",
     "gear-t25",
     "gear-k4v4-g32",
+    "gear-c18",
+    "gear-c16-trellis",
     "gear-t22",
-    "gear-c16",
     "gear-k4v4",
+    "gear-c16",
     "gear-k4v3",
     "gear-4bit",
     "kivi-4bit",
     "quanto-4bit",
     "fp8",
+    "gear-t16-trellis",
     "infinigen",
     "infinigen-gear",
+    "gear-c12-trellis",
     "hqq-4bit",
     "gear-c12",
     "gear-t16",
     "gear-l-4bit",
+    "gear-c10-trellis",
     "kcvt-4bit",
+    "gear-t14-trellis",
     "gear-k3v2",
+    "gear-t12-trellis",
     "infinigen-paper",
     "gear-2bit",
     "gear-k2v2",
@@ -161,7 +169,7 @@ def recommend(
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
     without_calibration = [] if sizer.is_calibrated else calibrated_caches()
-    for spec in caches or default_caches():
+    for spec in caches or list_caches():
         if on_progress is not None:
             on_progress(spec)
         if not caches and spec in without_calibration:
@@ -192,18 +200,6 @@ def recommend(
         recommended=recommended,
         reason=reason,
     )
-
-
-def default_caches() -> list[str]:
-    """Names of all registered caches, one of those that stand for the same."""
-    names: list[str] = []
-    seen = []
-    for entry in sorted(describe_caches(), key=lambda entry: entry.name not in FIDELITY_ORDER):
-        stands_for = (entry.factory, dict(entry.options))
-        if stands_for not in seen:
-            seen.append(stands_for)
-            names.append(entry.name)
-    return names
 
 
 def calibrated_caches() -> list[str]:

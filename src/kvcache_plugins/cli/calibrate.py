@@ -52,7 +52,7 @@ def main(
 
     GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
     errors cost. The first two thirds of a window are coded, the others say what an error does. Without --out the file
-    is kept where those presets find it; with it they take it as `gear-c16:calibration=FILE`.
+    is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`.
 
     \b
     Examples:

@@ -23,7 +23,7 @@ from .options import (
 )
 
 
-DEMO_CACHES = ("dynamic", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit")
+DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
 
 
 def main(
@@ -51,7 +51,7 @@ def main(
     \b
     Examples:
         kvcache-plugins compare --prompt-file LICENSE --prompt "In short, this licence"
-        kvcache-plugins compare --cache gear-2bit --cache gear-2bit:rank=8 --cache fp8 --prompt-file book.txt
+        kvcache-plugins compare --cache gear --cache gear-2bit:rank=8 --cache fp8 --prompt-file book.txt
         kvcache-plugins compare --prompt-file book.txt --json > comparison.json
     """
     check_model_name(model)

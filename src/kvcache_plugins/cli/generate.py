@@ -67,7 +67,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins generate --cache gear-2bit --prompt "The three laws of robotics are"
+        kvcache-plugins generate --cache gear --prompt "The three laws of robotics are"
         kvcache-plugins generate --cache gear:nbits=2,rank=8 --prompt-file notes.txt
         kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
         cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"

@@ -7,7 +7,7 @@ import typer
 from kvcache_plugins.advice.byte_sizes import in_thousands
 from kvcache_plugins.console.command_group import FAILED
 from kvcache_plugins.console.json_output import JsonOption, print_json
-from kvcache_plugins.registry import check_caches
+from kvcache_plugins.registry import check_caches, list_caches
 
 
 def main(
@@ -53,12 +53,12 @@ def main(
         kvcache-plugins recommend --model Qwen/Qwen2.5-7B --memory 24GiB --with-weights --context 131072
         kvcache-plugins recommend --model ./my-model --memory 8GiB --context 32768 --cache gear:nbits=3,rank=8 --json
     """
-    from kvcache_plugins.advice.recommendation import default_caches, recommend
+    from kvcache_plugins.advice.recommendation import recommend
     from kvcache_plugins.console.loading import default_device
     from kvcache_plugins.console.progress import track_progress
     from kvcache_plugins.console.recommend_tables import print_recommendation
 
-    specs = check_caches(cache) if cache else default_caches()
+    specs = check_caches(cache) if cache else list_caches()
     with track_progress(len(specs)) as announce:
         found = recommend(
             model,

@@ -54,9 +54,9 @@ Exit codes:
 Examples:
     kvcache-plugins doctor
     kvcache-plugins list
-    kvcache-plugins generate --cache gear-2bit --prompt "Once upon a time"
+    kvcache-plugins generate --cache gear --prompt "Once upon a time"
     kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks copa
     kvcache-plugins recommend --memory 100MB --context 8192
     kvcache-plugins bench kernels
 """

@@ -1,4 +1,4 @@
-"""GEAR: quantized backbone, low rank and outliers."""
+"""GEAR: quantized backbone, low rank and outliers; and transform coding."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ for _nbits in (4, 2):
         **_PLAIN,
     )
 # At equal bytes bits are worth more than a low rank and outliers, once sink tokens are exact and values rotated, on
-# every model and text tried: so the short name is one of these
+# every model and text tried
 _BEYOND: dict[str, Any] = {"backbone": "kivi", "num_sink_tokens": 4, "rotate_values": True, **_PLAIN}
 for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
     _bits: dict[str, Any] = {"nbits": _key_nbits}
@@ -71,7 +71,10 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
         **_bits,
         **_BEYOND,
     )
-register_cache("gear", _FACTORY, check=_CHECK, summary="The same as gear-k4v4", nbits=4, **_BEYOND)
+# What `GEARCache()` is
+register_cache(
+    "gear", _FACTORY, check=_CHECK, summary="The default: gear-t25, in calibrated bases if you have made them"
+)
 register_cache(
     "gear-k4v4-g32",
     _FACTORY,
@@ -82,22 +85,21 @@ register_cache(
     **_BEYOND,
 )
 # At most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that is held included.
-# What that leaves is for exact tokens, which is worth the more the less the others err
-for _percent, _bits_a_key, _bits_a_value, _num_exact in (
-    (16, 2.375, 2.0, 8),
-    (22, 3.25, 3.0, 20),
-    (25, 4.0, 3.25, 20),
-    (30, 4.625, 4.125, 8),
-):
+# What that leaves is for exact tokens, which is worth the more the less the others err. Those of 25 are the default's
+_OF_PROMPTS: dict[int, dict[str, Any]] = {
+    16: {"key_nbits": 2.375, "value_nbits": 2.0},
+    22: {"key_nbits": 3.25, "value_nbits": 3.0, "residual_length": 20},
+    25: {"residual_length": 20},
+    30: {"key_nbits": 4.625, "value_nbits": 4.125},
+}
+for _percent, _bits in _OF_PROMPTS.items():
     register_cache(
         f"gear-t{_percent}",
         _FACTORY,
         check=_CHECK,
         summary=f"Transform-coded, tokens one by one: {_percent} % of 16 bits",
         backbone="transform",
-        key_nbits=_bits_a_key,
-        value_nbits=_bits_a_value,
-        residual_length=_num_exact,
+        **_bits,
     )
 for _percent, _bits_a_key, _bits_a_value in ((12, 1.75, 1.375), (14, 2.0, 1.75), (16, 2.375, 2.0)):
     register_cache(

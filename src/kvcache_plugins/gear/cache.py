@@ -21,22 +21,25 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 from .choice import PresetChoice
 from .config import GEARConfig
+from .forms import resolve_form
 from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
 from .transform.calibration import TransformCalibration
-from .transform.calibrations import calibration_of_file, check_calibrated, resolve_calibration
-from .transform.config import TransformConfig, transform_config
+from .transform.calibrations import calibration_of_file
+from .transform.config import TransformConfig
 from .transform.layer import TransformLayer
 from .warm_up import exercise, sizes_of, warm_up_gear
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     """
-    A cache that stores keys and values as a quantized backbone, a low-rank correction and sparse outliers, really
-    packed.
+    A cache that stores keys and values in a few bits, really packed: transform-coded, or as a quantized backbone
+    with a low-rank correction and sparse outliers.
 
     Implements [GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
-    LLM](https://huggingface.co/papers/2403.05527). The prompt is compressed right after its attention, decoded tokens
+    LLM](https://huggingface.co/papers/2403.05527), and transform coding, which keeps more for the same bytes and is
+    what a cache without options does, the same as `create_cache("gear")`. GEAR's form is taken when one of its options
+    is given: `nbits`, `rank`, `sparsity`, ... The prompt is compressed right after its attention, decoded tokens
     in chunks; nothing is compressed twice. Under `sdpa` attention, and where a model writes its attention out
     (`eager`), the cache is read tile by tile and never made dense; under any other implementation it is made dense a
     layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
@@ -48,15 +51,17 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             The model, or its config. With it, layers whose attention has a window keep no more than the window (see
             `sliding`), and bounded layers of other kinds stay Transformers' own; without it, every layer is compressed
             as one of full attention.
-        nbits (`float`, *optional*, defaults to 4):
-            Bits a code: 2, 3, 4 or 8; with the `transform` backbone bits a channel on average, any number up to 8.
+        nbits (`float`, *optional*):
+            Bits a code: 2, 3, 4 or 8, and 4 by default; with `backbone="transform"` bits a channel on average, any
+            number up to 8, by default 4 for keys and 3.25 for values (with a calibration 3.625, shared among all).
         backbone (`str`, *optional*):
-            How values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same
-            in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"kcvt"` at 4 bits
-            and more and to `"kivi"` below. `"transform"` is for both sides and codes every token by itself, keys
-            before the rotary embedding and bits where channels have energy: its other options are `nbits`,
-            `key_nbits`, `value_nbits`, `residual_length` (8 by default), `num_sink_tokens` (4), `quantizer` and
-            `sliding`.
+            `"transform"` codes every token by itself, keys before the rotary embedding and bits where channels have
+            energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (8 by default),
+            `num_sink_tokens` (4), `quantizer`, `sliding` and `calibration`. The others say how values are grouped for
+            quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in groups of
+            `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"transform"` if no option is
+            given but those of both, which are `residual_length`, `num_sink_tokens` and `sliding`; else to `"kcvt"` at
+            4 bits and more and to `"kivi"` below.
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
@@ -86,7 +91,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             What is done with layers whose attention has a window or goes by chunks: `"compressed"`, where what no
             query to come sees is let go of, a chunk at a time; `"dense"`, which leaves them Transformers' own; or
             `"auto"`, which compresses windows of at least four times a chunk and the buffer together (512 tokens by
-            default, 288 with the `transform` backbone).
+            default), or of 2048 tokens with the `transform` backbone, which is worth little in shorter ones.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under attention implementations other than
             `sdpa`.
@@ -96,7 +101,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         calibration (`TransformCalibration`, `str` or `Path`, *optional*):
             Of the `transform` backbone: what `calibrate_transform` found out about the model, or its file; `nbits` are
             then shared between all layers, heads, keys and values. `"auto"` takes the file that
-            `kvcache-plugins calibrate --cache gear` keeps of the model, and goes without one where there is none.
+            `kvcache-plugins calibrate --cache gear` keeps of the model, and goes without one, with a warning, where
+            there is none. A cache without options whose `config` is the model takes it too if you have made one,
+            silently.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -122,7 +129,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self,
         config: PreTrainedConfig | torch.nn.Module | None = None,
         *,
-        nbits: float = 4,
+        nbits: float | None = None,
         backbone: str | None = None,
         q_group_size: int | None = None,
         residual_length: int | None = None,
@@ -174,11 +181,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "value_rank": value_rank,
             "value_decode_rank": value_decode_rank,
         }
-        check_calibrated(calibration, backbone, options)
-        self.calibration = resolve_calibration(calibration, model)
-        self.gear_config: GEARConfig | TransformConfig = (
-            transform_config(options) if backbone == "transform" else GEARConfig.from_flat(backbone, options)
-        )
+        self.gear_config: GEARConfig | TransformConfig
+        self.gear_config, self.calibration = resolve_form(backbone, options, calibration, model)
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
         self._given_mask = attention_mask

@@ -102,8 +102,6 @@ class GEARConfig:
         if options["quantizer"] is not None:
             raise ValueError('`quantizer` is an option of `backbone="transform"`, and has no meaning with others')
         given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
-        # It has a default in the signature: `None` is refused like any other wrong value
-        given["nbits"] = options["nbits"]
         sides = {
             side: {
                 name.removeprefix(f"{side}_"): given.pop(name) for name in list(given) if name.startswith(f"{side}_")

@@ -9,11 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.registry import get_config
 
 from .cache import GEARCache
+from .forms import is_default
 from .transform.calibrations import AUTO, check_calibrated
+from .transform.config import BACKBONE
 
 
 def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
-    """GEAR: quantized backbone, low rank and outliers"""
+    """GEAR: transform coding, or a quantized backbone with low rank and outliers"""
     if model is not None:
         get_config(model)
     return GEARCache(model, **options)  # type: ignore[arg-type]
@@ -26,6 +28,7 @@ create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-de
 def check_gear(*, calibration: object = None, **options: Any) -> None:
     """Raises a `ValueError` for what can be told to be wrong without a model."""
     GEARCache(**options)
-    check_calibrated(calibration, options.get("backbone"), options)
+    backbone = options.pop("backbone", None)
+    check_calibrated(calibration, BACKBONE if is_default(backbone, options) else backbone, options)
     if isinstance(calibration, (str, Path)) and calibration != AUTO and not Path(calibration).is_file():
         raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")

@@ -15,7 +15,7 @@ from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_integer
-from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 
 from .block_files import PromptBlock
 from .block_keys import block_keys, block_length, root_key
@@ -263,7 +263,10 @@ class PromptStore:
         found: Cache | str = cache
         if isinstance(cache, str):
             name, given = parse_cache_spec(cache)
-            found = create_cache(name, model, **{**given, **options})
+            own = {**given, **options}
+            # Of the model itself the default would take the calibration, and stores keep none
+            takes_model = "calibration" in {**check_cache(name).options, **own}
+            found = create_cache(name, model if takes_model else unwrap_model(model).config, **own)
         elif options:
             raise ValueError(f"`{min(options)}`: options are given with the name of a cache, not with a cache")
         if not isinstance(found, GEARCache) or found.calibration is not None:
@@ -273,10 +276,10 @@ class PromptStore:
             )
         if found.get_seq_length():
             raise ValueError(f"`cache` has to be empty but holds {found.get_seq_length()} tokens")
-        own = found.gear_config.to_options()
-        if own["sliding"] == "compressed":
+        kept = found.gear_config.to_options()
+        if kept["sliding"] == "compressed":
             raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows forget blocks')
-        made = PromptCache(model, **{**own, "sliding": "dense"})
+        made = PromptCache(model, **{**kept, "sliding": "dense"})
         made.choice = found.choice
         made.record.length = block_length(made.gear_config, self.block_tokens)
         check_layers(made)

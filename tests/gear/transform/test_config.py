@@ -69,4 +69,4 @@ def test_calibrated_options_make_the_same_config():
 def test_quantizer_is_an_option_of_this_backbone_alone():
     assert GEARCache(backbone="transform", quantizer="trellis").gear_config.quantizer == "trellis"
     with pytest.raises(ValueError, match="quantizer"):
-        GEARCache(quantizer="trellis")
+        GEARCache(nbits=4, quantizer="trellis")

@@ -10,7 +10,7 @@ Each writes its numbers as JSON: to a file with --out, to standard output with -
 \b
 Examples:
     kvcache-plugins bench kernels
-    kvcache-plugins bench step --cache dynamic --cache gear-2bit --text-file book.txt --json | jq .rows
+    kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --json | jq .rows
 """
 
 

@@ -24,7 +24,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins bench decode --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench decode --cache dynamic --cache gear --text-file book.txt
         kvcache-plugins bench decode --cache gear-2bit --text-file book.txt --steps 500 --bin-length 100 --num-layers 2
     """
     from kvcache_plugins.eval.benchmarks.decode import benchmark_decode

@@ -21,7 +21,7 @@ def main(
     \b
     Examples:
         kvcache-plugins bench machine-code
-        kvcache-plugins bench machine-code --cache gear --head-dim 64 --head-dim 128 --capability 80
+        kvcache-plugins bench machine-code --cache gear-k4v4 --head-dim 64 --head-dim 128 --capability 80
     """
     from kvcache_plugins.eval.benchmarks.machine_code import benchmark_machine_code
 

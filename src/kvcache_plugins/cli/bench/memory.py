@@ -19,7 +19,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins bench memory --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench memory --cache dynamic --cache gear --text-file book.txt
         kvcache-plugins bench memory --cache gear-2bit:rank=8 --context 1024 --text-file book.txt --out memory.json
     """
     from kvcache_plugins.eval.benchmarks.memory import benchmark_memory

@@ -22,7 +22,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins bench step --cache dynamic --cache gear-2bit --text-file book.txt
+        kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt
         kvcache-plugins bench step --cache dynamic --cache quanto-4bit --context 1024 --text-file book.txt --out s.json
     """
     from kvcache_plugins.eval.benchmarks.step import benchmark_steps

@@ -1,6 +1,6 @@
 """`kvcache-plugins eval`: lm-eval's own command line with the model `kvcache` in it, and this project's measures.
 
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
 
 `python -m kvcache_plugins.eval` is the same.
 """
@@ -18,8 +18,8 @@ That is lm-eval's tasks, fidelity, perplexity, retrieval and sweeps.
 
 \b
 Examples:
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks kv_copa
-    kvcache-plugins eval fidelity --text-file book.txt --cache gear-2bit --json
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval fidelity --text-file book.txt --cache gear --json
 """
 
 

@@ -33,7 +33,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear-2bit --cache kivi-2bit
+        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear --cache kivi-4bit
         kvcache-plugins eval fidelity --text-file book.txt --windows 2 --chunk 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
     """

@@ -15,7 +15,7 @@ This is lm-eval's own command, with the model `kvcache`.
 
 \b
 Examples:
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100
 \b
 lm-eval's options that are wanted most (all of them: `lm_eval run --help`):

@@ -24,7 +24,7 @@ def main(
 
     \b
     Examples:
-        kvcache-plugins eval perplexity --text-file book.txt --cache gear-2bit --cache kivi-2bit --chunk 64
+        kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
     """
     from kvcache_plugins.eval.measures.perplexity_report import evaluate_perplexity
 

@@ -31,18 +31,18 @@ def calibration_path(model: PreTrainedModel) -> Path:
     return _folder() / name
 
 
-def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
+def find_calibration(model: PreTrainedModel, *, is_own: bool = False) -> TransformCalibration | None:
     """
     The calibration that was made for a model, in whatever dtype: the newest of that folder, or else the one that this
-    package has of it.
+    package has of it, unless it `is_own` that is asked for.
     """
-    return next((each for each in _known(model.config) if each.mismatch(model) is None), None)
+    return next((each for each in _known(model.config, is_own) if each.mismatch(model) is None), None)
 
 
-def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
+def _known(config: PreTrainedConfig, is_own: bool = False) -> Iterator[TransformCalibration]:
     """Those of the user's folder for models of a config, the newest first, and those of this package."""
     paths = sorted(_folder().glob(f"{_prefix(config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    for path in [*reversed(paths), *sorted(_PACKAGED.glob("*.safetensors"))]:
+    for path in [*reversed(paths), *([] if is_own else sorted(_PACKAGED.glob("*.safetensors")))]:
         yield TransformCalibration.read(path)
 
 

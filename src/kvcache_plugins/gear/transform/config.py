@@ -14,6 +14,12 @@ BACKBONE = "transform"
 MIN_TOKENS = 64
 # With its scale a row is a word at least, which is what compiled code loads
 LEAST_BYTES = 3
+# Of keys and of values, a channel: of the presets the one of fewest bits whose KL is below that of `gear-k4v4`, the
+# default before, in every table
+_NBITS = (4.0, 3.25)
+_MEAN_NBITS = (sum(_NBITS) / 2,) * 2
+# In shorter windows more is lost than the bytes are worth: docs/results/gear.md
+_LEAST_WINDOW = 2048
 # Rows that are let go of together, of a window: few enough to be no burden, and enough that moving the others is none
 DROP_STEP = 64
 
@@ -75,7 +81,7 @@ class TransformConfig:
     @property
     def least_window(self) -> int:
         """Tokens of the smallest window of which layers are coded if `sliding` is `"auto"`."""
-        return WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length)
+        return max(_LEAST_WINDOW, WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes that the codes of a key take: the sum of its blocks' widths."""
@@ -96,24 +102,29 @@ def _bytes(nbits: float, head_dim: int, max_width: int) -> int:
     return min(max(round(nbits * count), LEAST_BYTES), max_width * count)
 
 
-def transform_config(options: dict[str, Any]) -> TransformConfig:
+def transform_config(options: dict[str, Any], *, is_calibrated: bool = False) -> TransformConfig:
     """
     The config of flat options of `GEARCache`; `None` is what was not given.
+
+    Args:
+        options (`dict`): the options by name.
+        is_calibrated (`bool`, *optional*, defaults to `False`): whether keys and values share their bits.
 
     Raises:
         ValueError: if an option is given that this backbone does not have.
     """
+    options = dict(options)
     taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens", "quantizer", "sliding")}
-    nbits = options.pop("nbits")
-    key_nbits, value_nbits = options.pop("key_nbits"), options.pop("value_nbits")
+    nbits, key_nbits, value_nbits = (options.pop(name) for name in ("nbits", "key_nbits", "value_nbits"))
     foreign = sorted(name for name, value in options.items() if value is not None)
     if foreign:
         raise ValueError(
             f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
             "`value_nbits`, `residual_length`, `num_sink_tokens`, `quantizer` and `sliding`"
         )
+    defaults = (nbits, nbits) if nbits is not None else _MEAN_NBITS if is_calibrated else _NBITS
     return TransformConfig(
-        key_nbits=nbits if key_nbits is None else key_nbits,
-        value_nbits=nbits if value_nbits is None else value_nbits,
+        key_nbits=defaults[0] if key_nbits is None else key_nbits,
+        value_nbits=defaults[1] if value_nbits is None else value_nbits,
         **{name: value for name, value in taken.items() if value is not None},
     )
