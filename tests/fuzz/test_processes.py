@@ -1,7 +1,7 @@
-"""Processes that are forked or spawned after PyTorch's and Numba's threads were used.
+"""Processes that are forked or spawned after PyTorch's threads were used, by PyTorch and by compiled attention.
 
 A forked process has none of its parent's threads. PyTorch's own operations wait for theirs for ever unless it is set
-to one thread, as its data loaders do; compiled attention leaves Numba's alone.
+to one thread, as its data loaders do; compiled attention does without.
 """
 
 import multiprocessing
@@ -38,15 +38,15 @@ def sums_of_logits() -> list[float]:
     return sums
 
 
-def use_numbas_threads_then_fork() -> None:
+def use_threads_then_fork() -> None:
     """Run by a process of its own, with two threads."""
     import torch
 
-    from kvcache_plugins.ops.compiled.threads import use_threads
+    from kvcache_plugins.ops.compiled.threads import num_threads
 
     torch.set_num_threads(2)
     expected = sums_of_logits()
-    assert use_threads(4)
+    assert num_threads() == 2
     process = multiprocessing.get_context("fork").Process(target=check_in_fork, args=(expected,))
     process.start()
     process.join(SECONDS)
@@ -56,9 +56,9 @@ def use_numbas_threads_then_fork() -> None:
 def check_in_fork(expected: list[float]) -> None:
     import torch
 
-    from kvcache_plugins.ops.compiled.threads import use_threads
+    from kvcache_plugins.ops.compiled.threads import num_threads
 
-    assert torch.get_num_threads() == 2 and not use_threads(4)
+    assert torch.get_num_threads() == 2 and num_threads() == 1
     torch.set_num_threads(1)
     torch.testing.assert_close(sums_of_logits(), expected, rtol=1e-4, atol=1e-3)
 
@@ -71,7 +71,7 @@ def compute_into(queue: "multiprocessing.Queue[list[float]]") -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_goes_on() -> None:
     pytest.importorskip("numba")
-    code = "import test_processes; test_processes.use_numbas_threads_then_fork()"
+    code = "import test_processes; test_processes.use_threads_then_fork()"
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -40,10 +40,10 @@ def find_kernel_caches(packages: list[Package]) -> dict[str, dict[str, object]]:
     """Where compiled kernels are kept from one process to the next, and how many files there are."""
     found: dict[str, dict[str, object]] = {}
     if any(package.name == "numba" and package.status == "ok" for package in packages):
-        from kvcache_plugins.ops.compiled.attention import attend_block
+        from kvcache_plugins.ops.compiled.attention import attend_parts
 
         # Of Numba's own statistics; `None` where nothing is kept
-        folder = attend_block.stats.cache_path
+        folder = attend_parts.stats.cache_path
         found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     found["triton"] = _folder(Path(os.environ.get("TRITON_CACHE_DIR", home)), "*/*.cubin")

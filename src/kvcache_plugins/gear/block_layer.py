@@ -266,6 +266,11 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         """Whether the next update compresses what is in the buffer."""
         return self.buffer is not None and self.buffer.length >= self.config.residual_length
 
+    def _has_room(self) -> bool:
+        """See `PromptLayer._has_room`."""
+        is_exact = self.buffer is None or self.buffer.num_in_front or self._settled_parts is None or not self.blocks
+        return not is_exact and self.sliding_window is None and self._num_new == 1 and not self._is_buffer_full()
+
     def _separate(self) -> None:
         """Has prefix and buffer hold tensors of their own again, as one of them is about to change."""
         self._settled_parts = None

@@ -89,18 +89,19 @@ class ModelMatchMixin(HybridLayersMixin):
         except ValueError:
             self._take_back()
             raise
-        if self._given is None or layer_idx <= max(self._given, default=-1):
+        # In order of the layers, as long as it is one forward
+        if self._given is None or layer_idx <= next(reversed(self._given), -1):
             # One layer again and again is no forward of a model: somebody fills layer after layer
             self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
             if not self._is_direct:
                 self._check_last_forward()
             self._given = {}
+        held = self._num_held(layer_idx)
         try:
-            self._check_states(key_states, layer_idx)
+            self._check_states(key_states, layer_idx, held)
         except ValueError:
             self._take_back()
             raise
-        held = self._num_held(layer_idx)
         states: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -168,7 +169,7 @@ class ModelMatchMixin(HybridLayersMixin):
                 f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
             )
 
-    def _check_states(self, key_states: torch.Tensor, layer_idx: int) -> None:
+    def _check_states(self, key_states: torch.Tensor, layer_idx: int, length: int | None) -> None:
         if self.layers and layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
             raise ValueError(
                 f"the cache was made for a model of {len(self.layers)} layers, but the one that it is used with has "
@@ -176,18 +177,19 @@ class ModelMatchMixin(HybridLayersMixin):
             )
         if self._given and not self._is_direct:
             other, (held, _) = next(reversed(self._given.items()))
-            length = self._num_held(layer_idx)
             if length is not None and length != held:
                 raise ValueError(
                     f"layer {layer_idx} holds {length} tokens, but layer {other} {held}: what the cache holds is of "
                     f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}"
                 )
         num_heads = key_states.shape[1]
+        if not self.expected_heads or num_heads in self.expected_heads:
+            return
         # Ranks of tensor parallelism have a part of the heads each
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         # Windowed layers may have other heads, which no field of the config names
-        is_ours = self._num_held(layer_idx) is not None and not self._is_windowed(layer_idx)
-        if self.expected_heads and num_heads not in self.expected_heads and is_alone and is_ours:
+        is_ours = length is not None and not self._is_windowed(layer_idx)
+        if is_alone and is_ours:
             listed = " or ".join(map(str, sorted(self.expected_heads)))
             raise ValueError(
                 f"the cache was made for a model of {listed} key/value heads, but layer {layer_idx} of the one that "

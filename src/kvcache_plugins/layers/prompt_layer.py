@@ -59,8 +59,9 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
-        # Whether it was one token, and all states were handed out exact
+        # Its shapes, if it was one token; and whether all states were handed out exact then
         self._is_exact = False
+        self._token_shapes: tuple[torch.Size, torch.Size] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
 
@@ -95,27 +96,35 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """
         if torch.compiler.is_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
-        if self._is_exact and (key_states.shape, value_states.shape) == self._token_shapes:
-            states = self._append_to_exact(key_states, value_states)
+        if (key_states.shape, value_states.shape) == self._token_shapes:
+            states = self._append_another(key_states, value_states)
             if states is not None:
                 return states
         return self._update(key_states, value_states)
 
-    def _append_to_exact(
+    def _append_another(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`update` by a token while attention is over exact states: what a dense cache does, and little more."""
+        """`update` by another token like the last, where it is stored and nothing more; `None` if there is more."""
         if key_states.dtype != self.dtype or key_states.device != self.device or torch.is_grad_enabled():
             return None
-        states = self._append_token(key_states, value_states)
-        if states is None:
+        if self._is_exact:
+            # What a dense cache does
+            states = self._append_token(key_states, value_states)
+            if states is not None:
+                self._length += 1
+                states = self._seen(*states)
+            return states
+        if self._pending is not None or not self._has_room():
             return None
+        self._sides_read.clear()
+        self._append(key_states, value_states)
         self._length += 1
-        return self._seen(*states)
+        return self._lazy(None, None)
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in any case."""
-        self._is_exact = False
+        self._is_exact, self._token_shapes = False, None
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -141,15 +150,11 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states = self._exact_states()
+            states, self._token_shapes = self._exact_states(), (key_states.shape, value_states.shape)
             if states is not None:
-                self._is_exact, self._token_shapes = True, (key_states.shape, value_states.shape)
+                self._is_exact = True
                 return self._seen(*states)
-        keys, values = (
-            LazyStates(self, side, self.states_shape(side), self.dtype, self.device, states)
-            for side, states in zip(("keys", "values"), exact, strict=True)
-        )
-        return keys, values
+        return self._lazy(*exact)
 
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(_update)
@@ -158,9 +163,15 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """Exact states as attention is given them: as they are, unless the layer has to hear of the queries."""
         if not self._needs_queries:
             return keys, values
-        pairs = (("keys", keys), ("values", values))
-        keys, values = (LazyStates(self, side, each.shape, self.dtype, self.device, each) for side, each in pairs)
-        return keys, values
+        return self._lazy(keys, values)
+
+    def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All states, lazily; exact ones, where they are at hand."""
+        shapes = self.states_shape("keys"), self.states_shape("values")
+        return (
+            LazyStates(self, "keys", shapes[0], self.dtype, self.device, keys),
+            LazyStates(self, "values", shapes[1], self.dtype, self.device, values),
+        )
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """What is stored may be read by address: what is attended with has to be of its shape."""
@@ -212,6 +223,10 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Stores a token behind exact states that were handed out, and returns all; `None` if they do not stay so."""
         return None
+
+    def _has_room(self) -> bool:
+        """Whether nothing is to be done before another token is stored as the last one was."""
+        return False
 
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""

@@ -75,8 +75,8 @@ class ResidualBuffer:
         total = self.length + keys.shape[2]
         if total > self._keys.shape[2]:
             self._resize(max(total, min(-(-total // _STEP) * _STEP, self.limit)))
-        self._keys[:, :, self.length : total] = keys
-        self._values[:, :, self.length : total] = values
+        self._keys.narrow(2, self.length, keys.shape[2]).copy_(keys)
+        self._values.narrow(2, self.length, keys.shape[2]).copy_(values)
         self.length = total
 
     def drop_first(self, count: int) -> None:

@@ -108,13 +108,13 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         """Adds the newest queries to what the table will be made of, until there is one."""
         if not self._needs_queries:
             return
-        query = query.detach()[:, :, -_NUM_QUERIES:]
         if query.shape[2] == 1 and self.padding is None:
             # Added up several at a time. A new list, as a copy of the layer may hold the same
-            self._newest_queries = [*self._newest_queries, query]
+            self._newest_queries = [*self._newest_queries, query.detach()]
             if len(self._newest_queries) == self.config.residual_length:
                 self._add_newest_queries()
             return
+        query = query.detach()[:, :, -_NUM_QUERIES:]
         self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
 
     def _add_newest_queries(self) -> None:

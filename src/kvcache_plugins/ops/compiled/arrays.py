@@ -17,6 +17,8 @@ from .primitives import OPTIONS
 from .vectors import untyped_intrinsic
 
 
+MINUS_INFINITY = np.float32(-np.inf)
+_ZERO = np.float32(0)
 # An address and up to five dimensions
 ROW = 6
 # Rows of the table of one side, in the order of `TENSOR_NAMES`, then the layout's, then numbers
@@ -51,6 +53,26 @@ def _pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(int64), generate
+
+
+@njit(**OPTIONS)
+def filled(rows: int, columns: int, number: Any) -> Any:
+    """
+    A float32 array of one number.
+
+    NumPy's own functions are compiled anew for every way in which a shape is written.
+    """
+    result = np.empty((rows, columns), dtype=np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            result[row, column] = number
+    return result
+
+
+@njit(**OPTIONS)
+def zeros(rows: int, columns: int) -> Any:
+    """The same of zeros."""
+    return filled(rows, columns, _ZERO)
 
 
 @njit(**OPTIONS)

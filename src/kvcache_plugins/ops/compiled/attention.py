@@ -11,15 +11,17 @@ key/value head, Q query tokens, R rows (`G Q`), D head dim, S partial results.
 from typing import Any
 
 import numpy as np
-from numba import float32, int64, njit, prange
+from numba import float32, int64, njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
-from .arrays import Side, floats_at, layout_at, side_at
-from .exact import partial_results
+from .arrays import MINUS_INFINITY, Side, filled, floats_at, layout_at, side_at, zeros
+from .calls import Call, Part, call_at, part_of
+from .exact import attend_exact, end_task, partial_results
 from .layout import CodeLayout
-from .primitives import OPTIONS, ROWS, add_bias, add_products, softmax_tile, sum_products, to_floats
-from .tasks import num_tasks, queries_of, task_of
+from .primitives import OPTIONS, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .tasks import queries_of, task_of
+from .threads import num_tasks, take_task
 from .tile import (
     Queries,
     Sums,
@@ -66,9 +68,9 @@ def _run_task(
     floats = np.empty(
         (1, width * max(key_rank, value_rank, keys.scale.shape[4], values.scale.shape[4], 1)), np.float32
     )
-    scores = np.zeros((1, (OUTLIER_TILE + 2) * ROWS), dtype=np.float32)
-    products = np.zeros((1, (OUTLIER_TILE + 2) * ROWS), dtype=np.float32)
-    decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
+    scores = zeros(1, (OUTLIER_TILE + 2) * ROWS)
+    products = zeros(1, (OUTLIER_TILE + 2) * ROWS)
+    decay = zeros(1, 2 * ROWS)
     for chunk in range(tiles[0] // tiles_per_chunk, -(-tiles[1] // tiles_per_chunk)):
         chunk_start, first_tile = chunk * chunk_length, chunk * tiles_per_chunk
         if chunk_start >= length:
@@ -121,36 +123,30 @@ def _run_task(
 
 
 @njit(**OPTIONS)
-def _run(
-    number: int,
-    shape: Any,
-    scale: float,
-    query: int,
-    key_table: int,
-    value_table: int,
-    mask: Any,
-    span: Any,
-    first: int,
-    scratch: int,
-) -> None:
-    """One task of `attend_block`."""
-    length, tiles_per_task, num_parts = span
-    task = task_of(number, shape, span)
-    output, total, maximum = partial_results(scratch, shape, first, num_parts)
-    bias = floats_at(mask[0], mask[1:])
+def _run(number: int, call: Call, part: Part) -> None:
+    """
+    One task of attention over a block of compressed keys and values, as a partial result of an online softmax.
+
+    `part.own` has the addresses of two tables, see `arrays`; scales of values have to be of tokens.
+    """
+    shape, key_table, value_table = call.shape, part.own[0], part.own[1]
+    length, tiles_per_task, num_parts = part.span
+    task = task_of(number, shape, part.span)
+    output, total, maximum = partial_results(call.scratch, shape, part.first, num_parts)
+    bias = floats_at(part.mask[0], part.mask[1:])
     # Made in each task: to hand a hundred arrays over to threads would take longer
     keys, values = side_at(key_table), side_at(value_table)
     key_layout, value_layout = layout_at(key_table), layout_at(value_table)
     sums = Sums(
-        np.zeros((ROWS, value_layout.places.shape[0] * LANES), dtype=np.float32),
-        np.zeros((1, ROWS * values.head_dim), dtype=np.float32),
-        np.zeros((values.scale.shape[4], ROWS), dtype=np.float32),
-        np.zeros((values.low_rank_a.shape[4], ROWS), dtype=np.float32),
-        np.zeros((1, 2 * ROWS), dtype=np.float32),
-        np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+        zeros(ROWS, value_layout.places.shape[0] * LANES),
+        zeros(1, ROWS * values.head_dim),
+        zeros(values.scale.shape[4], ROWS),
+        zeros(values.low_rank_a.shape[4], ROWS),
+        zeros(1, 2 * ROWS),
+        filled(1, 2 * ROWS, MINUS_INFINITY),
     )
     tiles = (int64(task.part * tiles_per_task), int64((task.part + 1) * tiles_per_task))
-    own = load_queries(queries_of(task, shape, query), float32(scale), task.rows, keys, key_layout)
+    own = load_queries(queries_of(task, shape, call.query), float32(call.scale), task.rows, keys, key_layout)
     _run_task(
         own,
         task.rows,
@@ -180,49 +176,16 @@ def _run(
     )
 
 
-@njit(**OPTIONS)
-def attend_block(
-    shape: Any,
-    scale: float,
-    query: int,
-    key_table: int,
-    value_table: int,
-    mask: Any,
-    span: Any,
-    first: int,
-    scratch: int,
-) -> None:
-    """
-    Attention over one block of compressed keys and values, as partial results of an online softmax.
-
-    Everything comes by address, see `arrays`.
-
-    Args:
-        shape: B, H, G, Q, D, head dim of values, and partial results in all.
-        scale: factor of the scores.
-        query: `[B, H * G, Q, D]`, float32.
-        key_table, value_table: the block; scales of values have to be of tokens.
-        mask: address of what is added to the scores, and its four dimensions; no columns mean no mask.
-        span: tokens in use, tiles of a task, and tasks, which is how many partial results are written.
-        first: the first of them.
-        scratch: what `exact.partial_results` makes arrays of.
-    """
-    for number in range(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_table, value_table, mask, span, first, scratch)
-
-
-@njit(parallel=True, **OPTIONS)
-def attend_block_in_parallel(
-    shape: Any,
-    scale: float,
-    query: int,
-    key_table: int,
-    value_table: int,
-    mask: Any,
-    span: Any,
-    first: int,
-    scratch: int,
-) -> None:
-    """The same by as many threads as Numba is set to; with one of them that would only take longer."""
-    for number in prange(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_table, value_table, mask, span, first, scratch)
+@njit(**WORKER)
+def attend_parts(address: int) -> None:
+    """Attention over exact parts and compressed blocks: the worker of a table, see `calls` and `threads`."""
+    call, count = call_at(address), num_tasks(address)
+    task = take_task(address)
+    while task < count:
+        number, part = part_of(task, call)
+        if part.is_exact:
+            attend_exact(number, call, part)
+        else:
+            _run(number, call, part)
+        end_task(address, call)
+        task = take_task(address)

@@ -11,13 +11,15 @@ of eight of them, T tokens of a tile, R bytes of a row, S channels, rounded up t
 from typing import Any
 
 import numpy as np
-from numba import float32, njit, prange
+from numba import float32, njit
 
-from .arrays import bytes_at, floats_at, halves_at, longs_at, signed_bytes_at
+from .arrays import bytes_at, filled, floats_at, halves_at, longs_at, signed_bytes_at, zeros
 from .basis_primitives import STRIDE, combine_rows, dot_states, widen_rows
-from .exact import partial_results
-from .primitives import OPTIONS, ROWS
-from .tasks import num_tasks, task_of
+from .calls import Call, Part, call_at, part_of
+from .exact import attend_exact, end_task, partial_results
+from .primitives import OPTIONS, ROWS, WORKER
+from .tasks import task_of
+from .threads import num_tasks, take_task
 from .transform_attention import (
     TILE,
     Channels,
@@ -30,6 +32,7 @@ from .transform_attention import (
     load_work,
     make_sums,
     rows_at,
+    shared_numbers,
     turn_to,
 )
 from .transform_primitives import Blocks, make_blocks
@@ -42,8 +45,8 @@ def _load_channels(rotary: Any, head_dim: int) -> Channels:
     partner_address, cosine_address, sine_address = rotary[:3]
     size = -(-head_dim // STRIDE) * STRIDE
     own, partners = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
-    deviations, means = np.ones((1, size), dtype=np.float32), np.zeros((1, size), dtype=np.float32)
-    cosines, sines = np.zeros((TILE + 1, size), dtype=np.float32), np.zeros((TILE + 1, size), dtype=np.float32)
+    deviations, means = filled(1, size, np.float32(1)), zeros(1, size)
+    cosines, sines = zeros(TILE + 1, size), zeros(TILE + 1, size)
     partner = longs_at(partner_address, (head_dim,))
     all_cosines = floats_at(cosine_address, (TILE + 1, head_dim))
     all_sines = floats_at(sine_address, (TILE + 1, head_dim))
@@ -57,9 +60,16 @@ def _load_channels(rotary: Any, head_dim: int) -> Channels:
 @njit(**OPTIONS)
 def _load_basis(side: Any, head: int, num_heads: int, head_dim: int, size: int) -> tuple[Any, Any, Any]:
     """Widths `[N]`, basis `[K, S]` with rows as long as deviations of components, and mean `[1, S]` of a head."""
-    width_address, mean_address, factor_address, basis_address, step_address, count = side[3:]
+    width_address, mean_address, factor_address, basis_address, step_address = (
+        side[0],
+        side[1],
+        side[2],
+        side[3],
+        side[4],
+    )
+    count = side[5]
     widths = bytes_at(width_address, (num_heads, count))[head]
-    basis, mean = np.zeros((count * LANES, size), dtype=np.float32), np.zeros((1, size), dtype=np.float32)
+    basis, mean = zeros(count * LANES, size), zeros(1, size)
     codes = signed_bytes_at(basis_address, (num_heads, head_dim, head_dim))[head]
     steps = floats_at(step_address, (num_heads, head_dim))[head]
     factors = floats_at(factor_address, (num_heads, head_dim))[head]
@@ -87,12 +97,12 @@ def _num_components(blocks: Blocks) -> int:
 @njit(**OPTIONS)
 def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
-    own, partners = np.zeros((ROWS, size), dtype=np.float32), np.zeros((ROWS, size), dtype=np.float32)
-    components = np.zeros((TILE, basis.shape[0]), dtype=np.float32)
-    states = np.zeros((TILE, size), dtype=np.float32)
+    own, partners = zeros(ROWS, size), zeros(ROWS, size)
+    components = zeros(TILE, basis.shape[0])
+    states = zeros(TILE, size)
     num_components = _num_components(keys.blocks)
-    scores = np.zeros((1, (TILE + 2) * ROWS), dtype=np.float32)
-    decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
+    scores = zeros(1, (TILE + 2) * ROWS)
+    decay = zeros(1, 2 * ROWS)
     key_scales = load_scales(work, keys.rows)
     first, last = ends_of(work)
     for start in range(first, last, TILE):
@@ -105,55 +115,49 @@ def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> 
 
 
 @njit(**OPTIONS)
-def _run(
-    number: int, shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any,
-    mask: Any, span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
-    """One task of `attend_basis_block`."""
-    task, num_heads, key_dim, value_dim = task_of(number, shape, span), shape[1], shape[4], shape[5]
-    output, total, maximum = partial_results(scratch, shape, first, span[2])
+def _run(number: int, call: Call, part: Part) -> None:
+    """
+    One task of attention over a block of rows in calibrated bases, as a partial result of an online softmax.
+
+    `part.own` has of keys and then of values: rows, their capacity and R; widths `[H, N]`, means and factors
+    `[H, D]`, basis `[H, D, D]` and its steps `[H, D]`; and N. Then what `shared_numbers` returns.
+    """
+    shape, own = call.shape, part.own
+    task, num_heads, key_dim, value_dim = task_of(number, shape, part.span), shape[1], shape[4], shape[5]
+    output, total, maximum = partial_results(call.scratch, shape, part.first, part.span[2])
+    codebook, rotary = shared_numbers(own, 18)
+    key_rows, value_rows = (own[0], own[1], own[2]), (own[9], own[10], own[11])
     channels, multipliers = _load_channels(rotary, key_dim), longs_at(codebook[3], (9,))
-    key_widths, basis, mean = _load_basis(key_side, task.head, num_heads, key_dim, channels.own.shape[0])
-    value_widths, value_basis, value_mean = _load_basis(value_side, task.head, num_heads, value_dim, value_dim)
-    key_blocks = make_blocks(key_widths, key_side[2], floats_at(codebook[0], (9, 3)), multipliers)
-    value_blocks = make_blocks(value_widths, value_side[2], floats_at(codebook[1], (9, 3)), multipliers)
-    values = Rows(rows_at(value_side, task, shape), value_blocks)
+    key_widths, basis, mean = _load_basis(own[3:9], task.head, num_heads, key_dim, channels.own.shape[0])
+    value_widths, value_basis, value_mean = _load_basis(own[12:18], task.head, num_heads, value_dim, value_dim)
+    key_blocks = make_blocks(key_widths, own[2], floats_at(codebook[0], (9, 3)), multipliers)
+    value_blocks = make_blocks(value_widths, own[11], floats_at(codebook[1], (9, 3)), multipliers)
+    values = Rows(rows_at(value_rows, task, shape), value_blocks)
     sums = make_sums(value_basis.shape[0])
-    work = load_work(task, shape, scale, query, channels, values, codebook, rotary, mask, span)
-    _run_tiles(work, Rows(rows_at(key_side, task, shape), key_blocks), basis, mean, sums)
-    part, b, h = task.part, task.batch, task.head
+    work = load_work(task, call, part, channels, values, codebook, rotary)
+    _run_tiles(work, Rows(rows_at(key_rows, task, shape), key_blocks), basis, mean, sums)
+    run, b, h = task.part, task.batch, task.head
     for r in range(task.rows):
         weight, row = sums.total[0, r] + sums.total[0, r + ROWS], task.row + r
         for d in range(value_dim):
-            output[part, b, h, row, d] = weight * value_mean[0, d]
+            output[run, b, h, row, d] = weight * value_mean[0, d]
         for i in range(value_basis.shape[0]):
             for d in range(value_dim):
-                output[part, b, h, row, d] += sums.sums[r, i] * value_basis[i, d]
-        total[part, b, h, row] = weight
-        maximum[part, b, h, row] = sums.maximum[0, r]
+                output[run, b, h, row, d] += sums.sums[r, i] * value_basis[i, d]
+        total[run, b, h, row] = weight
+        maximum[run, b, h, row] = sums.maximum[0, r]
 
 
-@njit(**OPTIONS)
-def attend_basis_block(
-    shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any, mask: Any,
-    span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
-    """
-    Attention over one block of rows in calibrated bases; see `transform_attention.attend_rows_block`.
-
-    Args:
-        key_side, value_side: rows, their capacity and R; widths `[H, N]`, means and factors `[H, D]`, basis
-            `[H, D, D]` and its steps `[H, D]`; and N.
-    """
-    for number in range(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
-
-
-@njit(parallel=True, **OPTIONS)
-def attend_basis_block_in_parallel(
-    shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any, mask: Any,
-    span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
-    """The same by as many threads as Numba is set to."""
-    for number in prange(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
+@njit(**WORKER)
+def attend_basis_parts(address: int) -> None:
+    """Attention over exact parts and such blocks: the worker of a table, see `calls` and `threads`."""
+    call, count = call_at(address), num_tasks(address)
+    task = take_task(address)
+    while task < count:
+        number, part = part_of(task, call)
+        if part.is_exact:
+            attend_exact(number, call, part)
+        else:
+            _run(number, call, part)
+        end_task(address, call)
+        task = take_task(address)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import float32, int16, int32, njit, prange
+from numba import float32, int16, int32, njit
 
-from .arrays import bytes_at, floats_at, halves_at
-from .primitives import OPTIONS, ROWS
-from .threads import use_threads
+from .arrays import bytes_at, floats_at, halves_at, longs_at
+from .primitives import OPTIONS, ROWS, WORKER
+from .threads import FIRST, num_tasks, run, take_task
 from .vectors import (
     LANES,
     WORDS,
@@ -147,9 +147,9 @@ def _scale_products(
 @njit(**OPTIONS)
 def _score_task(task: int, shape: Any, rows: Any, fields: Any, addresses: Any) -> None:
     """The scores of some tokens of one head for some of its queries."""
-    batch_size, num_heads, groups, head_dim, field_size, capacity, width, length, num_tasks = shape
+    batch_size, num_heads, groups, head_dim, field_size, capacity, width, length, num_runs = shape
     query_address, code_address, scale_address, score_address = addresses
-    head, start = task // num_tasks, task % num_tasks * _TOKENS_PER_TASK
+    head, start = task // num_runs, task % num_runs * _TOKENS_PER_TASK
     stop = min(start + _TOKENS_PER_TASK, length)
     queries = floats_at(query_address, (batch_size * num_heads, groups, head_dim))[head]
     scores = floats_at(score_address, (batch_size * num_heads, groups, length))[head]
@@ -167,16 +167,23 @@ def _score_task(task: int, shape: Any, rows: Any, fields: Any, addresses: Any) -
             _scale_products(products, factors, bases, scale, rows, first, tokens, own)
 
 
-@njit(**OPTIONS)
-def _score(shape: Any, rows: Any, fields: Any, addresses: Any) -> None:
-    for task in range(shape[0] * shape[1] * shape[8]):
-        _score_task(task, shape, rows, fields, addresses)
+def _make_worker(rows: tuple[int, ...], fields: tuple[int, ...]) -> Any:
+    @njit(**WORKER)
+    def score(address: int) -> None:
+        n = longs_at(address, (FIRST + 13,))[FIRST:]
+        shape, addresses = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]), (n[9], n[10], n[11], n[12])
+        task, count = take_task(address), num_tasks(address)
+        while task < count:
+            _score_task(task, shape, rows, fields, addresses)
+            task = take_task(address)
+
+    return score
 
 
-@njit(parallel=True, **OPTIONS)
-def _score_in_parallel(shape: Any, rows: Any, fields: Any, addresses: Any) -> None:
-    for task in prange(shape[0] * shape[1] * shape[8]):
-        _score_task(task, shape, rows, fields, addresses)
+# By rows that share the unpacked codes, and codes of a byte
+_WORKERS = {
+    (rows, fields): _make_worker((0,) * rows, (0,) * fields) for rows in range(1, ROWS + 1) for fields in (1, 2, 4)
+}
 
 
 @torch.compiler.disable
@@ -185,14 +192,13 @@ def code_scores(
 ) -> torch.Tensor:
     """See `ops.gather.code_scores`."""
     batch_size, num_heads, groups, head_dim = query.shape
-    field_size, num_tasks = codes.shape[3], -(-length // _TOKENS_PER_TASK)
+    field_size, num_runs = codes.shape[3], -(-length // _TOKENS_PER_TASK)
     if field_size < WORDS:
         # Less than is read at once, of heads smaller than models have them
         codes = F.pad(codes, (0, WORDS - field_size))
     query, codes, scale = query.float().contiguous(), codes.contiguous(), scale.contiguous()
     scores = torch.empty((batch_size, num_heads, groups, length), dtype=torch.float32)
-    shape = (batch_size, num_heads, groups, head_dim, field_size, *codes.shape[2:], length, num_tasks)
+    shape = (batch_size, num_heads, groups, head_dim, field_size, *codes.shape[2:], length, num_runs)
     addresses = (query.data_ptr(), codes.data_ptr(), scale.data_ptr(), scores.data_ptr())
-    score = _score_in_parallel if use_threads(batch_size * num_heads * num_tasks) else _score
-    score(shape, (0,) * min(groups, ROWS), (0,) * (8 // nbits), addresses)
+    run(_WORKERS[min(groups, ROWS), 8 // nbits], batch_size * num_heads * num_runs, (*shape, *addresses))
     return scores

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import float32, int32, njit, prange, uint16
+from numba import float32, int32, njit, uint16
 
 from kvcache_plugins.ops.quantization import packed_planes
 from kvcache_plugins.ops.rotation import rotation_size
 
 from .arrays import bytes_at, floats_at, halves_at, longs_at
-from .primitives import OPTIONS, to_floats
-from .threads import use_threads
+from .primitives import OPTIONS, WORKER, to_floats
+from .threads import FIRST, num_tasks, run, take_task
 from .tile import rotate_row
 from .vectors import (
     LANES,
@@ -165,28 +165,25 @@ def _widen_head(matrix: int, shape: Any, keys: Any, values: Any, chosen: Any, si
             rotate_row(out, k, key_dim, key_dim + value_dim, turned)
 
 
-@njit(**OPTIONS)
-def _widen(shape: Any, keys: Any, values: Any, chosen: Any, sinks: Any, out_address: int) -> None:
+@njit(**WORKER)
+def _widen(address: int) -> None:
     """
-    All heads; everything comes by address, see `arrays`.
+    The worker of a table, see `threads`.
 
-    Args:
-        shape: B * H, H, K, D, E, S.
-        keys: addresses of codes, steps, minima; groups, tokens of a group, bytes of a token, planes.
-        values: address of the pages' addresses, pages, tokens of a page, bytes of a row, channels of a group, planes,
-            channels that are rotated together.
-        chosen: addresses of slots, places and counts.
-        sinks: addresses of first slots, keys and values.
-        out_address: of the result.
+    It has B * H, H, K, D, E, S; of keys the addresses of codes, steps, minima, then groups, tokens of a group, bytes
+    of a token, address of the planes and how many; of values the address of the pages' addresses, pages, tokens of a
+    page, bytes of a row, channels of a group, address of the planes and how many, channels that are rotated together;
+    addresses of slots, places and counts; of first slots, keys and values of sink tokens; and of the result.
     """
-    for matrix in range(shape[0]):
-        _widen_head(matrix, shape, keys, values, chosen, sinks, out_address)
-
-
-@njit(parallel=True, **OPTIONS)
-def _widen_in_parallel(shape: Any, keys: Any, values: Any, chosen: Any, sinks: Any, out_address: int) -> None:
-    for matrix in prange(shape[0]):
-        _widen_head(matrix, shape, keys, values, chosen, sinks, out_address)
+    n = longs_at(address, (FIRST + 29,))[FIRST:]
+    shape = (n[0], n[1], n[2], n[3], n[4], n[5])
+    keys = (n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13])
+    values = (n[14], n[15], n[16], n[17], n[18], n[19], n[20], n[21])
+    chosen, sinks = (n[22], n[23], n[24]), (n[25], n[26], n[27])
+    matrix, count = take_task(address), num_tasks(address)
+    while matrix < count:
+        _widen_head(matrix, shape, keys, values, chosen, sinks, n[28])
+        matrix = take_task(address)
 
 
 @torch.compiler.disable
@@ -236,19 +233,19 @@ def widen_rows(
     key_planes = np.array(packed_planes(key_dim, keys.nbits), dtype=np.int64)
     value_planes = np.array(packed_planes(value_dim, value_nbits), dtype=np.int64)
     out = torch.empty((batch_size, num_heads, num_slots, key_dim + value_dim), dtype=torch.float32)
-    widen = _widen_in_parallel if use_threads(batch_size * num_heads) else _widen
-    widen(
-        (batch_size * num_heads, num_heads, num_slots, key_dim, value_dim, sink_keys.shape[2]),
-        (
+    numbers = (
+        *(batch_size * num_heads, num_heads, num_slots, key_dim, value_dim, sink_keys.shape[2]),
+        *(
             *(each.data_ptr() for each in (codes, scale, zero)),
             *(num_groups, group_size, key_bytes, key_planes.ctypes.data, len(key_planes)),
         ),
-        (
+        *(
             *(page_addresses.ctypes.data, len(pages), *pages[0].shape[2:], value_group_size),
             *(value_planes.ctypes.data, len(value_planes), rotation_size(value_dim)),
         ),
-        (slots.data_ptr(), places.data_ptr(), count.data_ptr()),
-        (first.data_ptr(), sink_keys.data_ptr(), sink_values.data_ptr()),
+        *(slots.data_ptr(), places.data_ptr(), count.data_ptr()),
+        *(first.data_ptr(), sink_keys.data_ptr(), sink_values.data_ptr()),
         out.data_ptr(),
     )
+    run(_widen, batch_size * num_heads, numbers)
     return out

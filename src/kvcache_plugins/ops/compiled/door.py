@@ -1,6 +1,7 @@
 """The door to the compiled attention: parts of a cache in, tensors out."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,18 +15,32 @@ from kvcache_plugins.ops.parts import CompressedPart, DensePart
 from kvcache_plugins.ops.rotation import rotation_size
 
 from .arrays import ROW, SIDE_ROWS
-from .attention import attend_block, attend_block_in_parallel
-from .exact import attend_exact, merge
+from .attention import attend_parts
+from .calls import head_numbers
 from .layout import code_layout
 from .primitives import ROWS
-from .threads import num_threads, use_threads
+from .threads import num_threads, run
 
 
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
+# Numbers that a part has of its own: two tables, or those of exact tokens
+_OWN_SIZE = 3
 # Tables of states that live
 _TABLES: "WeakKeyDictionary[CompressedStates, np.ndarray]" = WeakKeyDictionary()
+
+
+class AnyPart(Protocol):
+    """A part of any kind."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in use."""
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """What is added to the scores."""
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -102,6 +117,65 @@ class Arguments:
         return self.address(mask), *mask.shape
 
 
+class LayerCall:
+    """
+    A call of a worker for all parts of a layer; see `calls`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        num_heads, value_dim (`int`): H, and head dim of the values.
+        scale (`float`): factor of the scores.
+    """
+
+    def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
+        batch_size, num_query_heads, num_queries, head_dim = query.shape
+        groups = num_query_heads // num_heads
+        self.query, self.scale, self.arguments = query, scale, Arguments()
+        self._shape = batch_size, num_heads, groups, num_queries, head_dim, value_dim
+        # Of all heads and items, of which each has tasks of its own
+        self.num_row_blocks = batch_size * num_heads * -(-groups * num_queries // ROWS)
+        self._num_tasks, self._num_results, self._num_parts = 0, 0, 0
+        self._numbers: list[int] = []
+
+    def add(
+        self,
+        part: AnyPart,
+        num_runs: int,
+        tiles_per_task: int,
+        own: Sequence[int],
+        is_exact: int = 0,
+    ) -> None:
+        """Adds a part, which is split into runs of tiles; `own` is what its kind needs, as much for all kinds."""
+        mask = self.arguments.mask(part.mask, part.length)
+        span = part.length, tiles_per_task, num_runs
+        self._numbers += (self._num_tasks, self._num_results, *mask, *span, is_exact, *own)
+        self._num_tasks += self.num_row_blocks * num_runs
+        self._num_results += num_runs
+        self._num_parts += 1
+
+    def add_exact(self, part: DensePart, size: int) -> None:
+        """Adds an exact part, of as many numbers as the others' own are."""
+        states = self.arguments.address(part.keys), self.arguments.address(part.values)
+        self.add(part, 1, 1, (*states, part.keys.shape[2], *(0,) * (size - 3)), 1)
+
+    def run(self, worker: Any) -> torch.Tensor:
+        """Attention `[B, H * G, Q, value head dim]` over all parts, in the queries' dtype."""
+        batch_size, num_heads, groups, num_queries, _, value_dim = self._shape
+        num_rows = batch_size * num_heads * groups * num_queries
+        scratch = _empty(self._num_results * num_rows * (value_dim + 2))
+        result = _empty(batch_size, num_heads * groups, num_queries, value_dim)
+        addresses = self.arguments.address(self.query), scratch.data_ptr(), result.data_ptr()
+        head = head_numbers(
+            (*self._shape, self._num_results),
+            self.scale,
+            *addresses,
+            self._num_parts,
+            len(self._numbers) // self._num_parts,
+        )
+        run(worker, self._num_tasks, head + self._numbers)
+        return result if self.query.dtype == torch.float32 else result.to(self.query.dtype)
+
+
 def attend(
     query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
 ) -> torch.Tensor:
@@ -114,31 +188,14 @@ def attend(
         compressed (`Sequence[CompressedPart]`): compressed parts.
         scale (`float`): factor of the scores.
     """
-    batch_size, num_query_heads, num_queries, head_dim = query.shape
     num_heads, value_dim = _heads(dense, compressed)
-    groups = num_query_heads // num_heads
-    num_rows = groups * num_queries
-    num_row_blocks = batch_size * num_heads * -(-num_rows // ROWS)
-    splits = [_split(part, num_row_blocks) for part in compressed]
-    num_results = len(dense) + sum(num_tasks for num_tasks, _ in splits)
-    scratch = _empty(num_results * batch_size * num_heads * num_rows * (value_dim + 2))
-    result = _empty(batch_size, num_query_heads, num_queries, value_dim)
-    shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
-    arguments = Arguments()
-    queries, results, first = arguments.address(query), scratch.data_ptr(), 0
-    for part, (num_tasks, tiles_per_task) in zip(compressed, splits, strict=True):
-        tables = arguments.table(part.keys), arguments.table(part.values)
-        mask, span = arguments.mask(part.mask, part.length), (part.length, tiles_per_task, num_tasks)
-        attend_to = attend_block_in_parallel if use_threads(num_row_blocks * num_tasks) else attend_block
-        attend_to(shape, scale, queries, *tables, mask, span, first, results)
-        first += num_tasks
+    layer = LayerCall(query, num_heads, value_dim, scale)
+    for part in compressed:
+        tables = layer.arguments.table(part.keys), layer.arguments.table(part.values), 0
+        layer.add(part, *_split(part, layer.num_row_blocks), tables)
     for exact in dense:
-        states = arguments.address(exact.keys), arguments.address(exact.values)
-        mask, capacity = arguments.mask(exact.mask, exact.length), exact.keys.shape[2]
-        attend_exact(shape, scale, queries, *states, mask, capacity, exact.length, first, results)
-        first += 1
-    merge(shape, results, result.data_ptr())
-    return result if query.dtype == torch.float32 else result.to(query.dtype)
+        layer.add_exact(exact, _OWN_SIZE)
+    return layer.run(attend_parts)
 
 
 def _heads(dense: Sequence[DensePart], compressed: Sequence[CompressedPart]) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from numba import njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
-from .arrays import floats_at
+from .arrays import MINUS_INFINITY, filled, floats_at, zeros
+from .calls import DONE, Call, Part
 from .primitives import (
     OPTIONS,
     ROWS,
@@ -22,6 +23,8 @@ from .primitives import (
     scale_rows,
     softmax_tile,
 )
+from .tasks import queries_of, task_of
+from .threads import num_tasks, take_task
 from .vectors import LANES
 
 
@@ -54,65 +57,59 @@ def partial_results(scratch: int, shape: Any, first: int, count: int) -> Any:
 
 
 @njit(**OPTIONS)
-def attend_exact(
-    shape: Any,
-    scale: float,
-    query: int,
-    key_address: int,
-    value_address: int,
-    mask: Any,
-    capacity: int,
-    length: int,
-    first: int,
-    scratch: int,
-) -> None:
+def attend_exact(number: int, call: Call, part: Part) -> None:
     """
-    Attention over exact tokens, as a partial result of an online softmax.
+    One task of attention over exact tokens, few of them, as a partial result of an online softmax.
 
-    Everything comes by address, see `arrays`.
-
-    Args:
-        shape, scale, query, mask, first, scratch: as in `attention.attend_block`.
-        key_address, value_address: `[B, H, capacity, D]`, float32.
-        length: tokens in use; few.
+    `part.own` has the addresses of keys and values `[B, H, capacity, D]`, float32, and their capacity.
     """
-    batch_size, num_heads, groups, num_queries, key_dim, value_dim, _ = shape
-    num_rows = groups * num_queries
-    queries = floats_at(query, (batch_size, num_heads, num_rows, key_dim))
-    keys = floats_at(key_address, (batch_size, num_heads, capacity, key_dim))
-    values = floats_at(value_address, (batch_size, num_heads, capacity, value_dim))
-    bias = floats_at(mask[0], mask[1:])
-    outputs, totals, maxima = partial_results(scratch, shape, first, 1)
-    output, total, maximum = outputs[0], totals[0], maxima[0]
-    key_states = np.zeros((OUTLIER_TILE + 1, _padded(key_dim)), dtype=np.float32)
-    value_states = np.zeros((OUTLIER_TILE + 1, _padded(value_dim)), dtype=np.float32)
-    rows = np.zeros((ROWS, key_states.shape[1]), dtype=np.float32)
-    sums = np.zeros((ROWS, value_states.shape[1]), dtype=np.float32)
-    scores = np.zeros((1, (OUTLIER_TILE + 2) * ROWS), dtype=np.float32)
-    own_total = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    own_maximum = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
-    for b in range(batch_size):
-        for h in range(num_heads):
-            for row in range(0, num_rows, ROWS):
-                last_row = min(row + ROWS, num_rows)
-                rows[:] = 0
-                rows[: last_row - row, :key_dim] = queries[b, h, row:last_row] * np.float32(scale)
-                sums[:], own_total[:], own_maximum[:] = 0, 0, -np.inf
-                for start in range(0, length, OUTLIER_TILE):
-                    tokens = min(OUTLIER_TILE, length - start)
-                    key_states[:tokens, :key_dim] = keys[b, h, start : start + tokens]
-                    value_states[:tokens, :value_dim] = values[b, h, start : start + tokens]
-                    dot_states(rows, key_states, tokens, scores)
-                    if bias.shape[3] > 0:
-                        add_bias(bias, b, h, groups, num_queries, row, start, tokens, scores)
-                    if softmax_tile(tokens, scores, own_maximum, own_total, decay):
-                        scale_rows(decay, sums)
-                    accumulate_states(scores, value_states, tokens, sums)
-                for r in range(last_row - row):
-                    output[b, h, row + r] = sums[r, :value_dim]
-                    total[b, h, row + r] = own_total[0, r] + own_total[0, r + ROWS]
-                    maximum[b, h, row + r] = own_maximum[0, r]
+    shape, length, capacity = call.shape, part.span[0], part.own[2]
+    matrices, key_dim, value_dim = shape[0] * shape[1], shape[4], shape[5]
+    task = task_of(number, shape, part.span)
+    query = queries_of(task, shape, call.query)
+    keys = floats_at(part.own[0], (matrices, capacity, key_dim))[task.matrix]
+    values = floats_at(part.own[1], (matrices, capacity, value_dim))[task.matrix]
+    bias = floats_at(part.mask[0], part.mask[1:])
+    # A row more than tokens, as they are gone through in pairs
+    room = min(length, OUTLIER_TILE) + 1
+    key_states = zeros(room, _padded(key_dim))
+    value_states = zeros(room, _padded(value_dim))
+    rows = zeros(ROWS, key_states.shape[1])
+    sums = zeros(ROWS, value_states.shape[1])
+    scores = zeros(1, (OUTLIER_TILE + 2) * ROWS)
+    own_total, decay = zeros(1, 2 * ROWS), zeros(1, 2 * ROWS)
+    own_maximum = filled(1, 2 * ROWS, MINUS_INFINITY)
+    for r in range(task.rows):
+        for d in range(key_dim):
+            rows[r, d] = query[r, d] * np.float32(call.scale)
+    for start in range(0, length, OUTLIER_TILE):
+        tokens = min(OUTLIER_TILE, length - start)
+        # Not by slices, for whose errors Numba compiles a dozen functions
+        for t in range(tokens):
+            for d in range(key_dim):
+                key_states[t, d] = keys[start + t, d]
+            for d in range(value_dim):
+                value_states[t, d] = values[start + t, d]
+        dot_states(rows, key_states, tokens, scores)
+        if bias.shape[3] > 0:
+            add_bias(bias, task.batch, task.head, shape[2], shape[3], task.row, start, tokens, scores)
+        if softmax_tile(tokens, scores, own_maximum, own_total, decay):
+            scale_rows(decay, sums)
+        accumulate_states(scores, value_states, tokens, sums)
+    outputs, totals, maxima = partial_results(call.scratch, shape, part.first, 1)
+    for r in range(task.rows):
+        row = task.row + r
+        for d in range(value_dim):
+            outputs[0, task.batch, task.head, row, d] = sums[r, d]
+        totals[0, task.batch, task.head, row] = own_total[0, r] + own_total[0, r + ROWS]
+        maxima[0, task.batch, task.head, row] = own_maximum[0, r]
+
+
+@njit(**OPTIONS)
+def end_task(address: int, call: Call) -> None:
+    """Takes down that a task of a table is done, and merges all results if it was the last."""
+    if take_task(address + 8 * DONE) + 1 == num_tasks(address):
+        merge(call.shape, call.scratch, call.result)
 
 
 @njit(**OPTIONS)
@@ -130,8 +127,11 @@ def merge(shape: Any, scratch: int, result_address: int) -> None:
     for b in range(result.shape[0]):
         for h in range(result.shape[1]):
             for r in range(result.shape[2]):
-                highest = maximum[:, b, h, r].max()
-                result[b, h, r] = 0
+                highest = maximum[0, b, h, r]
+                for s in range(1, output.shape[0]):
+                    highest = max(highest, maximum[s, b, h, r])
+                for d in range(result.shape[3]):
+                    result[b, h, r, d] = 0
                 if highest == -np.inf:
                     continue
                 weights = np.float32(0)

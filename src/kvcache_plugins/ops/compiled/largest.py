@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import int64, njit, prange, uint32
+from numba import int64, njit, uint32
 
 from .arrays import floats_at, longs_at
-from .primitives import OPTIONS
-from .threads import use_threads
+from .primitives import OPTIONS, WORKER
+from .threads import FIRST, num_tasks, run, take_task
 
 
 _DIGIT_BITS = 11
@@ -85,16 +85,18 @@ def _select_task(row: int, shape: Any, addresses: Any) -> None:
     indices[count:] = 0
 
 
-@njit(**OPTIONS)
-def _select(shape: Any, addresses: Any) -> None:
-    for row in range(shape[0]):
+@njit(**WORKER)
+def _select(address: int) -> None:
+    """
+    The worker of a table, see `threads`: rows, numbers of each and how many are wanted; addresses of the numbers, of
+    the least that count, and of what is found: values and indices.
+    """
+    n = longs_at(address, (FIRST + 7,))[FIRST:]
+    shape, addresses = (n[0], n[1], n[2]), (n[3], n[4], n[5], n[6])
+    row, count = take_task(address), num_tasks(address)
+    while row < count:
         _select_task(row, shape, addresses)
-
-
-@njit(parallel=True, **OPTIONS)
-def _select_in_parallel(shape: Any, addresses: Any) -> None:
-    for row in prange(shape[0]):
-        _select_task(row, shape, addresses)
+        row = take_task(address)
 
 
 @torch.compiler.disable
@@ -105,6 +107,5 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[tor
     values, indices = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
     num_rows = least.numel()
     addresses = (numbers.data_ptr(), least.data_ptr(), values.data_ptr(), indices.data_ptr())
-    select = _select_in_parallel if use_threads(num_rows) else _select
-    select((num_rows, numbers.shape[-1], limit), addresses)
+    run(_select, num_rows, (num_rows, numbers.shape[-1], limit, *addresses))
     return values, indices

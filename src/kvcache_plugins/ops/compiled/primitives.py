@@ -35,13 +35,17 @@ from .vectors import (
 )
 
 
-# Without "nnan" and "ninf": masks are infinite
+# Without "nnan" and "ninf": masks are infinite. What Python calls takes as long to compile as what is done
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"},
     "nogil": True,
     "cache": True,
     "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
 }
+# What is called by address, see `threads`
+WORKER: dict[str, Any] = OPTIONS | {"no_cfunc_wrapper": False}
 # What is called in one place, with more arrays than a call should hand over
 INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 # Rows that share the codes that are unpacked

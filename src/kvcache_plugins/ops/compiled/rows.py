@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, int64, njit, prange
+from numba import float32, int64, njit
 
-from .arrays import bytes_at, floats_at, longs_at
-from .primitives import OPTIONS, ROWS, scale_rows, softmax_tile
-from .threads import use_threads
+from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, longs_at, zeros
+from .primitives import OPTIONS, ROWS, WORKER, scale_rows, softmax_tile
+from .threads import FIRST, bits_of, num_tasks, run, take_task
 from .vectors import (
     LANES,
     add,
@@ -69,7 +69,7 @@ def _prefetch_row(address: int, size: int) -> None:
 def _load_queries(query: Any, scale: Any, padded: int) -> Any:
     """Queries `[R, D]`, scaled, in vectors of which the last one lies at the end: what it repeats of others is 0."""
     head_dim = query.shape[1]
-    queries = np.zeros((ROWS, padded), dtype=np.float32)
+    queries = zeros(ROWS, padded)
     for r in range(query.shape[0]):
         for d in range(head_dim):
             place = d if d < padded - LANES else d - head_dim + padded
@@ -202,10 +202,10 @@ def _attend_task(
     all_queries = floats_at(ends[0], (batch_size * num_heads, groups, key_dim))[matrix]
     padded_key, padded_value = -(-key_dim // LANES) * LANES, -(-value_dim // LANES) * LANES
     query = _load_queries(all_queries[row : row + len(rows)], float32(scale), padded_key)
-    sums = np.zeros((ROWS, padded_value), dtype=np.float32)
-    scores = np.zeros((1, (_TILE + 2) * ROWS), dtype=np.float32)
-    total, decay = np.zeros((1, 2 * ROWS), dtype=np.float32), np.zeros((1, 2 * ROWS), dtype=np.float32)
-    maximum = np.full((1, 2 * ROWS), -np.inf, dtype=np.float32)
+    sums = zeros(ROWS, padded_value)
+    scores = zeros(1, (_TILE + 2) * ROWS)
+    total, decay = zeros(1, 2 * ROWS), zeros(1, 2 * ROWS)
+    maximum = filled(1, 2 * ROWS, MINUS_INFINITY)
     item_size = 4 if len(dtype) == 1 else 2
     sizes = (key_dim * item_size, value_dim * item_size)
     for start in range(0, length, _TILE):
@@ -226,36 +226,36 @@ def _attend_task(
             output[row + r, d] = sums[r, place] * factor
 
 
-@njit(**OPTIONS)
-def _num_tasks(shape: Any, rows: Any) -> int:
-    return shape[0] * shape[1] * -(-shape[2] // len(rows))
-
-
-@njit(**OPTIONS)
-def _attend(shape: Any, scale: float, rows: Any, dtype: Any, chosen: Any, window: Any, mask: Any, ends: Any) -> None:
+def _make_worker(rows: tuple[int, ...], dtype: tuple[int, ...]) -> Any:
     """
-    All tasks; everything comes by address, see `arrays`.
+    The worker of a table, see `threads`, for tuples whose lengths count.
 
-    Args:
-        shape: B, H, G, D, E, K and tokens of the window.
-        scale: factor of the scores.
-        rows, dtype: tuples whose lengths count.
-        chosen: address of the pages' addresses, how many, tokens of a page; of the slots, of the counts.
-        window: address of the keys and their strides over B and H, the same of the values.
-        mask: address, or 0 if there is none, stride and columns; whether it is boolean; address of the slots'
-            positions; column of the window's first token.
-        ends: address of the queries, and of the output, float32.
+    It has B, H, G, D, E, K and tokens of the window; address of the pages' addresses, how many, tokens of a page,
+    addresses of the slots and of the counts; address of the window's keys and their strides over B and H, the same of
+    the values; of a mask its address, or 0 if there is none, stride and columns, whether it is boolean, address of the
+    slots' positions and column of the window's first token; addresses of the queries and of the output, float32; and
+    the factor of the scores, float64.
     """
-    for task in range(_num_tasks(shape, rows)):
-        _attend_task(task, shape, scale, rows, dtype, chosen, window, mask, ends)
+
+    @njit(**WORKER)
+    def attend(address: int) -> None:
+        n = longs_at(address, (FIRST + 27,))[FIRST:]
+        shape = (n[0], n[1], n[2], n[3], n[4], n[5], n[6])
+        chosen, window = (n[7], n[8], n[9], n[10], n[11]), (n[12], n[13], n[14], n[15], n[16], n[17])
+        mask, ends = (n[18], n[19], n[20], n[21], n[22], n[23]), (n[24], n[25])
+        scale = doubles_at(address, (FIRST + 27,))[FIRST + 26]
+        task, count = take_task(address), num_tasks(address)
+        while task < count:
+            _attend_task(task, shape, scale, rows, dtype, chosen, window, mask, ends)
+            task = take_task(address)
+
+    return attend
 
 
-@njit(parallel=True, **OPTIONS)
-def _attend_in_parallel(
-    shape: Any, scale: float, rows: Any, dtype: Any, chosen: Any, window: Any, mask: Any, ends: Any
-) -> None:
-    for task in prange(_num_tasks(shape, rows)):
-        _attend_task(task, shape, scale, rows, dtype, chosen, window, mask, ends)
+# By rows that share what is read, and by what is stored
+_WORKERS = {
+    (rows, dtype): _make_worker((0,) * rows, marks) for rows in range(1, ROWS + 1) for dtype, marks in _DTYPES.items()
+}
 
 
 def can_attend_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
@@ -293,18 +293,15 @@ def attend_rows(
         # Read by address: as many as there are slots, as in plain PyTorch
         positions = slots if positions is None else positions[:, :, : slots.shape[2]].contiguous()
         masking = (mask.data_ptr(), mask.stride(0), mask.shape[1], int(is_boolean), positions.data_ptr(), window_start)
-    rows = (0,) * min(groups, ROWS)
-    attend = _attend_in_parallel if use_threads(batch_size * num_heads * -(-groups // len(rows))) else _attend
-    attend(
-        (batch_size, num_heads, groups, key_dim, value_dim, slots.shape[2], window_length),
-        scale,
-        rows,
-        _DTYPES[window_keys.dtype],
-        (page_addresses.ctypes.data, len(pages), pages[0].shape[2], slots.data_ptr(), count.data_ptr()),
-        (window_keys.data_ptr(), *window_keys.stride()[:2], window_values.data_ptr(), *window_values.stride()[:2]),
-        masking,
-        (queries.data_ptr(), output.data_ptr()),
+    rows = min(groups, ROWS)
+    numbers = (
+        *(batch_size, num_heads, groups, key_dim, value_dim, slots.shape[2], window_length),
+        *(page_addresses.ctypes.data, len(pages), pages[0].shape[2], slots.data_ptr(), count.data_ptr()),
+        *(window_keys.data_ptr(), *window_keys.stride()[:2], window_values.data_ptr(), *window_values.stride()[:2]),
+        *masking,
+        *(queries.data_ptr(), output.data_ptr(), bits_of(scale)),
     )
+    run(_WORKERS[rows, window_keys.dtype], batch_size * num_heads * -(-groups // rows), numbers)
     return output.to(query.dtype)
 
 

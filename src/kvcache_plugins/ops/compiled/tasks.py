@@ -26,20 +26,15 @@ class Task(NamedTuple):
 
 
 @njit(**OPTIONS)
-def num_tasks(shape: Any, span: Any) -> int:
+def task_of(number: int, shape: Any, span: Any) -> Task:
     """
-    Tasks of a call.
+    One of the tasks of a part.
 
     Args:
+        number: which one.
         shape: B, H, G, Q, and more.
         span: tokens in use, tiles of a task, and runs of tiles.
     """
-    return shape[0] * shape[1] * -(-shape[2] * shape[3] // ROWS) * span[2]
-
-
-@njit(**OPTIONS)
-def task_of(number: int, shape: Any, span: Any) -> Task:
-    """One of them."""
     num_rows = shape[2] * shape[3]
     row_blocks = -(-num_rows // ROWS)
     item, part = number // span[2], number % span[2]

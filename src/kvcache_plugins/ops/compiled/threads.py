@@ -1,34 +1,114 @@
-"""How many threads compiled code runs on: as many as PyTorch is set to."""
+"""Compiled work on the threads that PyTorch has.
 
+Numba has threads of its own, beside PyTorch's: whichever has just worked waits actively for more, for milliseconds, on
+the cores that the other one needs. So work is done by PyTorch's own OpenMP, on whose threads nothing is waited for:
+each takes the next task of a table until none is left. Where PyTorch has no OpenMP of that kind (other systems than
+Linux), threads of Python do the same.
+
+What is called by address, with one table of numbers, is also called in a tenth of the time: Numba would unpack sixty
+arguments.
+"""
+
+import ctypes
 import os
+import struct
 import threading
+from array import array
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
-import numba
 import torch
+from llvmlite import ir
+from numba import int64, njit, types
+
+from .arrays import longs_at
+from .primitives import OPTIONS
+from .vectors import untyped_intrinsic
 
 
-# What Numba was started with, which cannot be exceeded
-_MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-# Where Numba's threads are, if it has started any: not in processes that are forked from it
+# The first numbers of every table: the next task, and how many there are
+NEXT, COUNT, FIRST = 0, 1, 2
+# A function of a table's address
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_SIGNATURE = types.void(int64)
+# Where threads are, if any were started: not in processes that are forked from it
 _PROCESS = os.getpid()
 
 
+@untyped_intrinsic
+def take_task(typing_context: Any, address: Any) -> Any:
+    """
+    The number of the next task of a table at an address, which nobody else gets. Whoever gets one sees what had been
+    written when those before it were taken.
+    """
+    number = ir.IntType(64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], number.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(number, 1), "acq_rel")
+
+    return int64(int64), generate
+
+
+@njit(**OPTIONS)
+def num_tasks(address: int) -> int:
+    """Tasks of a table at an address."""
+    return longs_at(address, (FIRST,))[COUNT]  # type: ignore[no-any-return]
+
+
+@cache
+def bits_of(number: float) -> int:
+    """A number as a table has it, by the bits that it has as float64."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def run(worker: Any, count: int, numbers: Iterable[int]) -> None:
+    """
+    Has as many threads as PyTorch is set to take tasks until none is left.
+
+    Args:
+        worker: compiled function of the address of a table of int64, which takes its tasks by `take_task`.
+        count (`int`): how many there are.
+        numbers (`Iterable[int]`): what else the table holds, from `FIRST` on.
+    """
+    table = array("q", (0, count, *numbers))
+    address, function = table.buffer_info()[0], _entry(worker)
+    threads = min(num_threads(), count)
+    if threads > 1:
+        _start_threads()(function, address, threads)
+    else:
+        function(address)
+
+
 def num_threads() -> int:
-    """Threads that there are for tasks."""
-    return min(torch.get_num_threads(), _MAX_THREADS)
+    """Threads that there are for tasks: one in a forked process, for which GNU's OpenMP would never end its work."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def use_threads(num_tasks: int) -> bool:
-    """
-    Whether there are several tasks and several threads for them; if so, Numba is set to those threads.
+@cache
+def _entry(worker: Any) -> Callable[[int], None]:
+    compiled = worker.get_compile_result(_SIGNATURE)
+    return _ENTRY(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
 
-    Where Numba has neither OpenMP nor TBB, only the main thread's tasks are shared out: the pool of threads that Numba
-    falls back to ends the process when two threads use it at once. And none are in a forked process, which GNU's
-    OpenMP would end for it.
-    """
-    count = num_threads()
-    if count == 1 or num_tasks == 1 or os.getpid() != _PROCESS:
-        return False
-    numba.set_num_threads(count)
-    is_alone = threading.current_thread() is threading.main_thread()
-    return is_alone or numba.threading_layer() != "workqueue"  # type: ignore[attr-defined]
+
+@cache
+def _start_threads() -> Callable[[Any, int, int], None]:
+    """What calls an entry with a table's address on several threads at once, and returns when all have ended."""
+    try:
+        # Looked for in what PyTorch's library needs itself, so that it is the same that PyTorch has
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        return _run_on_python_threads
+    parallel.argtypes = [_ENTRY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return lambda function, address, count: parallel(function, address, count, 0)
+
+
+def _run_on_python_threads(function: Callable[[int], None], address: int, count: int) -> None:
+    threads = [threading.Thread(target=function, args=(address,)) for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    function(address)
+    for thread in threads:
+        thread.join()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int64, njit
 
-from .arrays import Side
+from .arrays import Side, zeros
 from .layout import CodeLayout
 from .primitives import (
     INLINED,
@@ -87,9 +87,9 @@ class Outliers(NamedTuple):
 def load_queries(query: Any, scale: Any, rows: int, keys: Side, layout: CodeLayout) -> Queries:
     """`query` `[rows, D]`."""
     rank = keys.low_rank_a.shape[4]
-    by_row = np.zeros((ROWS, keys.head_dim), dtype=np.float32)
-    by_channel = np.zeros((1, ROWS * keys.head_dim), dtype=np.float32)
-    by_vector = np.zeros((ROWS, layout.places.shape[0] * LANES), dtype=np.float32)
+    by_row = zeros(ROWS, keys.head_dim)
+    by_channel = zeros(1, ROWS * keys.head_dim)
+    by_vector = zeros(ROWS, layout.places.shape[0] * LANES)
     for r in range(rows):
         for d in range(keys.head_dim):
             by_row[r, d] = by_channel[0, ROWS * d + r] = query[r, d] * scale
@@ -103,9 +103,9 @@ def load_queries(query: Any, scale: Any, rows: int, keys: Side, layout: CodeLayo
         by_channel,
         by_vector,
         by_vector.copy(),
-        np.zeros((1, 2 * ROWS), dtype=np.float32),
+        zeros(1, 2 * ROWS),
         np.full(1, -1),
-        np.zeros((rank, ROWS), dtype=np.float32),
+        zeros(rank, ROWS),
     )
 
 

@@ -11,12 +11,14 @@ channels, T tokens of a tile, R bytes of a row.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, njit, prange
+from numba import float32, njit
 
-from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
-from .exact import partial_results
-from .primitives import INLINED, OPTIONS, ROWS, add_bias, scale_rows, softmax_tile
-from .tasks import Task, num_tasks, queries_of, task_of
+from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, halves_at, longs_at, zeros
+from .calls import Call, Part, call_at, part_of
+from .exact import attend_exact, end_task, partial_results
+from .primitives import INLINED, OPTIONS, ROWS, WORKER, add_bias, scale_rows, softmax_tile
+from .tasks import Task, queries_of, task_of
+from .threads import num_tasks, take_task
 from .tile import rotate_row
 from .transform_primitives import Blocks, accumulate_rows, dot_rows, make_blocks
 from .vectors import (
@@ -62,8 +64,8 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
     partner_address, cosine_address, sine_address = rotary[:3]
     size = num_blocks * LANES
     own, partners = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
-    deviations, means = np.zeros((1, size), dtype=np.float32), np.zeros((1, size), dtype=np.float32)
-    cosines, sines = np.zeros((TILE + 1, size), dtype=np.float32), np.zeros((TILE + 1, size), dtype=np.float32)
+    deviations, means = zeros(1, size), zeros(1, size)
+    cosines, sines = zeros(TILE + 1, size), zeros(TILE + 1, size)
     narrow = bytes_at(order_address + matrix * head_dim, (head_dim,))
     wide = halves_at(order_address + 2 * matrix * head_dim, (head_dim,))
     mean = halves_at(mean_address + 2 * matrix * head_dim, (head_dim,))
@@ -156,18 +158,18 @@ def rows_at(side: Any, task: Task, shape: Any) -> Any:
 
 @njit(**OPTIONS)
 def load_work(
-    task: Task, shape: Any, scale: float, query: int, channels: Channels, values: Rows, codebook: Any, rotary: Any,
-    mask: Any, span: Any,
-) -> Work:  # fmt: skip
-    """The arguments are those of `attend_rows_block`, and what was made of them."""
+    task: Task, call: Call, part: Part, channels: Channels, values: Rows, codebook: Any, rotary: Any
+) -> Work:
+    """`codebook`, `rotary`: what `shared_numbers` returned."""
+    shape, span, mask = call.shape, part.span, part.mask
     tiles = (task.part * span[1], (task.part + 1) * span[1])
     position = rotary[5] - longs_at(rotary[4], (shape[0],))[task.batch]
     return Work(
         task,
         shape[3],
         shape[2],
-        queries_of(task, shape, query),
-        float32(scale),
+        queries_of(task, shape, call.query),
+        float32(call.scale),
         channels,
         doubles_at(rotary[3], (shape[4],)),
         position,
@@ -183,9 +185,9 @@ def load_work(
 def make_sums(size: int) -> RowSums:
     """Of nothing so far."""
     return RowSums(
-        np.zeros((ROWS, size), dtype=np.float32),
-        np.zeros((1, 2 * ROWS), dtype=np.float32),
-        np.full((1, 2 * ROWS), -np.inf, dtype=np.float32),
+        zeros(ROWS, size),
+        zeros(1, 2 * ROWS),
+        filled(1, 2 * ROWS, MINUS_INFINITY),
     )
 
 
@@ -250,9 +252,9 @@ def add_tile(work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: R
 @njit(**OPTIONS)
 def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
-    own, partners = np.zeros((ROWS, size), dtype=np.float32), np.zeros((ROWS, size), dtype=np.float32)
-    scores = np.zeros((1, (TILE + 2) * ROWS), dtype=np.float32)
-    decay = np.zeros((1, 2 * ROWS), dtype=np.float32)
+    own, partners = zeros(ROWS, size), zeros(ROWS, size)
+    scores = zeros(1, (TILE + 2) * ROWS)
+    decay = zeros(1, 2 * ROWS)
     key_scales = load_scales(work, keys.rows)
     first, last = ends_of(work)
     for start in range(first, last, TILE):
@@ -266,69 +268,65 @@ def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
 
 
 @njit(**OPTIONS)
-def _run(
-    number: int, shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any,
-    mask: Any, span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
-    """One task of `attend_rows_block`."""
-    task, key_dim, value_dim = task_of(number, shape, span), shape[4], shape[5]
-    output, total, maximum = partial_results(scratch, shape, first, span[2])
-    sides, multipliers = shape[0] * shape[1], longs_at(codebook[3], (9,))
-    key_count, value_count = -(-key_dim // LANES), -(-value_dim // LANES)
-    key_widths = bytes_at(key_side[3], (sides, key_count))[task.matrix]
-    value_widths = bytes_at(value_side[3], (sides, value_count))[task.matrix]
-    key_blocks = make_blocks(key_widths, key_side[2], floats_at(codebook[0], (9, 3)), multipliers)
-    value_blocks = make_blocks(value_widths, value_side[2], floats_at(codebook[1], (9, 3)), multipliers)
-    channels = _load_channels(key_side[4:], rotary, task.matrix, key_dim, key_count)
-    values = Rows(rows_at(value_side, task, shape), value_blocks)
-    sums = make_sums(value_count * LANES)
-    work = load_work(task, shape, scale, query, channels, values, codebook, rotary, mask, span)
-    _run_tiles(work, Rows(rows_at(key_side, task, shape), key_blocks), sums)
-    deviation = float_of_half(halves_at(value_side[4], (sides,))[task.matrix])
-    part, b, h, row = task.part, task.batch, task.head, task.row
-    for r in range(task.rows):
-        for d in range(value_dim):
-            output[part, b, h, row + r, d] = sums.sums[r, d] * deviation
-        if value_side[5] > 1:
-            rotate_row(output[part, b, h, row : row + task.rows], r, 0, value_dim, value_side[5])
-        total[part, b, h, row + r] = sums.total[0, r] + sums.total[0, r + ROWS]
-        maximum[part, b, h, row + r] = sums.maximum[0, r]
+def shared_numbers(own: Any, first: int) -> tuple[Any, Any]:
+    """
+    What rows of both kinds have of a part's numbers, from one of them on.
+
+    Returns:
+        The codebook: coefficients of the points of keys and of values `[9, 3]`; scales of all bytes `[256]`;
+        multipliers of states `[9]`. And the embedding: partners `[D]`; cosines and signed sines of offsets
+        `[T + 1, D]`; frequencies `[D]`, float64; padding `[B]`; index of the first token.
+    """
+    angles = (own[first + 4], own[first + 5], own[first + 6], own[first + 7], own[first + 8], own[first + 9])
+    return (own[first], own[first + 1], own[first + 2], own[first + 3]), angles
 
 
 @njit(**OPTIONS)
-def attend_rows_block(
-    shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any, mask: Any,
-    span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
+def _run(number: int, call: Call, part: Part) -> None:
     """
-    Attention over one block of rows, as partial results of an online softmax.
+    One task of attention over a block of rows, as a partial result of an online softmax.
 
-    Everything comes by address, see `arrays`.
-
-    Args:
-        shape: B, H, G, Q, D, head dim of values, and partial results in all.
-        scale: factor of the scores.
-        query: `[B, H * G, Q, D]`, float32.
-        key_side: rows, their capacity and R; widths; order, whether it is of 16 bits, means and deviations.
-        value_side: rows, their capacity and R; widths; deviations; channels that are rotated together.
-        codebook: coefficients of the points of keys and of values `[9, 3]`; scales of all bytes `[256]`; multipliers
-            of states `[9]`.
-        rotary: partners `[D]`; cosines and signed sines of offsets `[T + 1, D]`; frequencies `[D]`, float64; padding
-            `[B]`; index of the first token.
-        mask: address of what is added to the scores, and its four dimensions; no columns mean no mask.
-        span: tokens in use, tiles of a task, and tasks, which is how many partial results are written.
-        first: the first of them.
-        scratch: what `exact.partial_results` makes arrays of.
+    `part.own` has of keys: rows, their capacity and R; widths; order, whether it is of 16 bits, means and deviations.
+    Of values: rows, their capacity and R; widths; deviations; channels that are rotated together. Then what
+    `shared_numbers` returns.
     """
-    for number in range(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
+    shape, own = call.shape, part.own
+    task, key_dim, value_dim = task_of(number, shape, part.span), shape[4], shape[5]
+    output, total, maximum = partial_results(call.scratch, shape, part.first, part.span[2])
+    codebook, rotary = shared_numbers(own, 14)
+    key_rows, value_rows = (own[0], own[1], own[2]), (own[8], own[9], own[10])
+    sides, multipliers = shape[0] * shape[1], longs_at(codebook[3], (9,))
+    key_count, value_count = -(-key_dim // LANES), -(-value_dim // LANES)
+    key_widths = bytes_at(own[3], (sides, key_count))[task.matrix]
+    value_widths = bytes_at(own[11], (sides, value_count))[task.matrix]
+    key_blocks = make_blocks(key_widths, own[2], floats_at(codebook[0], (9, 3)), multipliers)
+    value_blocks = make_blocks(value_widths, own[10], floats_at(codebook[1], (9, 3)), multipliers)
+    channels = _load_channels((own[4], own[5], own[6], own[7]), rotary, task.matrix, key_dim, key_count)
+    values = Rows(rows_at(value_rows, task, shape), value_blocks)
+    sums = make_sums(value_count * LANES)
+    work = load_work(task, call, part, channels, values, codebook, rotary)
+    _run_tiles(work, Rows(rows_at(key_rows, task, shape), key_blocks), sums)
+    deviation = float_of_half(halves_at(own[12], (sides,))[task.matrix])
+    run, b, h, row = task.part, task.batch, task.head, task.row
+    for r in range(task.rows):
+        for d in range(value_dim):
+            output[run, b, h, row + r, d] = sums.sums[r, d] * deviation
+        if own[13] > 1:
+            rotate_row(output[run, b, h, row : row + task.rows], r, 0, value_dim, own[13])
+        total[run, b, h, row + r] = sums.total[0, r] + sums.total[0, r + ROWS]
+        maximum[run, b, h, row + r] = sums.maximum[0, r]
 
 
-@njit(parallel=True, **OPTIONS)
-def attend_rows_block_in_parallel(
-    shape: Any, scale: float, query: int, key_side: Any, value_side: Any, codebook: Any, rotary: Any, mask: Any,
-    span: Any, first: int, scratch: int,
-) -> None:  # fmt: skip
-    """The same by as many threads as Numba is set to."""
-    for number in prange(num_tasks(shape, span)):
-        _run(number, shape, scale, query, key_side, value_side, codebook, rotary, mask, span, first, scratch)
+@njit(**WORKER)
+def attend_row_parts(address: int) -> None:
+    """Attention over exact parts and blocks of rows: the worker of a table, see `calls` and `threads`."""
+    call, count = call_at(address), num_tasks(address)
+    task = take_task(address)
+    while task < count:
+        number, part = part_of(task, call)
+        if part.is_exact:
+            attend_exact(number, call, part)
+        else:
+            _run(number, call, part)
+        end_task(address, call)
+        task = take_task(address)

@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import float32, int64, njit, prange, uint64
+from numba import float32, int64, njit, uint64
 
 from kvcache_plugins.ops.transform_coding.codebooks import MAX_WIDTH, levels, thresholds
 from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 
 from . import trellis_coder
 from .arrays import bytes_at, floats_at, longs_at
-from .primitives import OPTIONS
-from .threads import use_threads
-from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, scale_of, stored_scale
+from .primitives import OPTIONS, WORKER
+from .threads import num_tasks, run, take_task
+from .transform_tokens import (
+    Normalization,
+    coding_at,
+    fitting_scale,
+    load_normalization,
+    normalize,
+    scale_of,
+    stored_scale,
+)
 from .vectors import LANES
 
 
@@ -125,32 +133,18 @@ def _encode_task(
         _encode_token(all_states[t], normalization, rule, tables, normal, all_rows[t])
 
 
-@njit(**OPTIONS)
-def _encode(
-    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
-) -> None:
+@njit(**WORKER)
+def _encode(address: int) -> None:
     """
-    All tasks; everything comes by address, see `arrays`.
+    The worker of a table that `coding_at` reads.
 
-    Args:
-        shape: B H, T, D, R.
-        states: `[B H, T, D]`, float32.
-        table: order, int64, or 0; means or 0; deviations and how many a head; widths.
-        rule: how the scale is found: `is_weighted`, `by_energy` and `num_refits` of `RowTable`.
-        codebook: what `_tables` returned, and what points are multiplied by `[9]`.
-        rows: `[B H, T, R]`, filled.
-        span: tokens of a task.
+    The codebook is what `_tables` returned, and what points are multiplied by `[9]`.
     """
-    for task in range(shape[0] * -(-shape[1] // span)):
+    shape, states, table, rule, codebook, rows, span = coding_at(address)
+    task, count = take_task(address), num_tasks(address)
+    while task < count:
         _encode_task(task, shape, states, table, rule, codebook, rows, span)
-
-
-@njit(parallel=True, **OPTIONS)
-def _encode_in_parallel(
-    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
-) -> None:
-    for task in prange(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, rule, codebook, rows, span)
+        task = take_task(address)
 
 
 def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
@@ -161,30 +155,24 @@ def encode_rows(states: torch.Tensor, table: "RowTable") -> torch.Tensor:
     order = None if table.order is None else table.order.long().contiguous()
     mean = None if table.mean is None else table.mean.contiguous()
     deviation, widths = table.deviation.contiguous(), table.widths.contiguous()
-    num_tasks = batch_size * num_heads * -(-length // _TASK_TOKENS)
+    tasks = batch_size * num_heads * -(-length // _TASK_TOKENS)
     is_trellis = table.quantizer == "trellis"
     rule = table.is_weighted, table.by_energy, table.num_refits
-    codebook = (trellis_coder.points(),) if is_trellis else _tables()
+    addresses = [each.data_ptr() for each in ((trellis_coder.points(),) if is_trellis else _tables())]
     factors = unshrunk(table.quantizer)
     if table.is_weighted:
         factors = torch.ones_like(factors)
-    if use_threads(num_tasks):
-        encode = trellis_coder.encode_in_parallel if is_trellis else _encode_in_parallel
-    else:
-        encode = trellis_coder.encode if is_trellis else _encode
-    encode(
-        (batch_size * num_heads, length, head_dim, table.row_size),
+    numbers = (
+        *(batch_size * num_heads, length, head_dim, table.row_size),
         states.data_ptr(),
-        (
-            0 if order is None else order.data_ptr(),
-            0 if mean is None else mean.data_ptr(),
-            deviation.data_ptr(),
-            deviation.shape[2],
-            widths.data_ptr(),
-        ),
-        rule,
-        (*(each.data_ptr() for each in codebook), factors.data_ptr()),
-        rows.data_ptr(),
-        _TASK_TOKENS,
+        0 if order is None else order.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        *(deviation.data_ptr(), deviation.shape[2], widths.data_ptr()),
+        *map(int, rule),
+        *addresses,
+        *(0,) * (3 - len(addresses)),
+        factors.data_ptr(),
+        *(rows.data_ptr(), _TASK_TOKENS),
     )
+    run(trellis_coder.encode if is_trellis else _encode, tasks, numbers)
     return rows

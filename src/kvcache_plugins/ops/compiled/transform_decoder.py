@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import float32, njit, prange
+from numba import float32, njit
 
 from kvcache_plugins.ops.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 
-from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
-from .primitives import OPTIONS
-from .threads import use_threads
+from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at, zeros
+from .primitives import OPTIONS, WORKER
+from .threads import FIRST, num_tasks, run, take_task
 from .tile import rotate_row
 from .transform_attention import TILE
 from .transform_primitives import Blocks, make_blocks, points_of
@@ -41,7 +41,7 @@ def _load_channels(shape: Any, table: Any, matrix: int) -> Any:
     order, mean_address, deviation_address, num_deviations, _ = table
     size = -(-head_dim // LANES) * LANES
     own = np.arange(head_dim)
-    deviations, means = np.zeros((1, size), dtype=np.float32), np.zeros((1, size), dtype=np.float32)
+    deviations, means = zeros(1, size), zeros(1, size)
     stored = halves_at(deviation_address, (num_matrices, num_deviations))[matrix]
     for i in range(head_dim):
         if order:
@@ -73,7 +73,7 @@ def _decode_task(task: int, shape: Any, rows: int, table: Any, codebook: Any, tu
     blocks = make_blocks(widths, row_size, floats_at(codebook[0], (9, 3)), longs_at(codebook[2], (9,)))
     own, deviations, means = _load_channels(shape, table, matrix)
     scales = floats_at(codebook[1], (256,))
-    normal = np.zeros((1, count * LANES), dtype=np.float32)
+    normal = zeros(1, count * LANES)
     own_rows = bytes_at(rows, (num_matrices, length, row_size))[matrix]
     states = floats_at(out, (num_matrices, length, head_dim))[matrix]
     for t in range(part * _TASK_TOKENS, min((part + 1) * _TASK_TOKENS, length)):
@@ -84,32 +84,21 @@ def _decode_task(task: int, shape: Any, rows: int, table: Any, codebook: Any, tu
             rotate_row(states, t, 0, head_dim, turned)
 
 
-@njit(**OPTIONS)
-def _num_parts(length: int) -> int:
-    return -(-length // _TASK_TOKENS)
-
-
-@njit(**OPTIONS)
-def _decode(shape: Any, rows: int, table: Any, codebook: Any, turned: int, out: int) -> None:
+@njit(**WORKER)
+def _decode(address: int) -> None:
     """
-    All tasks; everything comes by address, see `arrays`.
+    The worker of a table, see `threads`.
 
-    Args:
-        shape: B H, T, D, R.
-        rows: `[B H, T, R]`.
-        table: order, int64, or 0; means or 0; deviations and how many a head; widths.
-        codebook: coefficients of points `[9, 3]`, scales of all bytes `[256]`, multipliers of states `[9]`.
-        turned: channels that are rotated together in the end, or 1.
-        out: `[B H, T, D]`, float32, filled.
+    It has B H, T, D and R; address of the rows `[B H, T, R]`; of order, int64, or 0, means or 0, deviations and how
+    many a head, widths; of coefficients of points `[9, 3]`, scales of all bytes `[256]`, multipliers of states `[9]`;
+    channels that are rotated together in the end, or 1; address of the states `[B H, T, D]`, float32, filled.
     """
-    for task in range(shape[0] * _num_parts(shape[1])):
-        _decode_task(task, shape, rows, table, codebook, turned, out)
-
-
-@njit(parallel=True, **OPTIONS)
-def _decode_in_parallel(shape: Any, rows: int, table: Any, codebook: Any, turned: int, out: int) -> None:
-    for task in prange(shape[0] * _num_parts(shape[1])):
-        _decode_task(task, shape, rows, table, codebook, turned, out)
+    n = longs_at(address, (FIRST + 15,))[FIRST:]
+    shape, table, codebook = (n[0], n[1], n[2], n[3]), (n[5], n[6], n[7], n[8], n[9]), (n[10], n[11], n[12])
+    task, count = take_task(address), num_tasks(address)
+    while task < count:
+        _decode_task(task, shape, n[4], table, codebook, n[13], n[14])
+        task = take_task(address)
 
 
 @torch.compiler.disable
@@ -125,21 +114,17 @@ def decode_rows(rows: torch.Tensor, table: "RowTable", *, is_rotated: bool) -> t
     mean = None if table.mean is None else table.mean.contiguous()
     deviation, widths = table.deviation.contiguous(), table.widths.contiguous()
     of_keys, of_values, scales, multipliers = codebook_of(table.quantizer)
-    decode = _decode_in_parallel if use_threads(batch_size * num_heads * -(-length // _TASK_TOKENS)) else _decode
-    decode(
-        (batch_size * num_heads, length, table.head_dim, row_size),
+    numbers = (
+        *(batch_size * num_heads, length, table.head_dim, row_size),
         rows.data_ptr(),
-        (
-            0 if order is None else order.data_ptr(),
-            0 if mean is None else mean.data_ptr(),
-            deviation.data_ptr(),
-            deviation.shape[2],
-            widths.data_ptr(),
-        ),
-        ((of_keys if table.is_weighted else of_values).data_ptr(), scales.data_ptr(), multipliers.data_ptr()),
+        0 if order is None else order.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        *(deviation.data_ptr(), deviation.shape[2], widths.data_ptr()),
+        *((of_keys if table.is_weighted else of_values).data_ptr(), scales.data_ptr(), multipliers.data_ptr()),
         rotation_size(table.head_dim) if is_rotated else 1,
         states.data_ptr(),
     )
+    run(_decode, batch_size * num_heads * -(-length // _TASK_TOKENS), numbers)
     return states
 
 
@@ -169,30 +154,27 @@ def _turn_task(task: int, shape: Any, states: int, rotary: Any, place: Any) -> N
             sine[d] = (own_sines[d] * cosines[offset, d] + own_cosines[d] * sines[offset, d]) * float32(direction)
         for h in range(num_heads):
             state = all_states[h, first + t]
-            before[:] = state
+            for d in range(head_dim):
+                before[d] = state[d]
             for d in range(head_dim):
                 state[d] = before[d] * cosine[d] + before[partners[d]] * sine[d]
 
 
-@njit(**OPTIONS)
-def _turn(shape: Any, states: int, rotary: Any, place: Any) -> None:
+@njit(**WORKER)
+def _turn(address: int) -> None:
     """
-    All tasks; everything comes by address, see `arrays`.
+    The worker of a table, see `threads`.
 
-    Args:
-        shape: B, H, T, D.
-        states: `[B, H, T, D]`, float32, turned in place.
-        rotary: partners `[D]`; cosines and signed sines of offsets `[TILE + 1, D]`; frequencies `[D]`, float64.
-        place: index of the first token, padding `[B]`, and 1 or -1, for turning back.
+    It has B, H, T and D; address of the states `[B, H, T, D]`, float32, turned in place; addresses of partners `[D]`,
+    cosines and signed sines of offsets `[TILE + 1, D]`, frequencies `[D]`, float64; index of the first token, address
+    of padding `[B]`, and 1 or -1, for turning back.
     """
-    for task in range(shape[0] * -(-shape[2] // TILE)):
-        _turn_task(task, shape, states, rotary, place)
-
-
-@njit(parallel=True, **OPTIONS)
-def _turn_in_parallel(shape: Any, states: int, rotary: Any, place: Any) -> None:
-    for task in prange(shape[0] * -(-shape[2] // TILE)):
-        _turn_task(task, shape, states, rotary, place)
+    n = longs_at(address, (FIRST + 12,))[FIRST:]
+    shape, rotary, place = (n[0], n[1], n[2], n[3]), (n[5], n[6], n[7], n[8]), (n[9], n[10], n[11])
+    task, count = take_task(address), num_tasks(address)
+    while task < count:
+        _turn_task(task, shape, n[4], rotary, place)
+        task = take_task(address)
 
 
 @torch.compiler.disable
@@ -210,6 +192,7 @@ def turn_states(
         is_back (`bool`): whether by the opposites of the angles.
     """
     shifts = padding_of(padding, states.shape[0])
-    turn = _turn_in_parallel if use_threads(states.shape[0] * -(-states.shape[2] // TILE)) else _turn
-    addresses = tuple(table.data_ptr() for table in rotary_tables(layout))
-    turn(tuple(states.shape), states.data_ptr(), addresses, (start, shifts.data_ptr(), -1 if is_back else 1))
+    addresses = (table.data_ptr() for table in rotary_tables(layout))
+    place = start, shifts.data_ptr(), -1 if is_back else 1
+    numbers = (*states.shape, states.data_ptr(), *addresses, *place)
+    run(_turn, states.shape[0] * -(-states.shape[2] // TILE), numbers)

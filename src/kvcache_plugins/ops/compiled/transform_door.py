@@ -9,25 +9,16 @@ from kvcache_plugins.ops.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 
-from .basis_attention import attend_basis_block, attend_basis_block_in_parallel
-from .door import Arguments
-from .exact import attend_exact, merge
-from .primitives import ROWS
-from .threads import num_threads, use_threads
-from .transform_attention import TILE, attend_rows_block, attend_rows_block_in_parallel
+from .basis_attention import attend_basis_parts
+from .door import Arguments, LayerCall
+from .threads import num_threads
+from .transform_attention import TILE, attend_row_parts
 from .transform_tables import codebook_of, padding_of, rotary_tables
 
 
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 16
 _TASKS_PER_THREAD = 4
-# By whether rows are in calibrated bases, and whether several threads share the tasks
-_KERNELS = {
-    (False, False): attend_rows_block,
-    (False, True): attend_rows_block_in_parallel,
-    (True, False): attend_basis_block,
-    (True, True): attend_basis_block_in_parallel,
-}
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -47,40 +38,29 @@ def attend_rows(
         num_heads (`int`): H.
         scale (`float`): factor of the scores.
     """
-    batch_size, num_query_heads, num_queries, head_dim = query.shape
-    groups = num_query_heads // num_heads
-    value_dim = _value_dim(parts[0])
-    num_row_blocks = batch_size * num_heads * -(-groups * num_queries // ROWS)
-    splits = [_split(part, num_row_blocks) if isinstance(part, CodedPart) else (1, 0) for part in parts]
-    num_results = sum(num_tasks for num_tasks, _ in splits)
-    scratch = torch.empty(num_results * batch_size * num_query_heads * num_queries * (value_dim + 2))
-    result = torch.empty(batch_size, num_query_heads, num_queries, value_dim)
-    shape = (batch_size, num_heads, groups, num_queries, head_dim, value_dim, num_results)
-    arguments = Arguments()
-    queries, results, first = arguments.address(query), scratch.data_ptr(), 0
-    for part, (num_tasks, tiles_per_task) in zip(parts, splits, strict=True):
-        mask = arguments.mask(part.mask, part.length)
+    layer = LayerCall(query, num_heads, _value_dim(parts[0]), scale)
+    is_calibrated = any(isinstance(part, CodedPart) and isinstance(part.coder, BasisCoder) for part in parts)
+    worker, size = (attend_basis_parts, 28) if is_calibrated else (attend_row_parts, 24)
+    for part in parts:
         if isinstance(part, CodedPart):
-            span = (part.length, tiles_per_task, num_tasks)
-            is_calibrated = isinstance(part.coder, BasisCoder)
-            attend_to = _KERNELS[is_calibrated, use_threads(num_row_blocks * num_tasks)]
-            sides: tuple[tuple[int, ...], ...]
-            if isinstance(part.coder, BasisCoder):
-                tables = part.coder.tables.on(query.device)
-                quantizer = tables[0].quantizer
-                rows_and_tables = zip((part.keys, part.values), tables, strict=True)
-                sides = tuple(_basis_side(rows, table, arguments) for rows, table in rows_and_tables)
-            else:
-                quantizer = part.coder.keys.quantizer
-                sides = _key_side(part, part.coder, arguments), _value_side(part, part.coder, arguments)
-            codebook = tuple(map(_address, codebook_of(quantizer)))
-            attend_to(shape, scale, queries, *sides, codebook, _angles(part, arguments), mask, span, first, results)
+            layer.add(part, *_split(part, layer.num_row_blocks), _numbers(part, query.device, layer.arguments))
         else:
-            states = arguments.address(part.keys), arguments.address(part.values)
-            attend_exact(shape, scale, queries, *states, mask, part.keys.shape[2], part.length, first, results)
-        first += num_tasks
-    merge(shape, results, result.data_ptr())
-    return result if query.dtype == torch.float32 else result.to(query.dtype)
+            layer.add_exact(part, size)
+    return layer.run(worker)
+
+
+def _numbers(part: CodedPart, device: torch.device, arguments: Arguments) -> tuple[int, ...]:
+    """What the workers read of a part."""
+    if isinstance(part.coder, BasisCoder):
+        tables = part.coder.tables.on(device)
+        quantizer = tables[0].quantizer
+        keys, values = (
+            _basis_side(rows, table, arguments) for rows, table in zip((part.keys, part.values), tables, strict=True)
+        )
+    else:
+        quantizer = part.coder.keys.quantizer
+        keys, values = _key_side(part, part.coder, arguments), _value_side(part, part.coder, arguments)
+    return *keys, *values, *map(_address, codebook_of(quantizer)), *_angles(part, arguments)
 
 
 def _value_dim(part: DensePart | CodedPart) -> int:

@@ -10,6 +10,7 @@ from numba import float32, njit
 
 from .arrays import bytes_at, halves_at, longs_at
 from .primitives import OPTIONS
+from .threads import FIRST
 from .vectors import LANES, float_of_half
 
 
@@ -36,7 +37,9 @@ def load_normalization(num_matrices: int, head_dim: int, table: Any, matrix: int
     order, mean_address, deviation_address, num_deviations, width_address = table
     count = -(-head_dim // LANES)
     widths = np.zeros(count, dtype=np.int64)
-    widths[:] = bytes_at(width_address, (num_matrices, count))[matrix]
+    stored = bytes_at(width_address, (num_matrices, count))[matrix]
+    for v in range(count):
+        widths[v] = stored[v]
     deviations = halves_at(deviation_address, (num_matrices, num_deviations))[matrix]
     own = np.full(count * LANES, -1, dtype=np.int64)
     means, inverses = np.zeros(count * LANES, dtype=np.float32), np.zeros(count * LANES, dtype=np.float32)
@@ -87,3 +90,19 @@ def stored_scale(scale: float) -> int:
 def scale_of(stored: int) -> Any:
     """The scale that a byte stands for."""
     return float32(np.exp2((stored - _SCALE_OFFSET) / _SCALE_STEPS))
+
+
+@njit(**OPTIONS)
+def coding_at(address: int) -> Any:
+    """
+    What a worker that codes reads of its table, see `threads`.
+
+    Returns:
+        B H, T, D and R; address of the states `[B H, T, D]`, float32; addresses of the order, int64, or 0, means or 0,
+        deviations, how many a head, and widths; how the scale is found: `is_weighted`, `by_energy` and `num_refits` of
+        `RowTable`; four addresses of the codebook; address of the rows `[B H, T, R]`, filled; tokens of a task.
+    """
+    n = longs_at(address, (FIRST + 19,))[FIRST:]
+    shape, table = (n[0], n[1], n[2], n[3]), (n[5], n[6], n[7], n[8], n[9])
+    rule, codebook = (n[10] != 0, n[11] != 0, n[12]), (n[13], n[14], n[15], n[16])
+    return shape, n[4], table, rule, codebook, n[17], n[18]

@@ -8,13 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, int64, njit, prange, uint64
+from numba import float32, int64, njit, uint64
 
 from kvcache_plugins.ops.transform_coding import trellis
 
-from .arrays import bytes_at, floats_at
-from .primitives import OPTIONS
-from .transform_tokens import Normalization, fitting_scale, load_normalization, normalize, scale_of, stored_scale
+from .arrays import bytes_at, floats_at, zeros
+from .primitives import OPTIONS, WORKER
+from .threads import num_tasks, take_task
+from .transform_tokens import (
+    Normalization,
+    coding_at,
+    fitting_scale,
+    load_normalization,
+    normalize,
+    scale_of,
+    stored_scale,
+)
 from .trellis_search import NUM_STATES, make_room, search
 from .vectors import LANES
 
@@ -99,9 +108,9 @@ def _encode_tokens(
     places = np.nonzero(by_number)[0][::-1].copy()
     by_number = by_number[places]
     minima = make_room(by_number)
-    numbers = np.zeros((places.shape[0], LANES), dtype=np.float32)
+    numbers = zeros(places.shape[0], LANES)
     found = np.zeros((places.shape[0], LANES), dtype=np.int64)
-    normal = np.zeros((LANES, widths.shape[0] * LANES), dtype=np.float32)
+    normal = zeros(LANES, widths.shape[0] * LANES)
     energies, scales = np.zeros(LANES, dtype=np.float32), np.zeros(LANES, dtype=np.float32)
     for start in range(first, last, LANES):
         count = min(LANES, last - start)
@@ -137,27 +146,20 @@ def _encode_task(
         min((part + 1) * span, length),
         rule,
         load_normalization(num_matrices, head_dim, table, matrix),
-        (floats_at(codebook[0], (_NUM_WIDTHS, NUM_STATES)), floats_at(codebook[1], (_NUM_WIDTHS,))),
+        (floats_at(codebook[0], (_NUM_WIDTHS, NUM_STATES)), floats_at(codebook[3], (_NUM_WIDTHS,))),
         bytes_at(rows, (num_matrices, length, row_size))[matrix],
     )
 
 
-@njit(**OPTIONS)
-def encode(
-    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
-) -> None:
+@njit(**WORKER)
+def encode(address: int) -> None:
     """
-    All tasks; the arguments are those of `transform_coder`'s, but for the codebook: points `[7, 256]`, and what those
-    of every width are multiplied by.
+    The worker of a table that `coding_at` reads.
+
+    The codebook is points `[7, 256]` and, in the end, what those of every width are multiplied by.
     """
-    for task in range(shape[0] * -(-shape[1] // span)):
+    shape, states, table, rule, codebook, rows, span = coding_at(address)
+    task, count = take_task(address), num_tasks(address)
+    while task < count:
         _encode_task(task, shape, states, table, rule, codebook, rows, span)
-
-
-@njit(parallel=True, **OPTIONS)
-def encode_in_parallel(
-    shape: Any, states: int, table: Any, rule: tuple[bool, bool, int], codebook: Any, rows: int, span: int
-) -> None:
-    """The same by as many threads as Numba is set to."""
-    for task in prange(shape[0] * -(-shape[1] // span)):
-        _encode_task(task, shape, states, table, rule, codebook, rows, span)
+        task = take_task(address)
