@@ -23,6 +23,8 @@ from .transform.config import BACKBONE, TransformConfig, transform_config
 # Both forms have these, so that they do not tell which one is meant
 _SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding")
 _DEFAULT_NBITS = 4
+# As `gear-t25` has
+_DEFAULT_RESIDUAL_LENGTH = 20
 
 Calibration = TransformCalibration | str | Path | None
 Form = tuple[GEARConfig | TransformConfig, TransformCalibration | None]
@@ -54,6 +56,8 @@ def resolve_form(
     by_default = is_default(backbone, options)
     if by_default:
         backbone = BACKBONE
+        if options["residual_length"] is None:
+            options = {**options, "residual_length": _DEFAULT_RESIDUAL_LENGTH}
     check_calibrated(calibration, backbone, options)
     if backbone != BACKBONE:
         nbits = _DEFAULT_NBITS if options["nbits"] is None else options["nbits"]
