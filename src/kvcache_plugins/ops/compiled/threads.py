@@ -1,9 +1,8 @@
 """Compiled work on the threads that PyTorch has.
 
-Numba has threads of its own, beside PyTorch's: whichever has just worked waits actively for more, for milliseconds, on
-the cores that the other one needs. So work is done by PyTorch's own OpenMP, on whose threads nothing is waited for:
-each takes the next task of a table until none is left. Where PyTorch has no OpenMP of that kind (other systems than
-Linux), threads of Python do the same.
+Numba would start threads of its own beside PyTorch's, and compile a second time what they share. So work is done by
+PyTorch's own OpenMP, whose threads each take the next task of a table until none is left. Where PyTorch has no OpenMP
+of that kind (other systems than Linux), threads of Python do the same.
 
 What is called by address, with one table of numbers, is also called in a tenth of the time: Numba would unpack sixty
 arguments.
