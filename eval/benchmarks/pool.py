@@ -83,7 +83,7 @@ def _filled(network: PreTrainedModel, spec: str, states: States, length: int, fo
     """A cache that holds `length` tokens: those of `states`, again and again."""
     name, options = parse_cache_spec(spec)
     if folder is not None:
-        options = {**options, "pool_folder": folder}
+        options = {**options, "pool_folder": str(folder)}
     cache = create_cache(name, network, **options)
     if not isinstance(cache, InfiniGenCache):
         raise ValueError(f"`cache` has to keep its tokens in a pool, as `infinigen` does, but got `{spec}`")
