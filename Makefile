@@ -41,7 +41,7 @@ help:  ## show this list
 
 demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
-		--cache dynamic --cache gear-4bit --cache gear-2bit --cache gear-l-2bit --cache kivi-2bit \
+		--cache dynamic --cache gear --cache gear-t16 --cache gear-4bit --cache kivi-2bit \
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
 test: $(VENV)/.installed  ## all tests but those of `make test-long`
