@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvcache_plugins import create_cache
+from kvcache_plugins.gear import cache as cache_module
 from kvcache_plugins.gear import warm_up
 
 
@@ -28,13 +29,13 @@ def test_leaves_no_trace(name, padded, tiny_llama):
 def test_goes_through_compression_and_attention(tiny_llama, monkeypatch):
     layers = []
 
-    class Layer(warm_up.GEARLayer):
+    class Layer(cache_module.GEARLayer):
         def __init__(self, *args):
             super().__init__(*args)
             layers.append(self)
 
-    monkeypatch.setattr(warm_up, "GEARLayer", Layer)
     cache = create_cache("gear-k3v2", tiny_llama)
+    monkeypatch.setattr(cache_module, "GEARLayer", Layer)
     for _ in range(2):
         cache.warm_up(tiny_llama)
     # A prompt whose sinks stand within its first group, and one whose sinks stand before it; once a process

@@ -18,12 +18,12 @@ import torch
 NUM_PROMPTS, NUM_STEPS = 60, 300
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
 # At most so many kernels of each name. Keys and values differ where channels and tokens do. Sinks are hidden by a mask
-# where the first chunk holds them too
+# where the first chunk holds them too, and left out of its codes
 _CODES = {"attend_kernel": 1, "combine_kernel": 1, "_quantize_channels_kernel": 1, "_quantize_tokens_kernel": 1}
 _OUTLIERS = {"_select_outliers_kernel": 2, "_store_outliers_kernel": 2, "_power_iteration_kernel": 1}
 MOST = {
     "kivi-2bit": _CODES,
-    "gear-k3v2": _CODES | {"attend_kernel": 2},
+    "gear-k3v2": _CODES | {"attend_kernel": 2, "_quantize_channels_kernel": 2, "_quantize_tokens_kernel": 2},
     "gear-2bit": _CODES | _OUTLIERS,
     "gear-4bit": _CODES | _OUTLIERS,
 }

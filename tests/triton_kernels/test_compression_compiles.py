@@ -167,8 +167,8 @@ def report() -> list[str]:
     return lines
 
 
-# The largest factors of all, of one register too many
-KNOWN_SPILL = "sm_80 iterate L=128 D=256 R=8 "
+# Of one register too many: the largest factors of all, and outliers of tokens whose codes are not corrected
+KNOWN_SPILLS = ("sm_80 iterate L=128 D=256 R=8 ", "sm_90 store L=64 D=64 by channel=False R=0 ")
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_every_variant_compiles_without_spills() -> None:
     sys.stdout.write(outcome.stdout)
     assert len(lines) >= len(CAPABILITIES) * 20
     spilling = [line for line in lines if " 0 bytes spilled" not in line]
-    assert all(line.startswith(KNOWN_SPILL) and " 8 bytes spilled" in line for line in spilling), spilling
+    assert all(line.startswith(KNOWN_SPILLS) and " 8 bytes spilled" in line for line in spilling), spilling
 
 
 if __name__ == "__main__":

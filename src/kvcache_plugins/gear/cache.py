@@ -272,7 +272,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
             if isinstance(self.gear_config, GEARConfig):
-                warm_up_gear(self.gear_config, sizes)
+                warm_up_gear(GEARLayer, self.gear_config, sizes)
             else:
                 exercise(self._make_layer(0, config), sizes)
 

@@ -21,6 +21,7 @@ from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .layer_state import GEARLayerState
 from .storage import CompressedBlock, ExactPrefix
+from .warm_up import Sizes, warm_up_gear
 
 
 _PART_NAMES = {
@@ -94,12 +95,10 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
             return
         self.is_warm = True
         if compiles_kernels(query):
-            # Imported late, as it makes layers
-            from .warm_up import Sizes, warm_up_gear
-
             heads, dims = self._shapes["keys"][1], (self._shapes["keys"][3], self._shapes["values"][3])
             is_padded = self.padding is not None
-            warm_up_gear(self.config, Sizes(heads, query.shape[1], *dims, self.dtype, self.device, is_padded))
+            sizes = Sizes(heads, query.shape[1], *dims, self.dtype, self.device, is_padded)
+            warm_up_gear(type(self), self.config, sizes)
 
     def _block_part(self, block: CompressedBlock, mask: torch.Tensor | None) -> CompressedPart:
         return CompressedPart(block.keys, block.values, block.length, mask)

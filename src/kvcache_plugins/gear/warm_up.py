@@ -5,17 +5,16 @@ others, and a pause of seconds amid decoding is what nobody expects. Running the
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.layers.model_match import key_value_heads
+from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.models.layer_config import decoder_config, head_dims
 
 from .config import GEARConfig
-from .layer import GEARLayer
-from .transform.layer import TransformLayer
 
 
 # A prompt and decoded tokens of a layer that rows are made of
@@ -55,19 +54,18 @@ def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
 
 
 @functools.cache
-def warm_up_gear(config: GEARConfig, sizes: Sizes) -> None:
-    """Compiles what layers of GEAR with some options run, once a process."""
+def warm_up_gear(layer_class: type[PromptLayer], config: GEARConfig, sizes: Sizes) -> None:
+    """Compiles what GEAR's layers, which are of `layer_class`, run with some options, once a process."""
     group, num_sinks = config.token_group, config.num_sink_tokens
     # Sinks may stand within the first group, and then parts of it are hidden, or before it
     for length in sorted({2 * group, 2 * group + num_sinks % group}):
-        exercise(GEARLayer(config, 0), sizes, length, config.residual_length)
+        layer: Any = layer_class(config, 0)
+        layer.is_warm = True
+        exercise(layer, sizes, length, config.residual_length)
 
 
-def exercise(
-    layer: GEARLayer | TransformLayer, sizes: Sizes, prompt_length: int = _NUM_ROWS, num_decoded: int = _NUM_ROWS
-) -> None:
+def exercise(layer: PromptLayer, sizes: Sizes, prompt_length: int = _NUM_ROWS, num_decoded: int = _NUM_ROWS) -> None:
     """Takes an empty layer through a prompt, decoded tokens that are compressed, and attention over all of it."""
-    layer.is_warm = True
     batch_size = 2 if sizes.is_padded else 1
 
     def states(count: int, dim: int, num_heads: int = sizes.num_heads) -> torch.Tensor:

@@ -22,7 +22,7 @@ class BenchGroup(LazyGroup):
         "step": LazyCommand("kvcache_plugins.cli.bench.step:main", "Time whole decode steps of a model."),
         "shapes": LazyCommand(
             "kvcache_plugins.cli.bench.shapes:main",
-            "Time steps and attention over heads, dtypes, batches, ...",
+            "Time steps and attention over shapes.",
         ),
         "llama-cpp": LazyCommand(
             "kvcache_plugins.cli.bench.llama_cpp:main", "Time steps and attention beside llama.cpp."
