@@ -5,6 +5,7 @@ others, and a pause of seconds amid decoding is what nobody expects. Running the
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
 
 
 @functools.cache
-def warm_up_gear(layer_class: type[PromptLayer], config: GEARConfig, sizes: Sizes) -> None:
+def warm_up_gear(layer_class: Callable[[GEARConfig, int], PromptLayer], config: GEARConfig, sizes: Sizes) -> None:
     """Compiles what GEAR's layers, which are of `layer_class`, run with some options, once a process."""
     group, num_sinks = config.token_group, config.num_sink_tokens
     # Sinks may stand within the first group, and then parts of it are hidden, or before it
