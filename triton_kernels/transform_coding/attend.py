@@ -95,9 +95,7 @@ def attend_rows(
         key_order_ptr=_contiguous(keys.order),
         key_mean_ptr=_contiguous(keys.mean),
         **_side_arguments("value", values),
-        partner_ptr=None if angles is None else angles.partners,
-        near_ptr=None if angles is None else angles.near,
-        far_ptr=None if angles is None else angles.far,
+        **angle_arguments(angles),
         padding_ptr=padding,
         num_heads=num_heads,
         num_rows=num_rows,
@@ -105,8 +103,6 @@ def attend_rows(
         length=length,
         tokens_per_split=tiles_per_split * block_tokens,
         scale=scale,
-        NUM_NEAR=1 if angles is None else angles.near.shape[0],
-        ROTARY=angles is not None,
         TRELLIS=keys.is_trellis,
         PADDED=padding is not None,
         LEAST_DEVIATION=_LEAST_DEVIATION[is_float32],
@@ -138,17 +134,35 @@ def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> P
 
 def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
-    row_size = side.rows.shape[3]
-    rows = side.rows if side.rows.stride()[2:] == (row_size, 1) else side.rows.contiguous()
     return {
-        f"{name}_rows_ptr": rows,
-        f"{name}_rows_stride_b": rows.stride(0),
-        f"{name}_rows_stride_h": rows.stride(1),
+        **row_arguments(name, side.rows),
         f"{name}_width_ptr": _contiguous(side.widths),
         f"{name}_deviation_ptr": _contiguous(side.deviation),
         f"{name}_coefficient_ptr": side.coefficients,
         f"{name.upper()}_DIM": side.head_dim,
+    }
+
+
+def row_arguments(name: str, rows: torch.Tensor) -> dict[str, object]:
+    """The kernel arguments that say where rows `[B, H, T, R]` are."""
+    row_size = rows.shape[3]
+    rows = rows if rows.stride()[2:] == (row_size, 1) else rows.contiguous()
+    return {
+        f"{name}_rows_ptr": rows,
+        f"{name}_rows_stride_b": rows.stride(0),
+        f"{name}_rows_stride_h": rows.stride(1),
         f"{name.upper()}_ROW_SIZE": row_size,
+    }
+
+
+def angle_arguments(angles: RotaryAngles | None) -> dict[str, object]:
+    """The kernel arguments of a rotary embedding, or of none."""
+    return {
+        "partner_ptr": None if angles is None else angles.partners,
+        "near_ptr": None if angles is None else angles.near,
+        "far_ptr": None if angles is None else angles.far,
+        "NUM_NEAR": 1 if angles is None else angles.near.shape[0],
+        "ROTARY": angles is not None,
     }
 
 

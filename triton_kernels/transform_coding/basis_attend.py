@@ -14,7 +14,15 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 
-from .attend import block_channels, device_num_sms, empty_partials, has_pairs, num_split_tiles
+from .attend import (
+    angle_arguments,
+    block_channels,
+    device_num_sms,
+    empty_partials,
+    has_pairs,
+    num_split_tiles,
+    row_arguments,
+)
 from .basis_kernel import attend_basis_kernel
 from .coded_rows import BasisRows, RotaryAngles
 
@@ -69,9 +77,7 @@ def attend_basis(
         factor_ptr=keys.factors,
         mean_ptr=keys.mean,
         **_side_arguments("value", values),
-        partner_ptr=None if angles is None else angles.partners,
-        near_ptr=None if angles is None else angles.near,
-        far_ptr=None if angles is None else angles.far,
+        **angle_arguments(angles),
         padding_ptr=padding,
         num_heads=num_heads,
         num_rows=num_rows,
@@ -80,8 +86,6 @@ def attend_basis(
         tokens_per_split=tiles_per_split * block_tokens,
         scale=scale,
         KEY_DIM=keys.head_dim,
-        NUM_NEAR=1 if angles is None else angles.near.shape[0],
-        ROTARY=angles is not None,
         TRELLIS=keys.is_trellis,
         PADDED=padding is not None,
         DTYPE=tl.float32 if is_float32 else tl.float16,
@@ -99,16 +103,11 @@ def attend_basis(
 
 def _side_arguments(name: str, side: BasisRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
-    row_size = side.rows.shape[3]
-    rows = side.rows if side.rows.stride()[2:] == (row_size, 1) else side.rows.contiguous()
     return {
-        f"{name}_rows_ptr": rows,
-        f"{name}_rows_stride_b": rows.stride(0),
-        f"{name}_rows_stride_h": rows.stride(1),
+        **row_arguments(name, side.rows),
         f"{name}_width_ptr": side.widths,
         f"{name}_coefficient_ptr": side.coefficients,
         f"{name.upper()}_COMPONENTS": side.num_components,
-        f"{name.upper()}_ROW_SIZE": row_size,
     }
 
 

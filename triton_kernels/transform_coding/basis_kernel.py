@@ -14,8 +14,8 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
 from .basis_tiles import attend_basis_tile, load_basis
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR
-from .turned_queries import inverse_sizes, load_angles, load_offsets, load_query, turn_back
+from .tiles import WEIGHT_FACTOR, store_partials
+from .turned_queries import load_turned_queries
 
 
 # What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
@@ -107,25 +107,11 @@ def attend_basis_kernel(
     query_ptr += batch * query_stride_b + head * query_stride_h
     first_token = tl.program_id(1) * tokens_per_split
     last_token = tl.minimum(first_token + tokens_per_split, length)
-    own = load_query(query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use)
-    partners = own
-    if ROTARY:
-        partner_channels = tl.load(partner_ptr + channels)
-        partners = load_query(query_ptr, rows, query_stride_r, row_in_use, partner_channels, channel_in_use)
-    own, partners = own * sizes[:, None], partners * sizes[:, None]
-    to_one, size = inverse_sizes(own, partners)
-    own, partners, size = own * to_one[None, :], partners * to_one[None, :], size * (scale * 1.4426950408889634)
-    cosines, sines = sizes, sizes
-    offset_cosines, offset_sines = sizes, sizes
-    if ROTARY:
-        position += first_token
-        if PADDED:
-            position -= tl.load(padding_ptr + batch).to(tl.int32)
-        cosines, sines = load_angles(near_ptr, far_ptr, position, channels, KEY_DIM, NUM_NEAR)
-        own, partners = turn_back(own, partners, cosines, sines)
-        # From one tile to the next
-        cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, channels, KEY_DIM, NUM_NEAR)
-        offset_cosines, offset_sines = load_offsets(near_ptr, channels, KEY_DIM, BLOCK_T, DTYPE)
+    # fmt: off
+    own, partners, size, cosines, sines, offset_cosines, offset_sines = load_turned_queries(
+        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr,
+        far_ptr, padding_ptr, batch, position + first_token, KEY_DIM, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
+    # fmt: on
 
     key_rows_ptr += batch * key_rows_stride_b + head * key_rows_stride_h
     value_rows_ptr += batch * value_rows_stride_b + head * value_rows_stride_h
@@ -165,11 +151,8 @@ def attend_basis_kernel(
 
     components = row_slots(BLOCK_V)
     split = matrix * tl.num_programs(1) + tl.program_id(1)
-    result = split * num_rows + rows
-    tl.store(maximum_ptr + result, maximum, mask=row_in_use)
-    tl.store(total_ptr + result, tl.sum(totals, axis=0), mask=row_in_use)
-    tl.store(
-        output_ptr + result[None, :] * VALUE_COMPONENTS + components[:, None],
-        output / WEIGHT_FACTOR,
-        mask=row_in_use[None, :] & (components < VALUE_COMPONENTS)[:, None],
-    )
+    # fmt: off
+    store_partials(
+        output_ptr, maximum_ptr, total_ptr, split * num_rows + rows, components, row_in_use, output / WEIGHT_FACTOR,
+        maximum, totals, VALUE_COMPONENTS)
+    # fmt: on

@@ -136,3 +136,14 @@ def attend_keys(
     output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
     # fmt: on
     return own, partners, new_maximum, totals, output
+
+
+@triton.jit
+def store_partials(
+    output_ptr, maximum_ptr, total_ptr, places, slots, row_in_use, output, maximum, totals, DIM: tl.constexpr
+):
+    """What a split's rows come to, at their `places`; `slots` are the channels, or components, of the output."""
+    tl.store(maximum_ptr + places, maximum, mask=row_in_use)
+    tl.store(total_ptr + places, tl.sum(totals, axis=0), mask=row_in_use)
+    in_use = row_in_use[None, :] & (slots < DIM)[:, None]
+    tl.store(output_ptr + places[None, :] * DIM + slots[:, None], output, mask=in_use)
