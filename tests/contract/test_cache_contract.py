@@ -29,7 +29,7 @@ QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
 LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
 TRANSFORM = ("gear-t16", "gear-t22", "gear-t25", "gear-t30")
-TRELLIS = ("gear-t12-trellis", "gear-t14-trellis", "gear-t16-trellis")
+TRELLIS = tuple(f"gear-t{percent}-trellis" for percent in (12, 14, 16, 22, 25))
 # Without a calibration, as random models have none, the same; with one: tests/gear/transform/test_calibration.py
 CALIBRATED = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
 CALIBRATED_TRELLIS = ("gear-c10-trellis", "gear-c12-trellis", "gear-c16-trellis")

@@ -101,16 +101,20 @@ for _percent, _bits in _OF_PROMPTS.items():
         backbone="transform",
         **_bits,
     )
-for _percent, _bits_a_key, _bits_a_value in ((12, 1.75, 1.375), (14, 2.0, 1.75), (16, 2.375, 2.0)):
+_IN_TRELLIS: dict[int, dict[str, Any]] = {
+    12: {"key_nbits": 1.75, "value_nbits": 1.375},
+    14: {"key_nbits": 2.0, "value_nbits": 1.75},
+    **{_percent: _OF_PROMPTS[_percent] for _percent in (16, 22, 25)},
+}
+for _percent, _bits in _IN_TRELLIS.items():
     register_cache(
         f"gear-t{_percent}-trellis",
         _FACTORY,
         check=_CHECK,
-        summary=f"As gear-t{_percent} would be, in trellis codes: {_percent} % of 16 bits, coded three times as long",
+        summary=f"Transform-coded in trellis codes: {_percent} % of 16 bits, coded twice as long",
         backbone="transform",
-        key_nbits=_bits_a_key,
-        value_nbits=_bits_a_value,
         quantizer="trellis",
+        **_bits,
     )
 # The same, bases and means of the model aside, which all caches share
 for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (18, 2.55), (20, 2.87), (28, 4.15)):
