@@ -74,13 +74,13 @@ class BrokenLayer(DynamicLayer):
 def test_compare(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
-    caches = ["--cache", "fp8", "--cache", "broken"]
+    caches = ["--cache", "llamacpp-q8_0", "--cache", "broken"]
     result = run("compare", "--model", tiny_folder, "--prompt", "x" * 90, "--max-new-tokens", "4", *caches, "--json")
     assert result.exit_code == 1
     rows = check("compare", result)["rows"]
     assert [(row["cache"], row["error"]) for row in rows] == [
         ("dynamic", None),
-        ("fp8", None),
+        ("llamacpp-q8_0", None),
         ("broken", "RuntimeError: no"),
     ]
     # The table is for people
@@ -127,7 +127,7 @@ def test_calibrate(tiny_folder: str, tmp_path: Path) -> None:
 def measure(command: str, tiny_folder: str, text: Path) -> list[str]:
     model = ["--model", tiny_folder]
     book = [*model, "--text-file", str(text)]
-    windows = ["--windows", "1", "--cache", "fp8"]
+    windows = ["--windows", "1", "--cache", "llamacpp-q8_0"]
     return {
         "eval fidelity": [*book, *windows, "--prefix", "40", "--scored", "8"],
         "eval perplexity": [*book, *windows, "--length", "40", "--chunk", "16"],

@@ -51,7 +51,7 @@ def main(
     \b
     Examples:
         kvcache-plugins compare --prompt-file LICENSE --prompt "In short, this licence"
-        kvcache-plugins compare --cache gear --cache gear-2bit:rank=8 --cache fp8 --prompt-file book.txt
+        kvcache-plugins compare --cache gear --cache gear-2bit:rank=8 --cache quanto-4bit --prompt-file book.txt
         kvcache-plugins compare --prompt-file book.txt --json > comparison.json
     """
     check_model_name(model)
