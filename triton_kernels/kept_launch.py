@@ -5,7 +5,7 @@ kernel runs. Of a launch that is kept the kernel is known, and whoever changes a
 right one: pointers aligned as they were, strides multiples of 16 where they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import triton
@@ -37,6 +37,12 @@ class KeptLaunch:
     def change(self, name: str, value: Any) -> None:
         """Gives an argument another value."""
         self._arguments[self._places[name]] = value
+
+    def forget(self, names: Collection[str]) -> None:
+        """Lets go of the tensors that arguments of these names are, until they are given others."""
+        for name, place in self._places.items():
+            if name.split("_")[0] in names and name.endswith("_ptr"):
+                self._arguments[place] = 0
 
     def __call__(self) -> None:
         """Launches on the current stream."""
