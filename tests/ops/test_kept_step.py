@@ -24,16 +24,17 @@ OUTPUTS = ("query_ptr", "result_ptr", "output_", "maximum_", "total_")
 ALIGNMENT = 16
 
 
-class NothingIsRead(TorchDispatchMode):
-    """Counts what is allocated, and fails where the host reads from the device."""
+class Counted(TorchDispatchMode):
+    """Counts what is allocated and copied, and where the host waits for the device."""
 
     def __init__(self):
         super().__init__()
-        self.allocations = 0
+        self.allocations = self.copies = self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "_to_copy", "equal"), name
+        self.reads += name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+        self.copies += name == "_to_copy"
         self.allocations += name.startswith(("new_empty", "new_zeros", "empty", "zeros", "new_full"))
         return func(*args, **(kwargs or {}))
 
@@ -97,9 +98,11 @@ def check(name):
             )
 
         attend(200)
-        num_kept = 0
+        num_kept, reads = 0, []
         for _ in range(90):
-            attend(1)
+            with Counted() as mode:
+                attend(1)
+            reads.append(mode.reads)
             layer = cache.layers[0]
             dense, compressed = split(list(layer._parts(None)))
             query = torch.zeros(1, 4 * NUM_HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
@@ -118,11 +121,14 @@ def check(name):
                         assert ours[argument] == theirs[argument], (kernel, argument)
             if kept is not None and compressed[0].kept.get("step") is kept:
                 num_kept += 1
-        with NothingIsRead() as mode:
+        with Counted() as mode:
             attend_parts(query, dense, compressed)
+        assert mode.reads == mode.copies == 0
         is_rotated = not is_coded and compressed[0].values.is_rotated
         assert is_rotated or mode.allocations == 2, mode.allocations
         assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
+    # Whether a chunk was finite is asked for once, of both sides together
+    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.config.residual_length), reads
     # The step after a compression is prepared anew
     assert num_kept >= 90 - 90 // layer.config.residual_length - 1, num_kept
 

@@ -126,7 +126,9 @@ class KeptStep:
         self._first_result: torch.Tensor | None = launch.result
         self._result_shape = launch.result.shape
         for kept in (*self._attending, self._combining):
-            kept.forget(_CHANGING)
+            kept.forget((*_CHANGING, "result"))
+        self._attending_places = [kept.places(f"{name}_ptr" for name in _CHANGING) for kept in self._attending]
+        self._combining_places = self._combining.places(self._changing_names())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and pickles of a cache have tensors of their own, and make steps of their own
@@ -154,41 +156,35 @@ class KeptStep:
         """Attention `[B, H, rows, value D]` with other queries and newest tokens."""
         result = rows.new_empty(self._result_shape)
         workspace = rows.new_empty(self._workspace_size, dtype=torch.float32)
-        combining, query, start = self._combining, rows.data_ptr(), 0
+        query, address, start = rows.data_ptr(), workspace.data_ptr(), 0
+        changes: list[Any] = [query, result.data_ptr()]
         for index, launch in enumerate(self._attending):
             num_outputs, num_maxima = self._sizes[index]
-            address = workspace.data_ptr() + _FLOAT32_BYTES * start
-            pointers = {
-                "output": address,
-                "maximum": address + _FLOAT32_BYTES * num_outputs,
-                "total": address + _FLOAT32_BYTES * (num_outputs + num_maxima),
-            }
-            launch.change("query_ptr", query)
-            for name, pointer in pointers.items():
-                launch.change(f"{name}_ptr", pointer)
-                combining.change(f"{name}_{index}_ptr", pointer)
+            output: Any = address + _FLOAT32_BYTES * start
+            maximum = output + _FLOAT32_BYTES * num_outputs
+            total = maximum + _FLOAT32_BYTES * num_maxima
+            launch.change(self._attending_places[index], (query, output, maximum, total))
             launch()
             finish = self._finish[index]
             if finish is not None:
                 shape, behind = self._shapes[index], start + num_outputs + num_maxima
-                output = workspace[start : start + math.prod(shape)].view(shape)
-                total = workspace[behind : behind + math.prod(shape[:-1])].view(shape[:-1])
-                combining.change(f"output_{index}_ptr", finish(output, total))
+                totals = workspace[behind : behind + math.prod(shape[:-1])].view(shape[:-1])
+                output = finish(workspace[start : start + math.prod(shape)].view(shape), totals)
+            changes += (output, maximum, total)
             start += num_outputs + 2 * num_maxima
-        combining.change("query_ptr", query)
-        combining.change("result_ptr", result.data_ptr())
-        self._change_newest(newest)
-        combining()
+        # The newest tokens have grown, and may have moved
+        for states in (newest.keys, newest.values):
+            changes += (states.data_ptr(), *states.stride()[:2])
+        self._combining.change(self._combining_places, [*changes, newest.length])
+        self._combining()
         return result
 
-    def _change_newest(self, newest: DensePart) -> None:
-        """The part that has grown, and may have moved."""
-        index = len(self._first_dense)
-        for name, states in (("keys", newest.keys), ("values", newest.values)):
-            self._combining.change(f"{name}_{index}_ptr", states.data_ptr())
-            self._combining.change(f"{name}_{index}_stride_b", states.stride(0))
-            self._combining.change(f"{name}_{index}_stride_h", states.stride(1))
-        self._combining.change(f"num_tokens_{index}", newest.length)
+    def _changing_names(self) -> list[str]:
+        """What the last launch is given anew in every step, in the order in which it is."""
+        blocks = [f"{name}_{index}_ptr" for index in range(len(self._attending)) for name in _CHANGING[1:]]
+        newest = len(self._first_dense)
+        states = [f"{name}_{newest}_{end}" for name in ("keys", "values") for end in ("ptr", "stride_b", "stride_h")]
+        return ["query_ptr", "result_ptr", *blocks, *states, f"num_tokens_{newest}"]
 
 
 def _padded(count: int) -> int:
