@@ -5,7 +5,7 @@ kernel runs. Of a launch that is kept the kernel is known, and whoever changes a
 right one: pointers aligned as they were, strides multiples of 16 where they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import triton
@@ -30,13 +30,24 @@ class KeptLaunch:
         self, kernel: Any, grid: tuple[int, int, int], arguments: Mapping[str, Any], options: Mapping[str, int]
     ) -> None:
         self._run = kernel[grid](**arguments, **options)[grid]
-        names = [parameter.name for parameter in kernel.params]
-        self._places = {name: place for place, name in enumerate(names)}
-        self._arguments = [arguments[name] for name in names]
+        self._names = [parameter.name for parameter in kernel.params]
+        self._arguments = [arguments[name] for name in self._names]
 
-    def change(self, name: str, value: Any) -> None:
-        """Gives an argument another value."""
-        self._arguments[self._places[name]] = value
+    def places(self, names: Iterable[str]) -> list[int]:
+        """Where arguments of these names stand."""
+        return [self._names.index(name) for name in names]
+
+    def change(self, places: Sequence[int], values: Sequence[Any]) -> None:
+        """Gives the arguments at some places other values."""
+        arguments = self._arguments
+        for place, value in zip(places, values, strict=True):
+            arguments[place] = value
+
+    def forget(self, names: Collection[str]) -> None:
+        """Lets go of the tensors that arguments of these names are, until they are given others."""
+        for place, name in enumerate(self._names):
+            if name.split("_")[0] in names and name.endswith("_ptr"):
+                self._arguments[place] = 0
 
     def __call__(self) -> None:
         """Launches on the current stream."""

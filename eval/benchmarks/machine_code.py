@@ -10,21 +10,30 @@ them. A loop over outliers within a tile counts as often as the preset's own lis
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
 from kvcache_plugins.eval.machine_code.listing import Listing
 from kvcache_plugins.gear.layer import GEARLayer
-from kvcache_plugins.ops.compressed_states import TENSOR_NAMES, CompressedStates
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.gear.transform.storage import CodedBlock
+from kvcache_plugins.ops.compressed_states import TENSOR_NAMES
 from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.triton_attention import prepare_part
-from kvcache_plugins.registry import check_caches, create_cache
+from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .contest import Shape, random_states
+
+
+if TYPE_CHECKING:
+    from kvcache_plugins.triton_kernels.attention.partials import Launch
 
 
 PRESETS = (
@@ -42,6 +51,10 @@ PRESETS = (
     "gear-l-4bit",
     "gear-2bit",
     "gear-4bit",
+    "gear-t16",
+    "gear-t25",
+    "gear-t16-trellis",
+    "gear-c16",
 )
 # Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
 _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
@@ -49,47 +62,67 @@ _SLOTS = 4
 _CPU = torch.device("cpu")
 _CONTEXT = 1024
 _NUM_HEADS = 8
+# Enough for a calibration of random weights
+_CALIBRATION_TOKENS = 96
 
 
-def compress(cache: str, head_dim: int) -> CompressedPart:
+def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """The compressed prompt of one layer."""
-    layers = create_cache(cache)
-    states = random_states(Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim), torch.bfloat16, _CPU)
+    model = _random_model(head_dim)
+    options: dict[str, Any] = {}
+    if describe_caches(cache)[0].options.get("calibration"):
+        tokens = torch.arange(_CALIBRATION_TOKENS) % model.config.vocab_size
+        options["calibration"] = calibrate_transform(model, [tokens], num_draws=1)
+    layers = create_cache(cache, model, **options)
+    shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+    keys, values = random_states(shape, torch.bfloat16, _CPU)
     with torch.inference_mode():
-        layers.update(*states, 0)
+        # Transform coding looks at whether keys were turned
+        angles = model.model.rotary_emb(keys, torch.arange(_CONTEXT)[None])
+        keys, _ = apply_rotary_pos_emb(keys, keys, *angles)
+        layers.update(keys, values, 0)
         layer = layers.layers[0]
-        assert isinstance(layer, GEARLayer)
-        layer.settle_prompt()
-    if not layer.blocks:
+        if isinstance(layer, GEARLayer | TransformLayer):
+            layer.settle_prompt()
+    if not isinstance(layer, GEARLayer | TransformLayer) or not layer.blocks:
         raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
     block = layer.blocks[0]
+    if isinstance(block, CodedBlock):
+        assert isinstance(layer, TransformLayer) and layer.coder is not None
+        return CodedPart(block.keys, block.values, layer.coder, block.start, None, block.length, None)
     return CompressedPart(block.keys, block.values, block.length, None)
+
+
+def _random_model(head_dim: int) -> LlamaForCausalLM:
+    """A model of one layer, whose rotary embedding and, where asked for, calibration a cache has."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=_NUM_HEADS * head_dim,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=_NUM_HEADS,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
 
 
 def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
     """One row: instructions a number by kind, registers, spilled bytes, shared memory, and the bounds."""
-    from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
-
     part = compress(cache, head_dim)
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
-    launch = prepare_part(query, part, 1.0, packed=True)
-    compiled = compile_for(attend_kernel, launch.arguments, capability, **launch.options)
+    launch = _prepare(query, part)
+    compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(disassemble(compiled))
-    tile_loop = listing.tile_loop()
-    inner = listing.loops_within(tile_loop)
-    kinds = listing.count(tile_loop, without=inner)
-    block_entries = launch.arguments["BLOCK_E"]
-    sides = [side for side in (part.keys, part.values) if side.outlier_offsets is not None]
-    for side, loop in zip(sides, inner, strict=True):
-        assert side.outlier_offsets is not None
-        turns = (side.outlier_offsets.diff(dim=-1) / block_entries).ceil().mean().item()
-        for kind, number in listing.count(loop).items():
-            kinds[kind] += number * turns
-    row_blocks = launch.grid[2]
-    numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / row_blocks
+    if isinstance(part, CodedPart):
+        # There is another loop, for what is left of a tile
+        kinds = listing.count(listing.shortest_loop())
+    else:
+        kinds = _count_tile(listing, part, launch)
+    numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     instructions = sum(kinds.values()) / numbers
-    bits = sum(_num_bits(side) for side in (part.keys, part.values)) / (2 * _NUM_HEADS * head_dim * part.length)
+    bits = _num_bits(part) / (2 * _NUM_HEADS * head_dim * part.length)
     read, issue = _CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / _SLOTS
     return {
         "cache": cache,
@@ -102,6 +135,31 @@ def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str
         "share_of_copy_bandwidth": min(1.0, read / issue),
         "times_dense": _CLOCKS_A_DENSE_NUMBER / max(read, issue),
     }
+
+
+def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
+    """What would be launched on a GPU. Imported late, as Triton need not be there."""
+    from kvcache_plugins.ops.transform_coding.triton_attention import prepare_part as prepare_rows
+    from kvcache_plugins.ops.triton_attention import prepare_part
+
+    if isinstance(part, CodedPart):
+        return prepare_rows(query, part, 1.0, packed=True).launch
+    return prepare_part(query, part, 1.0, packed=True).launch
+
+
+def _count_tile(listing: Listing, part: CompressedPart, launch: "Launch") -> Counter[str]:
+    """Instructions of a tile by kind, those of its outliers as often as the lists of the part make them run."""
+    tile_loop = listing.tile_loop()
+    inner = listing.loops_within(tile_loop)
+    kinds = listing.count(tile_loop, without=inner)
+    block_entries = launch.arguments["BLOCK_E"]
+    sides = [side for side in (part.keys, part.values) if side.outlier_offsets is not None]
+    for side, loop in zip(sides, inner, strict=True):
+        assert side.outlier_offsets is not None
+        turns = (side.outlier_offsets.diff(dim=-1) / block_entries).ceil().mean().item()
+        for kind, number in listing.count(loop).items():
+            kinds[kind] += number * turns
+    return kinds
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -129,6 +187,9 @@ def benchmark_machine_code(
     return {"benchmark": "machine-code", **origin, "settings": settings, "rows": rows}
 
 
-def _num_bits(side: CompressedStates) -> int:
-    tensors = (getattr(side, name) for name in TENSOR_NAMES)
+def _num_bits(part: CompressedPart | CodedPart) -> int:
+    """Of what a decode step reads. Tables of rows, which do not grow, and spare room are left out."""
+    if isinstance(part, CodedPart):
+        return sum(8 * side[:, :, : part.length].nbytes for side in (part.keys, part.values))
+    tensors = (getattr(side, name) for side in (part.keys, part.values) for name in TENSOR_NAMES)
     return sum(8 * tensor.nbytes for tensor in tensors if tensor is not None)

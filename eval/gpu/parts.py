@@ -27,6 +27,7 @@ from .largest_batch import WAYS, Budget, measure_largest_batch
 from .models import DTYPE, build_llama
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
 from .plan import Plan
+from .presets import check_presets
 
 
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
@@ -58,6 +59,12 @@ def _count_outcomes(results: Path, report: PartialReport) -> dict[str, int]:
             report.fail(f"{case.get('classname')}::{case.get('name')}", (failure.get("message") or "")[:300])
         outcomes["failed" if failure is not None else "skipped" if "skipped" in children else "passed"] += 1
     return outcomes
+
+
+def run_presets(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Every preset's attention, a prompt and decoded tokens compressed: right, or a failure."""
+    settings = {"weights": "random", **plan.preset_model, "dtype": str(DTYPE).removeprefix("torch.")}
+    check_presets(plan, PartialReport(out / "gpu_presets.json", "presets", device, settings), device, box)
 
 
 @torch.inference_mode()
@@ -201,6 +208,7 @@ def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox
 
 PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
     "checks": run_tests,
+    "presets": run_presets,
     "attention": time_attention,
     "step": time_steps,
     "infinigen": measure_offloading,

@@ -14,6 +14,9 @@ class Plan:
 
     Attributes:
         tests (`tuple[str, ...]`): arguments of pytest.
+        presets (`tuple[str, ...]`): what is attended to once, to be checked, the most wanted first.
+        preset_model (`Mapping[str, int]`): fields of a `LlamaConfig`.
+        preset_tokens (`tuple[int, ...]`): tokens of each of its calls.
         shapes (`Mapping[str, Shape]`): attention alone, by the name of the result.
         attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
         rounds (`int`): times that each attention is timed.
@@ -29,6 +32,9 @@ class Plan:
     """
 
     tests: tuple[str, ...]
+    presets: tuple[str, ...]
+    preset_model: Mapping[str, int]
+    preset_tokens: tuple[int, ...]
     shapes: Mapping[str, Shape]
     attention_caches: tuple[str, ...]
     rounds: int
@@ -45,21 +51,69 @@ class Plan:
     offload_caches: tuple[str, ...]
 
 
+# Every GEAR preset. One of each kind of kernel goes before its relatives
+_PRESETS = (
+    "gear",
+    "gear-2bit",
+    "gear-c16",
+    "kivi-2bit",
+    "gear-t16-trellis",
+    "gear-c16-trellis",
+    "gear-k4v3",
+    "gear-4bit",
+    "gear-t16",
+    "gear-l-2bit",
+    "kcvt-4bit",
+    "per-token-2bit",
+    "gear-k4v4-g32",
+    "gear-k3v2",
+    "gear-k4v4",
+    "gear-t22",
+    "gear-t25",
+    "gear-t30",
+    "gear-c12",
+    "gear-c18",
+    "gear-c20",
+    "gear-c28",
+    "gear-c10-trellis",
+    "gear-c12-trellis",
+    "gear-t12-trellis",
+    "gear-t14-trellis",
+    "gear-l-4bit",
+    "gear-k2v2",
+    "kivi-4bit",
+    "per-token-4bit",
+)
 FULL = Plan(
     tests=(
         "tests/triton_kernels/test_attention.py",
+        "tests/triton_kernels/test_transform_attention.py",
+        "tests/triton_kernels/test_transform_basis_attention.py",
         "tests/triton_kernels/test_compression.py",
         "tests/ops/test_triton_compression.py",
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),
+    presets=_PRESETS,
+    # Heads as below, so that what is compiled is needed again
+    preset_model={
+        "vocab_size": 1000,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    },
+    # A prompt, decoded tokens at once, and the one that finds them compressed
+    preset_tokens=(600, 64, 1),
     # The acceptance's shape first: what time is left goes to the others
     shapes={
         "large": Shape(batch_size=16, context=32768),
         "medium": Shape(batch_size=4, context=16384),
         "small": Shape(batch_size=1, context=4096),
     },
-    attention_caches=CACHES,
+    attention_caches=(*CACHES, "gear-t16", "gear-t16-trellis"),
     rounds=50,
     # Llama 3.1 8B
     model={
@@ -76,6 +130,7 @@ FULL = Plan(
     steps=72,
     step_caches=(
         "dynamic",
+        "gear",
         "gear-2bit",
         "gear-4bit",
         "kivi-2bit",
@@ -87,7 +142,7 @@ FULL = Plan(
     ),
     budget=40 * 2**30,
     batch_context=4096,
-    batch_caches=("dynamic", "gear-2bit"),
+    batch_caches=("dynamic", "gear-2bit", "gear"),
     # Llama 2 7B
     offload_model={
         "vocab_size": 32000,
@@ -106,8 +161,19 @@ FULL = Plan(
 )
 TINY = Plan(
     tests=("tests/triton_kernels/test_attention.py", "-k", "no_tokens"),
+    presets=("gear", "gear-t16-trellis", "gear-c16", "gear-2bit"),
+    preset_model={
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    },
+    preset_tokens=(70, 64, 1),
     shapes={"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
-    attention_caches=("gear-2bit", "gear-l-2bit"),
+    attention_caches=("gear-2bit", "gear-l-2bit", "gear-t25"),
     rounds=3,
     model={
         "vocab_size": 128,
@@ -120,7 +186,7 @@ TINY = Plan(
     },
     context=128,
     steps=3,
-    step_caches=("dynamic", "gear-2bit", "static", "no-such-cache"),
+    step_caches=("dynamic", "gear", "gear-2bit", "static", "no-such-cache"),
     # One dense sequence and a half
     budget=26_000,
     batch_context=64,

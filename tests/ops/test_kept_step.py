@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
 
 NUM_HEADS, HEAD_DIM = 2, 64
@@ -23,16 +24,17 @@ OUTPUTS = ("query_ptr", "result_ptr", "output_", "maximum_", "total_")
 ALIGNMENT = 16
 
 
-class NothingIsRead(TorchDispatchMode):
-    """Counts what is allocated, and fails where the host reads from the device."""
+class Counted(TorchDispatchMode):
+    """Counts what is allocated and copied, and where the host waits for the device."""
 
     def __init__(self):
         super().__init__()
-        self.allocations = 0
+        self.allocations = self.copies = self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "_to_copy", "equal"), name
+        self.reads += name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+        self.copies += name == "_to_copy"
         self.allocations += name.startswith(("new_empty", "new_zeros", "empty", "zeros", "new_full"))
         return func(*args, **(kwargs or {}))
 
@@ -48,12 +50,23 @@ def record(kernel_calls, name, kernel, arguments):
 
 def check(name):
     from kvcache_plugins.eval.machine_code import stand_in_driver
-    from kvcache_plugins.ops import triton_attention
+    from kvcache_plugins.gear.transform.layer import TransformLayer
+    from kvcache_plugins.ops.transform_coding.triton_attention import attend as attend_rows
+    from kvcache_plugins.ops.triton_attention import attend as attend_chunks
     from kvcache_plugins.registry import create_cache
-    from kvcache_plugins.triton_kernels.attention.attend import attend_kernel
+    from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel as attend_rows_kernel
 
-    kernels = {"attend_kernel": attend_kernel, "combine_kernel": combine_kernel}
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        num_attention_heads=4 * NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        hidden_size=4 * NUM_HEADS * HEAD_DIM,
+    )
+    cache = create_cache(name, config)
+    is_coded = isinstance(cache.layers[0], TransformLayer)
+    kernels = {"attend_kernel": attend_rows_kernel if is_coded else attend_kernel, "combine_kernel": combine_kernel}
     calls = []
 
     def run(self, *arguments):
@@ -62,12 +75,16 @@ def check(name):
             kernel = kernels[self._name]
             record(calls, self._name, kernel, arguments[-len(kernel.params) :])
 
-    def launches_of(query, dense, compressed, scale):
+    def attend_parts(query, dense, compressed):
+        if is_coded:
+            return attend_rows(query, [dense[0], *compressed, *dense[1:]], NUM_HEADS, SCALE)
+        return attend_chunks(query, dense, compressed, SCALE)
+
+    def launches_of(query, dense, compressed):
         calls.clear()
-        triton_attention.attend(query, dense, compressed, scale)
+        attend_parts(query, dense, compressed)
         return list(calls)
 
-    cache = create_cache(name)
     with stand_in_driver.stand_in_driver(), torch.inference_mode(), patch.object(stand_in_driver._Kernel, "run", run):
 
         def step(num_new):
@@ -81,18 +98,20 @@ def check(name):
             )
 
         attend(200)
-        num_kept = 0
+        num_kept, reads = 0, []
         for _ in range(90):
-            attend(1)
+            with Counted() as mode:
+                attend(1)
+            reads.append(mode.reads)
             layer = cache.layers[0]
             dense, compressed = split(list(layer._parts(None)))
             query = torch.zeros(1, 4 * NUM_HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
             kept = compressed[0].kept.get("step")
-            got = launches_of(query, dense, compressed, SCALE)
+            got = launches_of(query, dense, compressed)
             fresh = [copy.copy(part) for part in compressed]
             for part in fresh:
                 object.__setattr__(part, "kept", {})
-            expected = launches_of(query, dense, fresh, SCALE)
+            expected = launches_of(query, dense, fresh)
             assert [kernel for kernel, _ in got] == [kernel for kernel, _ in expected]
             for (kernel, ours), (_, theirs) in zip(got, expected, strict=True):
                 for argument in ours:
@@ -102,26 +121,29 @@ def check(name):
                         assert ours[argument] == theirs[argument], (kernel, argument)
             if kept is not None and compressed[0].kept.get("step") is kept:
                 num_kept += 1
-        with NothingIsRead() as mode:
-            triton_attention.attend(query, dense, compressed, SCALE)
-        is_rotated = compressed[0].values.is_rotated
+        with Counted() as mode:
+            attend_parts(query, dense, compressed)
+        assert mode.reads == mode.copies == 0
+        is_rotated = not is_coded and compressed[0].values.is_rotated
         assert is_rotated or mode.allocations == 2, mode.allocations
         assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
-    # But for those after a compression
-    assert num_kept >= 80, num_kept
+    # Whether a chunk was finite is asked for once, of both sides together
+    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.config.residual_length), reads
+    # The step after a compression is prepared anew
+    assert num_kept >= 90 - 90 // layer.config.residual_length - 1, num_kept
 
 
 def split(parts):
-    from kvcache_plugins.ops.parts import CompressedPart
+    from kvcache_plugins.ops.parts import DensePart
 
     return (
-        [part for part in parts if not isinstance(part, CompressedPart)],
-        [part for part in parts if isinstance(part, CompressedPart)],
+        [part for part in parts if isinstance(part, DensePart)],
+        [part for part in parts if not isinstance(part, DensePart)],
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-k3v2"])
+@pytest.mark.parametrize("name", ["gear-2bit", "gear-k3v2", "gear-t25"])
 def test_kept_launches_are_those_prepared_anew(name):
     environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     finished = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True)

@@ -24,7 +24,6 @@ tokens that the low-rank part covers (the chunk's last), N outlier entries a chu
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +33,7 @@ from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
 from .outliers import number_table
-from .partials import Partials
+from .partials import Launch, Partials
 from .splits import choose_tiles_per_split
 
 
@@ -51,15 +50,6 @@ _OUTLIER_TILE = 64
 # Registers of a warp let so many programs share a multiprocessor
 PROGRAMS_PER_SM = 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
-
-
-class Launch(NamedTuple):
-    """A launch of `attend_kernel`: its grid, its arguments, what it writes, and warps and stages."""
-
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    partials: Partials
-    options: dict[str, int]
 
 
 def attend_compressed(
@@ -95,7 +85,7 @@ def attend_compressed(
         num_sms (`int`, *optional*, defaults to the device's):
             Multiprocessors to keep busy, which sets the number of splits.
     """
-    launch = prepare(
+    return prepare(
         query,
         keys,
         values,
@@ -106,10 +96,7 @@ def attend_compressed(
         value_head_dim=value_head_dim,
         num_sms=num_sms,
         packed=query.is_cuda and torch.version.hip is None,
-    )
-    if launch.partials.output.shape[2]:
-        attend_kernel[launch.grid](**launch.arguments, **launch.options)
-    return launch.partials
+    )()
 
 
 def prepare(
@@ -187,7 +174,7 @@ def prepare(
         "BLOCK_E": _BLOCK_ENTRIES,
     }
     options = {**_OPTIONS, "num_stages": _num_stages(keys, values, block_tokens)}
-    return Launch((batch_size * num_heads, num_splits, row_blocks), arguments, partials, options)
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, partials, options)
 
 
 def _block_rows(num_rows: int, head_dim: int) -> int:

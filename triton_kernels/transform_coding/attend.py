@@ -4,7 +4,7 @@ A program takes one key/value head, up to 16 of its queries (8 where heads are w
 (a split), and goes through it in tiles of up to 64 tokens. A tile's codes become points in registers (`points`), keys
 over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
 values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
-they are coded, rotated by a Hadamard matrix, which whoever merges the splits turns back.
+they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`hadamard`).
 
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
-from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
 
 from .attend_kernel import attend_kernel
 from .coded_rows import CodedRows, RotaryAngles
@@ -34,7 +34,7 @@ _BLOCK_CHANNELS = 16
 _LEAST_DEVIATION = (2.0**-11, 1e-6)
 
 
-def attend_rows(
+def prepare_rows(
     query: torch.Tensor,
     keys: CodedRows,
     values: CodedRows,
@@ -45,10 +45,11 @@ def attend_rows(
     padding: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     scale: float,
+    packed: bool,
     num_sms: int | None = None,
-) -> Partials:
+) -> Launch:
     """
-    Attends to rows: partial results, to be merged by `combine`, with values as they are coded.
+    The launch that attends to rows: partial results, to be merged by `combine`.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`):
@@ -67,6 +68,8 @@ def attend_rows(
             Boolean (`True` attends) or added to the scores.
         scale (`float`):
             Factor of the scores.
+        packed (`bool`):
+            Whether arithmetic is on two halves at once, by instructions of NVIDIA's GPUs (`has_pairs`).
         num_sms (`int`, *optional*, defaults to the device's):
             Multiprocessors to keep busy, which sets the number of splits.
     """
@@ -81,41 +84,41 @@ def attend_rows(
     num_programs = batch_size * num_heads * num_row_blocks
     tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
     num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
-    output, maximum, total = empty_partials(query, num_splits, values.head_dim)
-    attend_kernel[(batch_size * num_heads, num_splits, num_row_blocks)](
-        query_ptr=query,
-        query_stride_b=query.stride(0),
-        query_stride_h=query.stride(1),
-        query_stride_r=query.stride(2),
+    partials = empty_partials(query, num_splits, values.head_dim)
+    arguments = {
+        "query_ptr": query,
+        "query_stride_b": query.stride(0),
+        "query_stride_h": query.stride(1),
+        "query_stride_r": query.stride(2),
         **mask_arguments(mask, num_heads, num_rows),
-        output_ptr=output,
-        maximum_ptr=maximum,
-        total_ptr=total,
+        "output_ptr": partials.output,
+        "maximum_ptr": partials.maximum,
+        "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        key_order_ptr=_contiguous(keys.order),
-        key_mean_ptr=_contiguous(keys.mean),
+        "key_order_ptr": _contiguous(keys.order),
+        "key_mean_ptr": _contiguous(keys.mean),
         **_side_arguments("value", values),
         **angle_arguments(angles),
-        padding_ptr=padding,
-        num_heads=num_heads,
-        num_rows=num_rows,
-        position=start,
-        length=length,
-        tokens_per_split=tiles_per_split * block_tokens,
-        scale=scale,
-        TRELLIS=keys.is_trellis,
-        PADDED=padding is not None,
-        LEAST_DEVIATION=_LEAST_DEVIATION[is_float32],
-        DTYPE=tl.float32 if is_float32 else tl.float16,
-        PAIRS=not is_float32 and has_pairs(query.device.type),
-        BLOCK_R=block_rows,
-        BLOCK_T=block_tokens,
-        BLOCK_K=block_keys,
-        BLOCK_V=block_values,
-        num_warps=num_warps,
-        num_stages=1,
-    )
-    return Partials(output, maximum, total)
+        "padding_ptr": padding,
+        "num_heads": num_heads,
+        "num_rows": num_rows,
+        "position": start,
+        "length": length,
+        "tokens_per_split": tiles_per_split * block_tokens,
+        "scale": scale,
+        "TRELLIS": keys.is_trellis,
+        "PADDED": padding is not None,
+        "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
+        "DTYPE": tl.float32 if is_float32 else tl.float16,
+        "PAIRS": packed and not is_float32,
+        "BLOCK_R": block_rows,
+        "BLOCK_T": block_tokens,
+        "BLOCK_K": block_keys,
+        "BLOCK_V": block_values,
+        "VALUE_ROTATION": values.head_dim & -values.head_dim,
+    }
+    options = {"num_warps": num_warps, "num_stages": 1}
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, partials, options)
 
 
 def num_split_tiles(length: int, block_tokens: int, num_programs: int, num_sms: int) -> int:

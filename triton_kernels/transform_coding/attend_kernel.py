@@ -15,8 +15,9 @@ import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
+from .hadamard import store_rotated
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, store_partials
+from .tiles import WEIGHT_FACTOR, attend_tile, store_sums
 from .turned_queries import load_turned_queries
 
 
@@ -87,6 +88,7 @@ def attend_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    VALUE_ROTATION: tl.constexpr,
 ):
     """Partial attention of up to `BLOCK_R` rows of one key/value head over one split."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -145,12 +147,9 @@ def attend_kernel(
             KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
     # fmt: on
 
-    value_slots = row_slots(BLOCK_V)
     value_deviation = tl.load(value_deviation_ptr + matrix).to(tl.float32)
     split = matrix * tl.num_programs(1) + tl.program_id(1)
+    places = split * num_rows + rows
+    store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)
     output *= value_deviation / WEIGHT_FACTOR
-    # fmt: off
-    store_partials(
-        output_ptr, maximum_ptr, total_ptr, split * num_rows + rows, value_slots, row_in_use, output, maximum, totals,
-        VALUE_DIM)
-    # fmt: on
+    store_rotated(output_ptr, places, row_slots(BLOCK_V), row_in_use, output, VALUE_DIM, VALUE_ROTATION)

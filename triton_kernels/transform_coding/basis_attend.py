@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
-from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.attention.partials import Launch
 
 from .attend import (
     angle_arguments,
     block_channels,
     device_num_sms,
     empty_partials,
-    has_pairs,
     num_split_tiles,
     row_arguments,
 )
@@ -35,7 +34,7 @@ _LEAST_COMPONENTS = 16
 _FEW_CHANNELS = 64
 
 
-def attend_basis(
+def prepare_basis(
     query: torch.Tensor,
     keys: BasisRows,
     values: BasisRows,
@@ -46,12 +45,14 @@ def attend_basis(
     padding: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     scale: float,
+    packed: bool,
     num_sms: int | None = None,
-) -> Partials:
+) -> Launch:
     """
-    Attends to rows: partial results, to be merged by `combine`, with values as components `[.., .., .., .., K]`.
+    The launch that attends to rows: partial results with values as components `[.., .., .., .., K]`, to be merged by
+    `combine` when they are channels again.
 
-    The arguments are those of `attend.attend_rows`, but for the sides.
+    The arguments are those of `attend.prepare_rows`, but for the sides.
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -62,43 +63,43 @@ def attend_basis(
     tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
     num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
     partials = empty_partials(query, num_splits, values.num_components)
-    attend_basis_kernel[(batch_size * num_heads, num_splits, num_row_blocks)](
-        query_ptr=query,
-        query_stride_b=query.stride(0),
-        query_stride_h=query.stride(1),
-        query_stride_r=query.stride(2),
+    arguments = {
+        "query_ptr": query,
+        "query_stride_b": query.stride(0),
+        "query_stride_h": query.stride(1),
+        "query_stride_r": query.stride(2),
         **mask_arguments(mask, num_heads, num_rows),
-        output_ptr=partials.output,
-        maximum_ptr=partials.maximum,
-        total_ptr=partials.total,
+        "output_ptr": partials.output,
+        "maximum_ptr": partials.maximum,
+        "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        basis_ptr=keys.basis,
-        step_ptr=keys.steps,
-        factor_ptr=keys.factors,
-        mean_ptr=keys.mean,
+        "basis_ptr": keys.basis,
+        "step_ptr": keys.steps,
+        "factor_ptr": keys.factors,
+        "mean_ptr": keys.mean,
         **_side_arguments("value", values),
         **angle_arguments(angles),
-        padding_ptr=padding,
-        num_heads=num_heads,
-        num_rows=num_rows,
-        position=start,
-        length=length,
-        tokens_per_split=tiles_per_split * block_tokens,
-        scale=scale,
-        KEY_DIM=keys.head_dim,
-        TRELLIS=keys.is_trellis,
-        PADDED=padding is not None,
-        DTYPE=tl.float32 if is_float32 else tl.float16,
-        PAIRS=not is_float32 and has_pairs(query.device.type),
-        BLOCK_R=_BLOCK_ROWS,
-        BLOCK_T=block_tokens,
-        BLOCK_D=block_channels(keys.head_dim),
-        BLOCK_K=max(_LEAST_COMPONENTS, triton.next_power_of_2(keys.num_components)),
-        BLOCK_V=max(_LEAST_COMPONENTS, triton.next_power_of_2(values.num_components)),
-        num_warps=num_warps,
-        num_stages=1,
-    )
-    return partials
+        "padding_ptr": padding,
+        "num_heads": num_heads,
+        "num_rows": num_rows,
+        "position": start,
+        "length": length,
+        "tokens_per_split": tiles_per_split * block_tokens,
+        "scale": scale,
+        "KEY_DIM": keys.head_dim,
+        "TRELLIS": keys.is_trellis,
+        "PADDED": padding is not None,
+        "DTYPE": tl.float32 if is_float32 else tl.float16,
+        "PAIRS": packed and not is_float32,
+        "BLOCK_R": _BLOCK_ROWS,
+        "BLOCK_T": block_tokens,
+        "BLOCK_D": block_channels(keys.head_dim),
+        "BLOCK_K": max(_LEAST_COMPONENTS, triton.next_power_of_2(keys.num_components)),
+        "BLOCK_V": max(_LEAST_COMPONENTS, triton.next_power_of_2(values.num_components)),
+    }
+    options = {"num_warps": num_warps, "num_stages": 1}
+    grid = (batch_size * num_heads, num_splits, num_row_blocks)
+    return Launch(attend_basis_kernel, grid, arguments, partials, options)
 
 
 def _side_arguments(name: str, side: BasisRows) -> dict[str, object]:

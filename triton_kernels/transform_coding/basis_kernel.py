@@ -14,7 +14,7 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
 from .basis_tiles import attend_basis_tile, load_basis
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, store_partials
+from .tiles import WEIGHT_FACTOR, store_outputs, store_sums
 from .turned_queries import load_turned_queries
 
 
@@ -149,10 +149,7 @@ def attend_basis_kernel(
             False)
     # fmt: on
 
-    components = row_slots(BLOCK_V)
     split = matrix * tl.num_programs(1) + tl.program_id(1)
-    # fmt: off
-    store_partials(
-        output_ptr, maximum_ptr, total_ptr, split * num_rows + rows, components, row_in_use, output / WEIGHT_FACTOR,
-        maximum, totals, VALUE_COMPONENTS)
-    # fmt: on
+    places = split * num_rows + rows
+    store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)
+    store_outputs(output_ptr, places, row_slots(BLOCK_V), row_in_use, output / WEIGHT_FACTOR, VALUE_COMPONENTS)

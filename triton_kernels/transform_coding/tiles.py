@@ -139,11 +139,14 @@ def attend_keys(
 
 
 @triton.jit
-def store_partials(
-    output_ptr, maximum_ptr, total_ptr, places, slots, row_in_use, output, maximum, totals, DIM: tl.constexpr
-):
-    """What a split's rows come to, at their `places`; `slots` are the channels, or components, of the output."""
+def store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals):
+    """Maxima and totals of a split's rows, at their `places`."""
     tl.store(maximum_ptr + places, maximum, mask=row_in_use)
     tl.store(total_ptr + places, tl.sum(totals, axis=0), mask=row_in_use)
-    in_use = row_in_use[None, :] & (slots < DIM)[:, None]
-    tl.store(output_ptr + places[None, :] * DIM + slots[:, None], output, mask=in_use)
+
+
+@triton.jit
+def store_outputs(output_ptr, places, channels, row_in_use, output, DIM: tl.constexpr):
+    """Outputs `[channels, rows]` of a split, or components."""
+    in_use = row_in_use[None, :] & (channels < DIM)[:, None]
+    tl.store(output_ptr + places[None, :] * DIM + channels[:, None], output, mask=in_use)

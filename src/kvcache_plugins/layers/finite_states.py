@@ -11,11 +11,16 @@ def check_finite(keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor |
     if keys.is_meta:
         # Nothing is known of what has no data
         return
-    for name, states in (("keys", keys), ("values", values)):
-        finite = states.isfinite().all(dim=3).all(dim=1)
-        if not bool((finite if valid is None else finite | ~valid).all()):
-            raise ValueError(
-                f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
-                "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` "
-                "the cache."
-            )
+    # One answer is waited for, not one a side
+    if bool(_are_finite(keys, valid) & _are_finite(values, valid)):
+        return
+    name = "values" if bool(_are_finite(keys, valid)) else "keys"
+    raise ValueError(
+        f"layer {layer_idx}: the {name} to be compressed hold NaN or infinity. What was compressed before is "
+        "unharmed, but layers before this one already took the update in: `crop` the last tokens or `reset` the cache."
+    )
+
+
+def _are_finite(states: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    finite = states.isfinite().all(dim=3).all(dim=1)
+    return (finite if valid is None else finite | ~valid).all()

@@ -6,23 +6,87 @@ and a workspace, so a step can be captured in a graph.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from kvcache_plugins.triton_kernels.attention.attend import Launch
-from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
-from kvcache_plugins.triton_kernels.attention.combine import combine_kernel, prepare_combination
+from kvcache_plugins.triton_kernels.attention.combine import combine, combine_kernel, prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
 from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT, KeptLaunch, can_keep
 
-from .parts import CompressedPart, DensePart
-from .rotation import rotate
+from .masking import slice_mask
+from .parts import DensePart
 
 
 _MAX_PARTS = 2
 _FLOAT32_BYTES = 4
+# Under which name a part keeps a step
+_STEP = "step"
+# What every step has of its own
+_CHANGING = ("query", "output", "maximum", "total")
+
+
+class StoredPart(Protocol):
+    """A part that is stored compressed, and keeps what there is to keep of a step over it."""
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """For kernels alone."""
+
+
+PartT = TypeVar("PartT", bound=StoredPart)
+
+
+class PartStep(NamedTuple):
+    """
+    What attention over a compressed part does.
+
+    Args:
+        launch (`Launch`): the launch that leaves partial results.
+        finish (`Callable`, *optional*): makes outputs `[B, H, splits, rows, value D]` of those that it leaves, and of
+            its totals.
+    """
+
+    launch: Launch
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def finished(self, partials: Partials) -> Partials:
+        """The partial results as they are merged."""
+        return partials if self.finish is None else partials._replace(output=self.finish(*partials[::2]))
+
+
+def attend_parts(
+    rows: torch.Tensor,
+    dense: Sequence[DensePart],
+    compressed: Sequence[PartT],
+    scale: float,
+    prepare: Callable[[torch.Tensor, PartT, float], PartStep],
+) -> torch.Tensor:
+    """
+    Attention of rows `[B, H, rows, D]` over all parts; over parts that were seen before by launches that are kept.
+
+    Args:
+        rows (`torch.Tensor` of shape `[B, H, rows, D]`): queries.
+        dense (`Sequence[DensePart]`): exact parts, at most two, of which the last grows.
+        compressed (`Sequence`): compressed parts, at least one.
+        scale (`float`): factor of the scores.
+        prepare (`Callable`): what is done with a compressed part, of rows, the part and the scale.
+    """
+    step = compressed[0].kept.get(_STEP)
+    if isinstance(step, KeptStep) and step.fits(rows, dense, compressed, scale):
+        return step(rows, dense[-1])
+    parts = [prepare(rows, part, scale) for part in compressed]
+    if _can_keep(rows, dense, parts):
+        step = compressed[0].kept[_STEP] = KeptStep(rows, dense, compressed, parts, scale)
+        return step.take_first_result()
+    partials = [part.finished(part.launch()) for part in parts]
+    return combine(partials, _exact(dense), rows, scale)
+
+
+def _exact(dense: Sequence[DensePart]) -> list[KernelDensePart]:
+    return [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
 
 
 class KeptStep:
@@ -32,8 +96,8 @@ class KeptStep:
     Args:
         rows (`torch.Tensor` of shape `[B, H, rows, D]`): queries.
         dense (`Sequence[DensePart]`): exact parts.
-        compressed (`Sequence[CompressedPart]`): compressed parts, the first of which keeps the step.
-        launches (`Sequence[Launch]`): those of the compressed parts.
+        compressed (`Sequence`): compressed parts, the first of which keeps the step.
+        parts (`Sequence[PartStep]`): what is done with them.
         scale (`float`): factor of the scores.
     """
 
@@ -41,29 +105,30 @@ class KeptStep:
         self,
         rows: torch.Tensor,
         dense: Sequence[DensePart],
-        compressed: Sequence[CompressedPart],
-        launches: Sequence[Launch],
+        compressed: Sequence[StoredPart],
+        parts: Sequence[PartStep],
         scale: float,
     ) -> None:
         self._query, self._scale, self._newest = _query_layout(rows), scale, _newest_layout(dense[-1])
         self._others, self._first_dense = list(compressed[1:]), list(dense[:-1])
-        self._are_rotated = [part.values.is_rotated for part in compressed]
+        self._finish = [part.finish for part in parts]
+        launches = [part.launch for part in parts]
         self._shapes = [launch.partials.output.shape for launch in launches]
         # Numbers of outputs, of maxima and of totals of each part in the workspace
         self._sizes = [(_padded(math.prod(shape)), _padded(math.prod(shape[:-1]))) for shape in self._shapes]
         self._workspace_size = sum(outputs + 2 * maxima for outputs, maxima in self._sizes)
         self._attending = [
-            KeptLaunch(attend_kernel, launch.grid, launch.arguments, launch.options) for launch in launches
+            KeptLaunch(launch.kernel, launch.grid, launch.arguments, launch.options) for launch in launches
         ]
-        partials = [
-            launch.partials._replace(output=rotate(launch.partials.output)) if is_rotated else launch.partials
-            for launch, is_rotated in zip(launches, self._are_rotated, strict=True)
-        ]
-        exact = [KernelDensePart(*part.in_use(), part.mask) for part in dense]
-        launch = prepare_combination(partials, exact, rows, scale)
+        partials = [part.finished(part.launch.partials) for part in parts]
+        launch = prepare_combination(partials, _exact(dense), rows, scale)
         self._combining = KeptLaunch(combine_kernel, launch.grid, launch.arguments, launch.options)
         self._first_result: torch.Tensor | None = launch.result
         self._result_shape = launch.result.shape
+        for kept in (*self._attending, self._combining):
+            kept.forget((*_CHANGING, "result"))
+        self._attending_places = [kept.places(f"{name}_ptr" for name in _CHANGING) for kept in self._attending]
+        self._combining_places = self._combining.places(self._changing_names())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and pickles of a cache have tensors of their own, and make steps of their own
@@ -76,7 +141,7 @@ class KeptStep:
         return result
 
     def fits(
-        self, rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
+        self, rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[StoredPart], scale: float
     ) -> bool:
         """Whether a step over these parts, of which the first compressed one keeps this one, is this one again."""
         return (
@@ -91,38 +156,35 @@ class KeptStep:
         """Attention `[B, H, rows, value D]` with other queries and newest tokens."""
         result = rows.new_empty(self._result_shape)
         workspace = rows.new_empty(self._workspace_size, dtype=torch.float32)
-        combining, query, start = self._combining, rows.data_ptr(), 0
+        query, address, start = rows.data_ptr(), workspace.data_ptr(), 0
+        changes: list[Any] = [query, result.data_ptr()]
         for index, launch in enumerate(self._attending):
             num_outputs, num_maxima = self._sizes[index]
-            address = workspace.data_ptr() + _FLOAT32_BYTES * start
-            pointers = {
-                "output": address,
-                "maximum": address + _FLOAT32_BYTES * num_outputs,
-                "total": address + _FLOAT32_BYTES * (num_outputs + num_maxima),
-            }
-            launch.change("query_ptr", query)
-            for name, pointer in pointers.items():
-                launch.change(f"{name}_ptr", pointer)
-                combining.change(f"{name}_{index}_ptr", pointer)
+            output: Any = address + _FLOAT32_BYTES * start
+            maximum = output + _FLOAT32_BYTES * num_outputs
+            total = maximum + _FLOAT32_BYTES * num_maxima
+            launch.change(self._attending_places[index], (query, output, maximum, total))
             launch()
-            if self._are_rotated[index]:
-                output = workspace[start : start + math.prod(self._shapes[index])].view(self._shapes[index])
-                combining.change(f"output_{index}_ptr", rotate(output))
+            finish = self._finish[index]
+            if finish is not None:
+                shape, behind = self._shapes[index], start + num_outputs + num_maxima
+                totals = workspace[behind : behind + math.prod(shape[:-1])].view(shape[:-1])
+                output = finish(workspace[start : start + math.prod(shape)].view(shape), totals)
+            changes += (output, maximum, total)
             start += num_outputs + 2 * num_maxima
-        combining.change("query_ptr", query)
-        combining.change("result_ptr", result.data_ptr())
-        self._change_newest(newest)
-        combining()
+        # The newest tokens have grown, and may have moved
+        for states in (newest.keys, newest.values):
+            changes += (states.data_ptr(), *states.stride()[:2])
+        self._combining.change(self._combining_places, [*changes, newest.length])
+        self._combining()
         return result
 
-    def _change_newest(self, newest: DensePart) -> None:
-        """The part that has grown, and may have moved."""
-        index = len(self._first_dense)
-        for name, states in (("keys", newest.keys), ("values", newest.values)):
-            self._combining.change(f"{name}_{index}_ptr", states.data_ptr())
-            self._combining.change(f"{name}_{index}_stride_b", states.stride(0))
-            self._combining.change(f"{name}_{index}_stride_h", states.stride(1))
-        self._combining.change(f"num_tokens_{index}", newest.length)
+    def _changing_names(self) -> list[str]:
+        """What the last launch is given anew in every step, in the order in which it is."""
+        blocks = [f"{name}_{index}_ptr" for index in range(len(self._attending)) for name in _CHANGING[1:]]
+        newest = len(self._first_dense)
+        states = [f"{name}_{newest}_{end}" for name in ("keys", "values") for end in ("ptr", "stride_b", "stride_h")]
+        return ["query_ptr", "result_ptr", *blocks, *states, f"num_tokens_{newest}"]
 
 
 def _padded(count: int) -> int:
@@ -130,20 +192,15 @@ def _padded(count: int) -> int:
     return -(-count * _FLOAT32_BYTES // ALIGNMENT) * ALIGNMENT // _FLOAT32_BYTES
 
 
-def can_keep_step(
-    rows: torch.Tensor,
-    dense: Sequence[DensePart],
-    compressed: Sequence[CompressedPart],
-    launches: Sequence[Launch],
-) -> bool:
+def _can_keep(rows: torch.Tensor, dense: Sequence[DensePart], parts: Sequence[PartStep]) -> bool:
     """Whether a step's launches can be kept: without a mask that every token has anew, and where Triton compiles."""
     return (
-        can_keep(attend_kernel)
-        and 0 < len(compressed) <= _MAX_PARTS
-        and 0 < len(dense) <= _MAX_PARTS
+        0 < len(dense) <= _MAX_PARTS
         and dense[-1].mask is None
+        and can_keep(combine_kernel)
+        and len(parts) <= _MAX_PARTS
         and all(part.length for part in dense)
-        and all(launch.partials.output.numel() for launch in launches)
+        and all(part.launch.partials.output.numel() for part in parts)
         and rows.stride(-1) == 1
         and rows.data_ptr() % ALIGNMENT == 0
         and all(_newest_layout(dense[-1])[-4:])

@@ -11,8 +11,9 @@ import torch
 from kvcache_plugins.cli.bench import gpu as gpu_command
 from kvcache_plugins.eval.gpu import parts
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
-from kvcache_plugins.eval.gpu.plan import FULL
+from kvcache_plugins.eval.gpu.plan import FULL, TINY
 from kvcache_plugins.gear.kernel_check import MismatchError
+from kvcache_plugins.registry import describe_caches
 
 
 def read(folder: Path, name: str) -> dict:
@@ -49,17 +50,27 @@ def test_attention_alone(tmp_path, triton_kernels):
     assert content["failures"] == []
     assert content["settings"]["kernel"] == "triton"
     rows = {row["name"]: row for row in content["rows"]}
-    assert {"dense bfloat16", "gear-2bit", "gear-l-2bit", "copy"} <= set(rows)
+    assert {"dense bfloat16", "gear-2bit", "gear-l-2bit", "gear-t25", "copy"} <= set(rows)
     assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
+
+
+def test_every_preset_is_checked(tmp_path, triton_kernels):
+    run_tiny("presets", tmp_path)
+    content = read(tmp_path, "gpu_presets")
+    assert content["failures"] == []
+    assert [row["cache"] for row in content["rows"]] == list(TINY.presets)
+    assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
+    ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith("create_gear")]
+    assert sorted(FULL.presets) == sorted(ours)
 
 
 def test_steps_of_a_model(tmp_path, triton_kernels):
     run_tiny("step", tmp_path)
     content = read(tmp_path, "gpu_step")
-    assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear-2bit", "static"]
+    assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear", "gear-2bit", "static"]
     assert [failure["what"] for failure in content["failures"]] == ["no-such-cache"]
-    stats = content["rows"][1]["stats"]
-    assert stats["kernel_fallbacks"] == stats["dense_reads"] == 0 < stats["fused_calls"]
+    for stats in (row["stats"] for row in content["rows"][1:3]):
+        assert stats["kernel_fallbacks"] == stats["dense_reads"] == 0 < stats["fused_calls"]
     assert all(row["tokens_per_s"] > 0 and row["prefill_s"] > 0 for row in content["rows"])
 
 
@@ -128,7 +139,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
     content = read(tmp_path, "gpu_run")
     assert [row["part"] for row in content["rows"]] == list(parts.PARTS)
     # What a part leaves goes to the next one
-    assert [round(row["limit"]) for row in content["rows"]] == [110, 210, 290, 390, 500]
+    assert [round(row["limit"]) for row in content["rows"]] == [90, 170, 260, 340, 420, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")

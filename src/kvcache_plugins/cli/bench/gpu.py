@@ -10,7 +10,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
     limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
-    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
+    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, presets, ...")] = None,
 ) -> None:
     """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
 

@@ -4,7 +4,8 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -81,6 +82,7 @@ class CodedPart:
         padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
         length (`int`): tokens in use, T.
         mask (`torch.Tensor`, *optional*): as in `CompressedPart`.
+        kept (`dict[str, Any]`): the same.
     """
 
     keys: torch.Tensor
@@ -90,6 +92,7 @@ class CodedPart:
     padding: torch.Tensor | None
     length: int
     mask: torch.Tensor | None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[DensePart]:
         """The same tile by tile, dense in float32."""

@@ -120,11 +120,12 @@ class RowTable:
         has_bits = (self.widths > 0).float()[:, :, None, :, None]
         count = (has_bits.sum(dim=(-1, -2), keepdim=True) * BLOCK).clamp(min=1)
         found, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
-        for _ in range(1 + self.num_refits):
+        for number in range(1 + self.num_refits):
             scale = found
             codes = self._quantizer.quantize(normal / scale, self.widths, self.is_weighted or self.by_energy)
             found, stored = _stored_scale(self._fitting_scale(normal, has_bits, self._points(codes), scale))
-            if bool((found == scale).all()):
+            # Asked for only where it saves something: the host would wait for a GPU
+            if number < self.num_refits and bool((found == scale).all()):
                 break
         return self._quantizer.pack(codes, stored.flatten(3), self.widths, self.row_size)
 

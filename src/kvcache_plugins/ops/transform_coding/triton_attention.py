@@ -5,17 +5,15 @@ One launch a coded part, and one at the end that merges them and attends to the 
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
+from kvcache_plugins.ops.kept_step import PartStep, attend_parts
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
-from kvcache_plugins.triton_kernels.attention.combine import combine
-from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
-from kvcache_plugins.triton_kernels.attention.partials import Partials
-from kvcache_plugins.triton_kernels.transform_coding.attend import attend_rows
-from kvcache_plugins.triton_kernels.transform_coding.basis_attend import attend_basis
+from kvcache_plugins.triton_kernels.transform_coding.attend import has_pairs, prepare_rows
+from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
 from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows, RotaryAngles
 
 from . import codebooks, trellis
@@ -45,56 +43,44 @@ def attend(query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_head
     """
     batch_size, num_query_heads, num_queries, head_dim = query.shape
     rows = query.reshape(batch_size, num_heads, -1, head_dim)
-    exact = [
-        KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length))
-        for part in parts
-        if isinstance(part, DensePart)
-    ]
+    dense = [part for part in parts if isinstance(part, DensePart)]
     # What stands behind the rows may be in two pieces, which follow each other and have columns of one mask
-    while len(exact) > _MAX_EXACT:
-        last = exact[-2:]
-        masks = [part.mask for part in last if part.mask is not None]
-        mask = torch.cat(masks, dim=3) if masks else None
-        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part[:2] for part in last), strict=True))
-        exact[-2:] = [KernelDensePart(keys, values, mask)]
+    while len(dense) > _MAX_EXACT:
+        last = dense[-2:]
+        masks = [slice_mask(part.mask, 0, part.length) for part in last]
+        mask = torch.cat([each for each in masks if each is not None], dim=3) if last[0].mask is not None else None
+        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part.in_use() for part in last), strict=True))
+        dense[-2:] = [DensePart(keys, values, keys.shape[2], mask)]
+    coded = [part for part in parts if isinstance(part, CodedPart)]
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
-        partials = [_attend_part(rows, part, scale) for part in parts if isinstance(part, CodedPart)]
-        output = combine(partials, exact, rows, scale)
+        output = attend_parts(rows, dense, coded, scale, prepare_part)
     return output.reshape(batch_size, num_query_heads, num_queries, -1)
 
 
-def _attend_part(rows: torch.Tensor, part: CodedPart, scale: float) -> Partials:
+def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool | None = None) -> PartStep:
+    """
+    What attention of rows `[B, H, rows, D]` over a coded part does, without doing it; `packed`: see `prepare_rows`, by
+    default where rows are on a GPU of NVIDIA's.
+    """
     layout = part.coder.layout
+    where: dict[str, Any] = {
+        "start": part.start,
+        "length": part.length,
+        "padding": None if part.padding is None else part.padding.to(rows.device),
+        "mask": slice_mask(part.mask, 0, part.length),
+        "scale": scale,
+        "packed": has_pairs(rows.device.type) if packed is None else packed,
+    }
     angles = _rotary_angles(layout, part.start + part.length, rows.device) if layout.frequencies else None
-    padding = None if part.padding is None else part.padding.to(rows.device)
-    mask = slice_mask(part.mask, 0, part.length)
     if isinstance(part.coder, BasisCoder):
         key_table, value_table = part.coder.tables.on(rows.device)
-        partials = attend_basis(
-            rows,
-            _basis_rows(part.keys, key_table),
-            _basis_rows(part.values, value_table),
-            angles,
-            start=part.start,
-            length=part.length,
-            padding=padding,
-            mask=mask,
-            scale=scale,
-        )
-        return partials._replace(output=value_table.combine(partials.output, partials.total))
-    partials = attend_rows(
-        rows,
-        _coded_rows(part.keys, part.coder.keys),
-        _coded_rows(part.values, part.coder.values),
-        angles,
-        start=part.start,
-        length=part.length,
-        padding=padding,
-        mask=mask,
-        scale=scale,
+        keys, values = _basis_rows(part.keys, key_table), _basis_rows(part.values, value_table)
+        return PartStep(prepare_basis(rows, keys, values, angles, **where), value_table.combine)
+    keys_of_rows, values_of_rows = (
+        _coded_rows(side, table) for side, table in ((part.keys, part.coder.keys), (part.values, part.coder.values))
     )
-    return partials._replace(output=rotate(partials.output))
+    return PartStep(prepare_rows(rows, keys_of_rows, values_of_rows, angles, **where))
 
 
 def _coded_rows(rows: torch.Tensor, table: RowTable) -> CodedRows:

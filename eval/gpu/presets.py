@@ -1,0 +1,61 @@
+"""Decode attention of every GEAR preset over what it stores, a chunk of decoded tokens among it, on the GPU.
+
+A preset runs two layers of random states in bfloat16: a prompt, decoded tokens that the update after them compresses,
+and one more. What attention makes of that is held against plain PyTorch from the same storage.
+"""
+
+import time
+from typing import Any
+
+import torch
+import typer
+from transformers import Cache, PreTrainedModel
+
+from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.registry import create_cache
+
+from .models import build_llama
+from .partial_report import PartialReport, TimeBox
+from .plan import Plan
+
+
+# Those in calibrated bases share a calibration of the model, made of so many tokens
+_CALIBRATED = "gear-c"
+_CALIBRATION_TOKENS = 96
+
+
+def check_presets(plan: Plan, report: PartialReport, device: torch.device, box: TimeBox) -> None:
+    """Adds a row for each preset of the plan that is right, and a failure for each other."""
+    model = build_llama(plan.preset_model, device)
+    calibration = None
+    longest = 0.0
+    for name in plan.presets:
+        with report.attempt(name):
+            box.require(1.5 * longest)
+            start = time.monotonic()
+            options: dict[str, Any] = {}
+            if name.startswith(_CALIBRATED):
+                calibration = calibration or _calibrate(model)
+                options["calibration"] = calibration
+            error = _check(name, create_cache(name, model, **options), model, plan)
+            longest = max(longest, time.monotonic() - start)
+            report.add({"cache": name, "relative_error": error, "seconds": time.monotonic() - start})
+            typer.echo(f"{name}: relative error {error:.1e}")
+
+
+def _calibrate(model: PreTrainedModel) -> Any:
+    tokens = torch.randint(model.config.vocab_size, (_CALIBRATION_TOKENS,), device=model.device)
+    return calibrate_transform(model, [tokens], num_draws=1)
+
+
+def _check(name: str, cache: Cache, model: PreTrainedModel, plan: Plan) -> float:
+    with torch.inference_mode():
+        for count in plan.preset_tokens:
+            tokens = torch.randint(model.config.vocab_size, (1, count), device=model.device)
+            model(tokens, past_key_values=cache, logits_to_keep=1)
+        error = require_close_layers(name, cache, model.config.num_attention_heads)
+    stats: dict[str, int] = cache.stats()  # type: ignore[operator]
+    if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
+        raise MismatchError(f"{name} was not computed by the kernels: {stats}")
+    return error
