@@ -30,7 +30,20 @@ def in_this_process(monkeypatch):
 
 
 def test_rows(tiny_folder, text_file, in_this_process):
-    ways = ["--way", "none", "--way", "pickle", "--way", "gear-t22", "--questions", "3", "--turns", "2"]
+    ways = [
+        "--way",
+        "none",
+        "--way",
+        "pickle",
+        "--way",
+        "gear-t22",
+        "--questions",
+        "3",
+        "--turns",
+        "2",
+        "--unaided",
+        "2",
+    ]
     result = run(tiny_folder, text_file, *ways)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -41,7 +54,9 @@ def test_rows(tiny_folder, text_file, in_this_process):
     }
     assert known["again", "gear-t22"] == [0, 768, 768, 512]
     assert known["again", "pickle"] == [0, 799, 799, 600]
-    assert known["questions", "none"] == [0, 0, 0, 0]
+    assert all(known[scenario, "none"] == [0, 0] for scenario in ("again", "questions", "documents", "chat"))
+    asked = {(row["scenario"], row["prompts_of_scenario"]) for row in rows}
+    assert asked == {("again", 4), ("questions", 6), ("documents", 6), ("chat", 2)}
     assert known["questions", "gear-t22"] == [0, 768, 768, 768, 768, 768]
     assert known["documents", "gear-t22"] == [0, 0, 0, 768, 768, 768]
     # One file knows one document
