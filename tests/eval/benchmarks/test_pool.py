@@ -40,7 +40,12 @@ def test_rows(run):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--place", "tape"], "`place`"), (["--cache", "gear"], "`cache`"), (["--folder", "missing"], "`folder`")],
+    [
+        (["--place", "tape"], "`place`"),
+        (["--cache", "gear"], "`cache`"),
+        (["--folder", "missing"], "`folder`"),
+        (["--memory-limit", "much"], "`memory_limit`"),
+    ],
 )
 def test_what_is_refused(run, arguments, message):
     result = run(*arguments)
