@@ -4,8 +4,11 @@ kvcache-plugins bench pool --context 32768 --context 131072 --folder /var/tmp --
 
 The states of a text's first tokens are read by the model once. Repeated up to the context's length they fill every
 layer, whose attention then has as many tokens to choose from as after a prompt of that length.
+
+A limit to memory holds for all of it: model, caches and what the system has in memory of a pool's files.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +18,12 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.advice.byte_sizes import parse_bytes
+from kvcache_plugins.console.loading import default_device, load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.filled_caches import States, read_states, repeat_states
+from kvcache_plugins.eval.harness.memory_limit import memory_limit
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
@@ -41,6 +46,7 @@ def benchmark_pool(
     dtype: str,
     read: int,
     steps: int,
+    limit: str | None,
     num_threads: int | None,
 ) -> dict[str, Any]:
     """A result of `bench pool`: a row for each cache, place and context; the places of one context take turns."""
@@ -51,6 +57,26 @@ def benchmark_pool(
         raise ValueError(f"`folder` has to be a folder that is there, but {folder} is none")
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    limit_bytes = None if limit is None else parse_bytes("memory_limit", limit)
+    with memory_limit(limit_bytes):
+        rows = _rows(text_file, folder, cache, place, context, model, dtype, read, steps)
+    settings = {"model": model, "dtype": dtype, "read": read, "steps": steps, "text_file": text_file.name}
+    settings |= {"memory_limit": limit_bytes}
+    device = torch.device(default_device())
+    return {"benchmark": "pool", **provenance(device), "settings": settings, "rows": rows}
+
+
+def _rows(
+    text_file: Path,
+    folder: Path,
+    cache: Sequence[str],
+    place: Sequence[str],
+    context: Sequence[int],
+    model: str,
+    dtype: str,
+    read: int,
+    steps: int,
+) -> list[dict[str, Any]]:
     network, tokenizer = load_for_evaluation(model, dtype)
     token_ids = tokenizer(read_text(text_file, "text_file"), return_tensors="pt").input_ids.to(network.device)
     if token_ids.shape[1] < read + steps:
@@ -74,9 +100,9 @@ def benchmark_pool(
                     mapped = mapped_bytes(folder) if where == "disk" else None
                     rows.append({**row, "cache": spec, "place": where, "mapped_bytes": mapped})
                     rows[-1]["pool_bytes"] = measure_memory(caches[where]).parts["pool"]
+                    rows[-1]["load"] = os.getloadavg()[0]
                     typer.echo(describe({**row, "cache": f"{spec}, {where}"}))
-    settings = {"model": model, "dtype": dtype, "read": read, "steps": steps, "text_file": text_file.name}
-    return {"benchmark": "pool", **provenance(network.device), "settings": settings, "rows": rows}
+    return rows
 
 
 def _filled(network: PreTrainedModel, spec: str, states: States, length: int, folder: Path | None) -> InfiniGenCache:

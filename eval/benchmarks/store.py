@@ -10,8 +10,9 @@ own:
     documents    three documents taking turns, a process each
     chat         a conversation whose process ends after every turn
 
-The dense way is the same in every process, and takes long: of `questions` it answers two, and the row says so. Under
-`again` what a store has given has to be what reading has given, to the last token, or there is no result.
+The way `none` takes the same time for every prompt, and a long one: with `unaided` it answers only the first of each
+scenario, and rows say how many there are. What a store has given has to be what reading has given, to the last token,
+or there is no result.
 
     kvcache-plugins bench store --text-file FILE --out FILE.json
 """
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from kvcache_plugins.registry import check_caches
 
 
 BASELINES = ("none", "pickle")
-_DENSE_QUESTIONS = 2
 _WORKER = "kvcache_plugins.eval.benchmarks.store_process"
 
 
@@ -62,7 +62,7 @@ class Visit:
     is_cold: bool = False
 
 
-def _again(text: list[int], sizes: Sizes, way: str) -> list[Visit]:
+def _again(text: list[int], sizes: Sizes) -> list[Visit]:
     document, shared = text[: sizes.document], sizes.document * 3 // 4
     other = document[:shared] + text[sizes.document : 2 * sizes.document - shared]
     visits = [Visit(name="first", prompts=[document]), Visit(name="second", prompts=[document])]
@@ -70,24 +70,23 @@ def _again(text: list[int], sizes: Sizes, way: str) -> list[Visit]:
     return [*visits, Visit(name="shares 3/4", prompts=[other])]
 
 
-def _questions(text: list[int], sizes: Sizes, way: str) -> list[Visit]:
-    count = min(sizes.questions, _DENSE_QUESTIONS) if way == "none" else sizes.questions
-    starts = [sizes.document + number * sizes.question_tokens for number in range(count)]
+def _questions(text: list[int], sizes: Sizes) -> list[Visit]:
+    starts = [sizes.document + number * sizes.question_tokens for number in range(sizes.questions)]
     prompts = [text[: sizes.document] + text[start : start + sizes.question_tokens] for start in starts]
     return [Visit(name="first", prompts=prompts), Visit(name="second", prompts=prompts)]
 
 
-def _documents(text: list[int], sizes: Sizes, way: str) -> list[Visit]:
+def _documents(text: list[int], sizes: Sizes) -> list[Visit]:
     documents = [text[start : start + sizes.document] for start in range(0, 3 * sizes.document, sizes.document)]
     return [Visit(name=name, prompts=[each]) for name in ("first", "second") for each in documents]
 
 
-def _chat(text: list[int], sizes: Sizes, way: str) -> list[Visit]:
+def _chat(text: list[int], sizes: Sizes) -> list[Visit]:
     ends = range(sizes.question_tokens, sizes.turns * sizes.question_tokens + 1, sizes.question_tokens)
     return [Visit(name="turn", prompts=[text[: sizes.document + end]]) for end in ends]
 
 
-SCENARIOS: dict[str, Callable[[list[int], Sizes, str], list[Visit]]] = {
+SCENARIOS: dict[str, Callable[[list[int], Sizes], list[Visit]]] = {
     "again": _again,
     "questions": _questions,
     "documents": _documents,
@@ -105,6 +104,7 @@ def benchmark_store(
     question_tokens: int,
     turns: int,
     new_tokens: int,
+    unaided: int | None,
     num_threads: int | None,
 ) -> dict[str, Any]:
     """A result of `bench store`: a row for every prompt of every scenario, by every way."""
@@ -127,10 +127,27 @@ def benchmark_store(
     rows = []
     for name in scenario:
         for each in way:
-            rows += _measure(name, each, SCENARIOS[name](text, sizes, each), model, new_tokens, num_threads)
+            visits = SCENARIOS[name](text, sizes)
+            all_prompts = sum(len(visit.prompts) for visit in visits)
+            if each == "none" and unaided is not None:
+                visits = _first_prompts(visits, unaided)
+            for row in _measure(name, each, visits, model, new_tokens, num_threads):
+                rows.append({**row, "prompts_of_scenario": all_prompts})
     settings = {"model": model, "document": document, "questions": questions, "question_tokens": question_tokens}
-    settings |= {"turns": turns, "new_tokens": new_tokens, "text_file": text_file.name, "num_threads": num_threads}
+    settings |= {"turns": turns, "new_tokens": new_tokens, "text_file": text_file.name}
+    settings |= {"unaided": unaided, "num_threads": num_threads}
     return {"benchmark": "store", **provenance(torch.device(default_device())), "settings": settings, "rows": rows}
+
+
+def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
+    """What visits begin with, `count` prompts in all."""
+    kept = []
+    for visit in visits:
+        prompts = visit.prompts[:count]
+        count -= len(prompts)
+        if prompts:
+            kept.append(replace(visit, prompts=prompts))
+    return kept
 
 
 def _measure(

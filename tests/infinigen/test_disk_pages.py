@@ -1,10 +1,13 @@
 """A pool on disk is the pool in memory, bit for bit; its files have no names, and little of it is resident."""
 
 import copy
+import ctypes
 import errno
 import gc
 import mmap
 import os
+import tempfile
+from itertools import count
 
 import pytest
 import torch
@@ -14,6 +17,10 @@ from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.ops import mapped_files
+from kvcache_plugins.ops.compiled import row_copies
+from kvcache_plugins.ops.gather import gather_rows
+from kvcache_plugins.ops.mapped_files import cached_blocks, num_blocks
 
 
 OPTIONS = {"full_layers": (0,), "recent": 8, "sink": 2}
@@ -92,35 +99,108 @@ def test_little_of_a_layer_is_resident(tmp_path, monkeypatch, num_tokens):
     """A layer of an 8B Llama: 8 heads of 128, in bfloat16."""
     keys, values = torch.randn(2, 1, 8, num_tokens, 128, dtype=torch.bfloat16)
     queries = torch.randn(4, 1, 32, 1, 128, dtype=torch.bfloat16)
-    resident, release = [], DiskPages.release
+    resident, advise = [], mapped_files.advise
 
-    def note_and_release(self, page):
-        resident.append(resident_bytes(tmp_path))
-        release(self, page)
+    calls = count()
+
+    def note_and_advise(*arguments):
+        # Of some heads and pages: to look takes longer than a step
+        if next(calls) % 13 == 0:
+            resident.append(resident_bytes(tmp_path))
+        advise(*arguments)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    def note_compiled(*arguments):
+        note_and_advise(*arguments)
+        return 0
 
     # It is never more than before something is let go of
-    monkeypatch.setattr(DiskPages, "release", note_and_release)
+    monkeypatch.setattr(mapped_files, "advise", note_and_advise)
+    monkeypatch.setattr(row_copies, "address_of_advise", lambda: ctypes.cast(note_compiled, ctypes.c_void_p).value)
     with torch.no_grad():
         expected = decode_states(None, keys, values, queries)
         found = decode_states(tmp_path, keys, values, queries)
     assert torch.equal(found, expected)
     pool_bytes = (num_tokens - 32) * 8 * 256 * 2
-    assert len(resident) > 4 * num_tokens // 1024
+    # Writing, then each head of each page in each of four steps
+    assert len(resident) > 4 * 8 * num_tokens // 1024 // 13
     assert 0 < max(resident) <= pool_bytes / 10
+    assert resident_bytes(tmp_path) == 0
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Has the system forget all pages that were made, which are on the disk then."""
+    descriptors, make = [], tempfile.TemporaryFile
+
+    def note_and_make(**options):
+        file = make(**options)
+        descriptors.append(os.dup(file.fileno()))
+        return file
+
+    def forget_pages(pages):
+        for page in pages:
+            mapped_files.release(page)
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", note_and_make)
+    yield forget_pages
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_what_is_expected_is_what_rows_lie_in(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(disk_pages, "_advise", lambda *args: asked.append(args))
     disk = DiskPages(tmp_path)
     pages = [disk.new_page((1, 2, 1024, 256), torch.float32) for _ in range(2)]
-    slots, count = torch.tensor([[[0, 4, 1500], [3, 3, 9]]]), torch.tensor([[3, 1]])
+    monkeypatch.setattr(disk_pages, "advise", lambda *args: asked.append(args))
+    monkeypatch.setattr(disk_pages, "cached_blocks", lambda page: torch.zeros(num_blocks(page), dtype=torch.bool))
+    slots, count = torch.tensor([[[0, 20, 1500], [3, 3, 9]]]), torch.tensor([[3, 1]])
+    disk.expect(pages, slots, count)
+    assert asked == []
+    disk.has_waited = True
     disk.expect(pages, slots, count)
     first, second = (page.data_ptr() for page in pages)
     size, head = mmap.PAGESIZE, 1024 * 1024
-    wanted = {(first, size), (first + size, size), (first + head, size), (second + 476 * 1024 // size * size, size)}
-    merged = {(first, 2 * size), *wanted} - {(first, size), (first + size, size)}
-    assert {each[:2] for each in asked if each[2] == mmap.MADV_WILLNEED} == merged
+    wanted = [first, first + 5 * size, first + head, second + 476 * 1024 // size * size]
+    assert asked == [(address, size, mmap.MADV_WILLNEED) for address in wanted]
+    asked.clear()
+    disk.expect_page(pages[0])
+    assert asked == [(first + part * 32 * size, 32 * size, mmap.MADV_WILLNEED) for part in range(16)]
+    monkeypatch.setattr(disk_pages, "cached_blocks", lambda page: torch.ones(num_blocks(page), dtype=torch.bool))
+    disk.expect(pages, slots, count)
+    assert not disk.has_waited
+
+
+@pytest.mark.parametrize("row_dim", [1, 9, 128, 2000])
+def test_blocks_that_rows_lie_in(row_dim):
+    pages = [torch.zeros(2, 3, 64, row_dim) for _ in range(2)]
+    slots, count = torch.stack([torch.randperm(128)[:20] for _ in range(6)]).view(2, 3, 20), torch.full((2, 3), 7)
+    expected = torch.zeros(2, -(-pages[0].nbytes // mmap.PAGESIZE), dtype=torch.bool)
+    for head, own in enumerate(slots[:, :, :7].flatten(0, 1).tolist()):
+        for slot in own:
+            start = (head * 64 + slot % 64) * row_dim * 4
+            expected[slot // 64, start // mmap.PAGESIZE : (start + row_dim * 4 - 1) // mmap.PAGESIZE + 1] = True
+    assert torch.equal(disk_pages._wanted_blocks(pages, slots, count), expected)
+
+
+def test_what_is_missing_is_read_ahead(tmp_path, forget):
+    disk = DiskPages(tmp_path)
+    pages = [disk.new_page((1, 1, 1024, 1024), torch.float32) for _ in range(2)]
+    for page in pages:
+        page.fill_(3)
+    forget(pages)
+    if all(cached_blocks(page).all() for page in pages):
+        pytest.skip("the file system keeps its files in memory")
+    slots = torch.tensor([[[5, 900, 1030]]])
+    with disk.reading():
+        assert torch.equal(gather_rows(pages, slots, are_mapped=True), torch.full((1, 1, 3, 1024), 3.0))
+    assert disk.has_waited
+    forget(pages)
+    disk.expect(pages, slots, torch.tensor([[3]]))
+    assert [cached_blocks(page).nonzero().flatten().tolist() for page in pages] == [[5, 900], [6]]
 
 
 def test_a_full_disk_is_an_error_and_nothing_is_lost(tiny_llama, tmp_path, monkeypatch):

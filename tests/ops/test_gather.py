@@ -1,5 +1,6 @@
 """Scores from codes, and attention over rows where they stand: every kernel against float64."""
 
+import mmap
 from dataclasses import dataclass, replace
 
 import pytest
@@ -301,11 +302,27 @@ def test_compiled_threads_agree():
     assert torch.equal(*outputs)
 
 
-def test_gathered_rows_are_those_of_all_pages():
-    query, pages, slots, *_ = random_rows(ROW_CASES["groups of three"], counts=[[40, 40], [40, 40]])
-    expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, 128))
-    assert torch.equal(gather_rows(pages, slots), expected)
-    assert torch.equal(gather_rows([torch.cat(pages, dim=2)], slots), expected)
+@pytest.mark.parametrize("kernel", ["torch", "compiled"])
+@pytest.mark.parametrize("are_mapped", [False, True])
+@pytest.mark.parametrize(
+    ("num_pages", "page_tokens", "row_dim", "dtype"),
+    [(1, 64, 128, torch.float32), (3, 64, 7, torch.uint8), (30, 16, 33, torch.bfloat16), (12, 32, 1, torch.float16)],
+)
+def test_gathered_rows_are_those_of_all_pages(
+    kernel, kernel_of, num_threads, are_mapped, num_pages, page_tokens, row_dim, dtype
+):
+    pages = []
+    for _ in range(num_pages):
+        # In memory of its own: what is let go of is lost if it is no file
+        file = mmap.mmap(-1, 6 * page_tokens * row_dim * dtype.itemsize)
+        pages.append(torch.frombuffer(file, dtype=dtype).view(2, 3, page_tokens, row_dim))
+        pages[-1].copy_(torch.randint(0, 100, pages[-1].shape))
+    slots = torch.randint(0, num_pages * page_tokens, (2, 3, 41))
+    expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, row_dim))
+    kernel_of(kernel)
+    found = gather_rows(pages, slots[:, :, :40], are_mapped=are_mapped)
+    none = gather_rows(pages, slots[:, :, :0], are_mapped=are_mapped)
+    assert torch.equal(found, expected[:, :, :40]) and none.shape == (2, 3, 0, row_dim)
 
 
 class TestChoice:

@@ -6,34 +6,51 @@ tier between disk and attention. Files are mapped, but what is mapped is let go 
 around a block that is read the system maps all others that are cached, and the whole pool would soon count as the
 process's memory.
 
-A token's key and value of one head lie together, so that most tokens that are chosen are a single block of the disk.
+That costs little where the page cache has a file in larger pieces than blocks, which it has of what was written in
+such: so a new page is written with zeros before tokens are. Mapping it then takes half of the time, letting go of it
+a sixth, the first writes to it a fiftieth. What is touched is mapped by such pieces, so they must not be too large.
+
+Nothing is asked for ahead as long as no read has had to wait for the disk; then, of what will be needed, what the
+system says that it does not have. A token's key and value of one head lie together, so that most tokens that are
+chosen are a single block of the disk.
 """
 
-import ctypes
 import errno
 import mmap
 import os
+import resource
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from kvcache_plugins.ops.mapped_files import advise, cached_blocks, num_blocks, release
 
-# More stretches of blocks than that are not worth asking for one by one
-_MOST_STRETCHES = 4096
+
+# Blocks that are asked for by one call: Linux reads no more ahead than 128 KiB, if nobody has told it to
+_MOST_BLOCKS = 32
+# Fewer blocks than that between two that are missing are read with them
+_LEAST_GAP = 3
+# Bytes
+_PIECE = 1 << 17
 
 
 class DiskPages:
     """
-    Makes pages in a folder, and says which of their bytes are needed.
+    Makes pages in a folder, reads rows of them, and has the system read ahead.
 
     Args:
         folder (`Path`): where the files are. It has to be there.
+
+    Attributes:
+        has_waited (`bool`): whether a read has had to wait for the disk since all that was expected was in memory.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.has_waited = False
 
     def new_page(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """
@@ -53,77 +70,76 @@ class DiskPages:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 raise MemoryError(f"{self.folder} has no room for {num_bytes} bytes: {error.strerror}") from error
+            for start in range(0, num_bytes, _PIECE):
+                file.write(bytes(min(_PIECE, num_bytes - start)))
+            file.flush()
             mapped = mmap.mmap(file.fileno(), num_bytes)
         # Tokens that are chosen are neighbours by chance alone
         mapped.madvise(mmap.MADV_RANDOM)
         return torch.frombuffer(mapped, dtype=dtype).view(*shape)
 
-    def release(self, page: torch.Tensor) -> None:
-        """Lets go of what is mapped of a page: its bytes stay in its file, and in the system's cache."""
-        _advise(page.data_ptr(), page.nbytes, mmap.MADV_DONTNEED)
-
-    def gather(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, items: slice) -> torch.Tensor:
-        """
-        As `ops.gather.gather_rows`, with one page mapped at a time.
-
-        Args:
-            pages (`Sequence[torch.Tensor]`): `[B, H, tokens of a page, row]` each.
-            slots (`torch.Tensor` of shape `[items, H, K]`): which rows of all pages one behind the other.
-            items (`slice`): items of the batch that they are rows of.
-        """
-        page_tokens, row_dim = pages[0].shape[2:]
-        rows = pages[0].new_empty(*slots.shape, row_dim)
-        numbers = slots // page_tokens
-        for number in numbers.unique().tolist():
-            places = (numbers == number).nonzero(as_tuple=True)
-            rows[places] = pages[number][items][places[0], places[1], slots[places] - number * page_tokens]
-            self.release(pages[number])
-        return rows
+    @contextmanager
+    def reading(self, mapped: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """While pages are read: notices when they are not in memory. In the end `mapped` are let go of."""
+        before = _num_waits()
+        yield
+        self.has_waited |= _num_waits() > before
+        for page in mapped:
+            release(page)
 
     def expect(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> None:
         """
-        Has the system read what will be asked for soon.
+        Has the system read what will be asked for soon, if it may be missing.
 
         Args:
             pages (`Sequence[torch.Tensor]`): `[B, H, tokens of a page, row]` each.
             slots (`torch.Tensor` of shape `[B, H, K]`): which rows of all pages one behind the other.
             count (`torch.Tensor` of shape `[B, H]`): how many of the slots of each head, the first ones.
         """
-        blocks = _blocks_of(pages, slots, count)
-        stretches = [(page.data_ptr(), *each) for page, own in zip(pages, blocks, strict=True) for each in _runs(own)]
-        if len(stretches) > _MOST_STRETCHES:
-            # Asking takes longer than the faults that it saves
-            return
-        for address, first, length in stretches:
-            _advise(address + first * mmap.PAGESIZE, length * mmap.PAGESIZE, mmap.MADV_WILLNEED)
+        if self.has_waited:
+            asked = [_read_ahead(*each) for each in zip(pages, _wanted_blocks(pages, slots, count), strict=True)]
+            self.has_waited = any(asked)
+
+    def expect_page(self, page: torch.Tensor) -> None:
+        """The same of a whole page."""
+        if self.has_waited:
+            _read_ahead(page, torch.ones(num_blocks(page), dtype=torch.bool))
 
 
-def _blocks_of(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> list[torch.Tensor]:
-    """For each page the numbers of the memory's blocks that its chosen rows lie in, in order."""
+def _wanted_blocks(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """In which blocks of each page chosen rows lie, `[pages, blocks]`, bool; see `DiskPages.expect`."""
     batch_size, num_heads, page_tokens, row_dim = pages[0].shape
     row_bytes = row_dim * pages[0].element_size()
     is_chosen = torch.arange(slots.shape[2]) < count[..., None]
     heads = torch.arange(batch_size * num_heads).view(batch_size, num_heads, 1).expand_as(slots)[is_chosen]
     slots = slots[is_chosen]
-    numbers = slots // page_tokens
     start = (heads * page_tokens + slots % page_tokens) * row_bytes
-    blocks = []
-    for number in range(len(pages)):
-        own = start[numbers == number]
-        ends = torch.cat([own // mmap.PAGESIZE, (own + row_bytes - 1) // mmap.PAGESIZE])
-        blocks.append(ends.unique())
-    return blocks
+    wanted = torch.zeros(len(pages), num_blocks(pages[0]), dtype=torch.bool)
+    # Rows are shorter than blocks, or nearly: between the first and the last one there is none
+    for byte in {0, row_bytes // 2, row_bytes - 1}:
+        wanted[slots // page_tokens, (start + byte) // mmap.PAGESIZE] = True
+    return wanted
 
 
-def _runs(blocks: torch.Tensor) -> list[tuple[int, int]]:
-    """First number and length of every run of consecutive ones."""
+def _read_ahead(page: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Asks for those of the wanted blocks `[blocks]` of a page that are not in memory, and says if there were any."""
+    missing = wanted & ~cached_blocks(page)
+    for first, length in _runs(missing.nonzero().flatten()):
+        advise(page.data_ptr() + first * mmap.PAGESIZE, length * mmap.PAGESIZE, mmap.MADV_WILLNEED)
+    return bool(missing.any())
+
+
+def _runs(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """First number and length of every run of numbers, in order, that are near each other."""
     if not len(blocks):
-        return []
-    breaks = (blocks.diff() != 1).nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(blocks)]
-    return [(int(blocks[start]), stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
+        return
+    breaks = (blocks.diff() > _LEAST_GAP).nonzero().flatten() + 1
+    starts, ends = blocks[[0, *breaks.tolist()]], blocks[[*(breaks - 1).tolist(), -1]] + 1
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        for first in range(start, end, _MOST_BLOCKS):
+            yield first, min(_MOST_BLOCKS, end - first)
 
 
-def _advise(address: int, length: int, advice: int) -> None:
-    """`madvise`, which Python has for the mapping as an object alone: pages are tensors."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(advice))
+def _num_waits() -> int:
+    """How often this process has had to wait for the disk when it touched memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -15,6 +15,7 @@ Legend: B batch, H key/value heads, D and E head dimensions of keys and values.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 
 from kvcache_plugins.ops.dispatch import choose_compression_kernel
 from kvcache_plugins.ops.gather import gather_rows
+from kvcache_plugins.ops.mapped_files import release
 
 from .disk_pages import DiskPages
 from .eviction import UsageRecord
@@ -250,6 +252,8 @@ class TokenPool:
         brought to `device` when it is its turn; the host waits for none.
         """
         for page, start, stop in self._stretches(0, self.num_slots):
+            if self.disk is not None and stop < self.num_slots:
+                self.disk.expect_page(self.pages[stop // PAGE_TOKENS])
             whole = page
             if self.pin_memory:
                 whole = page.to(self.device, non_blocking=True)
@@ -263,14 +267,13 @@ class TokenPool:
         if self.disk is not None and self.pages:
             self.disk.expect(self.pages, slots, count)
 
-    def release(self) -> None:
-        """Lets go of what was read of pages on disk, after it was copied."""
-        for page in self.pages:
-            self._release(page)
+    def reading(self) -> AbstractContextManager[None]:
+        """While pages are read where they stand."""
+        return nullcontext() if self.disk is None else self.disk.reading(self.pages)
 
     def _release(self, page: torch.Tensor) -> None:
         if self.disk is not None:
-            self.disk.release(page)
+            release(page)
 
     def gather(self, slots: torch.Tensor, items: slice = slice(None)) -> torch.Tensor:
         """
@@ -284,9 +287,11 @@ class TokenPool:
             `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
         """
         self.pending.wait()
-        if self.disk is not None:
-            return self.disk.gather(self.pages, slots, items)
-        return gather_rows([page[items] for page in self.pages], slots)
+        pages = [page[items] for page in self.pages]
+        if self.disk is None:
+            return gather_rows(pages, slots)
+        with self.disk.reading():
+            return gather_rows(pages, slots, are_mapped=True)
 
     def _by_page(self, slots: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         """For each page that slots `[B, H, tokens]` lie in: its number, and where in `slots` they stand."""
@@ -332,7 +337,9 @@ class TokenPool:
 
     def _in_host_memory(self, page: torch.Tensor) -> torch.Tensor:
         if self.disk is not None:
-            return self.disk.new_page(page.shape, page.dtype).copy_(page)
+            copied = self.disk.new_page(page.shape, page.dtype).copy_(page)
+            release(copied)
+            return copied
         return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
 
     def serve(self, device: torch.device) -> None:

@@ -113,8 +113,8 @@ class CodedStore(TokenStore):
         slots = selection.slots[:, :, :most]
         numbers = torch.arange(most).expand_as(slots)
         if choose_token_kernel(slots)[0] == "compiled":
-            rows = self.widen(slots, selection.count)
-            self.pool.release()
+            with self.pool.reading():
+                rows = self.widen(slots, selection.count)
             return [rows], numbers
         return [self.dense_rows(self.pool.gather(slots), slots)], numbers
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from .dispatch import choose_token_kernel
+from .mapped_files import release
 
 
 def code_scores(
@@ -203,24 +204,32 @@ def _attend_item(
     return (scores.softmax(dim=3).masked_fill(is_empty, 0.0) @ values.float()).to(query.dtype)
 
 
-def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
     """
     Copies of rows.
 
     Args:
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, row]`): the rows.
         slots (`torch.Tensor` of shape `[B, H, K]`, int64): which, on the pages' device.
+        are_mapped (`bool`, *optional*, defaults to `False`): whether pages are mapped files, of which at most a tenth
+            is to be mapped at once, and in the end none.
 
     Returns:
         `torch.Tensor` of shape `[B, H, K, row]`.
     """
-    page_tokens, row_dim = pages[0].shape[2:]
-    if len(pages) == 1:
-        return pages[0].gather(2, slots[..., None].expand(-1, -1, -1, row_dim))
-    rows = pages[0].new_empty(*slots.shape, row_dim)
+    rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
+    if choose_token_kernel(slots)[0] == "compiled":
+        # Numba is not everywhere
+        from .compiled.row_copies import copy_rows
+
+        copy_rows(pages, slots, rows, are_mapped=are_mapped)
+        return rows
+    page_tokens = pages[0].shape[2]
     numbers = slots // page_tokens
     for number, page in enumerate(pages):
         places = (numbers == number).nonzero(as_tuple=True)
         if places[0].numel():
             rows[places] = page[places[0], places[1], slots[places] - number * page_tokens]
+        if are_mapped:
+            release(page)
     return rows

@@ -10,6 +10,7 @@ from kvcache_plugins import cli
 from kvcache_plugins.eval.benchmarks.pool import mapped_bytes
 from kvcache_plugins.eval.tables.store_tables import render_pool
 from kvcache_plugins.infinigen.disk_pages import DiskPages
+from kvcache_plugins.ops.mapped_files import release
 
 
 @pytest.fixture
@@ -39,7 +40,12 @@ def test_rows(run):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--place", "tape"], "`place`"), (["--cache", "gear"], "`cache`"), (["--folder", "missing"], "`folder`")],
+    [
+        (["--place", "tape"], "`place`"),
+        (["--cache", "gear"], "`cache`"),
+        (["--folder", "missing"], "`folder`"),
+        (["--memory-limit", "much"], "`memory_limit`"),
+    ],
 )
 def test_what_is_refused(run, arguments, message):
     result = run(*arguments)
@@ -51,5 +57,5 @@ def test_what_is_mapped_is_told(tmp_path):
     page = disk.new_page((1, 1, 1024, 256), torch.float32)
     page.fill_(1)
     assert mapped_bytes(tmp_path) == page.nbytes
-    disk.release(page)
+    release(page)
     assert mapped_bytes(tmp_path) == 0

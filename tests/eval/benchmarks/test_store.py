@@ -30,7 +30,20 @@ def in_this_process(monkeypatch):
 
 
 def test_rows(tiny_folder, text_file, in_this_process):
-    ways = ["--way", "none", "--way", "pickle", "--way", "gear-t22", "--questions", "3", "--turns", "2"]
+    ways = [
+        "--way",
+        "none",
+        "--way",
+        "pickle",
+        "--way",
+        "gear-t22",
+        "--questions",
+        "3",
+        "--turns",
+        "2",
+        "--unaided",
+        "2",
+    ]
     result = run(tiny_folder, text_file, *ways)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -41,7 +54,9 @@ def test_rows(tiny_folder, text_file, in_this_process):
     }
     assert known["again", "gear-t22"] == [0, 768, 768, 512]
     assert known["again", "pickle"] == [0, 799, 799, 600]
-    assert known["questions", "none"] == [0, 0, 0, 0]
+    assert all(known[scenario, "none"] == [0, 0] for scenario in ("again", "questions", "documents", "chat"))
+    asked = {(row["scenario"], row["prompts_of_scenario"]) for row in rows}
+    assert asked == {("again", 4), ("questions", 6), ("documents", 6), ("chat", 2)}
     assert known["questions", "gear-t22"] == [0, 768, 768, 768, 768, 768]
     assert known["documents", "gear-t22"] == [0, 0, 0, 768, 768, 768]
     # One file knows one document
@@ -49,7 +64,13 @@ def test_rows(tiny_folder, text_file, in_this_process):
     assert known["chat", "gear-t22"] == [0, 768] and known["chat", "pickle"] == [0, 820]
     assert all(row["first_token_s"] > 0 and row["first_token_cpu_s"] > 0 for row in rows)
     assert all((row["disk_bytes"] == 0) == (row["way"] == "none") for row in rows)
-    assert render_store(rows).count("\n") == len(rows) + 2
+    table = render_store(rows)
+    # `again` has a line a prompt; of `questions` the first one is told apart from those that find it known
+    again = [line for line in table.splitlines() if line.startswith("| again | `gear-t22`")]
+    questions = [line for line in table.splitlines() if line.startswith("| questions | `gear-t22`")]
+    assert [line.split("|")[4].strip() for line in again] == ["1"] * 4
+    assert [line.split("|")[4].strip() for line in questions] == ["1", "2", "3"]
+    assert "(2 of 6)" in table and "(6)" in table
 
 
 def test_a_process_of_its_own(tiny_folder, text_file):

@@ -25,17 +25,20 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     read: Annotated[int, typer.Option(help="Tokens whose states are repeated.", min=64)] = 4096,
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 16,
+    memory_limit: Annotated[
+        str | None, typer.Option(help='Of the whole process with its files, as "3GB"; by a cgroup.')
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)] = None,
 ) -> dict[str, Any]:
     """Time decode steps with a pool in memory and on disk.
 
-    The context is filled with the states of a text, repeated: no prefill of that length is run. To see what a small
-    host would do, run it with --place disk where memory is limited, as by `systemd-run --scope -p MemoryMax=4G`.
+    The context is filled with the states of a text, repeated: no prefill of that length is run. What a small host
+    would do is seen with --place disk and --memory-limit.
 
     \b
     Examples:
         kvcache-plugins bench pool --text-file book.txt --folder /var/tmp --context 32768 --context 131072
-        kvcache-plugins bench pool --text-file book.txt --folder /var/tmp --cache infinigen-gear --place disk
+        kvcache-plugins bench pool --text-file book.txt --folder /var/tmp --place disk --memory-limit 3GB
     """
     from kvcache_plugins.eval.benchmarks.pool import benchmark_pool
 
@@ -49,5 +52,6 @@ def main(
         dtype=dtype,
         read=read,
         steps=steps,
+        limit=memory_limit,
         num_threads=num_threads,
     )

@@ -29,6 +29,9 @@ def main(
     question_tokens: Annotated[int, typer.Option(help="Tokens of a question, or of a turn.", min=1)] = 32,
     turns: Annotated[int, typer.Option(help="Turns of a chat.", min=1)] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
+    unaided: Annotated[
+        int | None, typer.Option(help="Prompts of a scenario that `none` answers at most; all if not given.", min=1)
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)] = None,
 ) -> dict[str, Any]:
     """Time the first token of prompts that were read before.
@@ -53,5 +56,6 @@ def main(
         question_tokens=question_tokens,
         turns=turns,
         new_tokens=new_tokens,
+        unaided=unaided,
         num_threads=num_threads,
     )
