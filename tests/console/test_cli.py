@@ -36,6 +36,7 @@ def assert_one_line_error(result: Result, message: str) -> None:
 BENCHMARKS = [
     "kernels",
     "step",
+    "prompts",
     "shapes",
     "llama-cpp",
     "decode",

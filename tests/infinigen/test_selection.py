@@ -6,7 +6,7 @@ import torch
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
 from kvcache_plugins.infinigen.scoring_columns import ScoringColumns
-from kvcache_plugins.infinigen.selection import select_tokens
+from kvcache_plugins.infinigen.selection import Ends, select_tokens
 from kvcache_plugins.ops.quantization import pack
 
 
@@ -169,3 +169,45 @@ def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
         scoring.append(keys)
         errors[skewing] = float((scoring.scores(query) - expected).norm() / expected.norm())
     assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "num_resident", "options"),
+    [
+        ((1, 1, 1, 1), 1, {}),
+        ((1, 3, 3, 129), 0, {}),
+        ((3, 1, 9, 64), 8, {"min_weight": 2.0}),
+        ((2, 2, 4, 1000), 70, {"max_fetch_ratio": 0.01}),
+        ((1, 2, 1, 4097), 5, {"min_weight": 0.1, "sink": 0, "recent": 3}),
+        ((1, 1, 3, 20), 2, {"sink": 12, "recent": 12}),
+        ((1, 1, 2, 63), 1, {"min_weight": 1000.0, "sink": 1, "recent": 1}),
+    ],
+    ids=str,
+)
+def test_compiled_choice_is_the_same(sizes, num_resident, options, num_threads, monkeypatch) -> None:
+    config = InfiniGenConfig(**options)
+    scores, resident = 3 * torch.randn(sizes), 3 * torch.randn(*sizes[:3], num_resident)
+    num_tokens = sizes[3] + num_resident
+    arguments = (
+        scores.transpose(1, 2).contiguous().transpose(1, 2),
+        resident,
+        None,
+        Ends(config.sink, num_tokens - config.recent),
+        num_tokens,
+        num_tokens,
+        config.sink + config.recent,
+        config,
+    )
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+    expected = select_tokens(*arguments)
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        found = select_tokens(*arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found.count, expected.count)
+    assert found.slots.shape == expected.slots.shape
+    assert torch.equal(found.slots[found.valid], expected.slots[expected.valid])

@@ -21,6 +21,7 @@ from kvcache_plugins.ops.parts import DensePart
 
 from .dense_tiles import TiledBlock, dense_tiles
 from .layer_state import LayerState
+from .settled_parts import SettledParts, SettledPartsMixin
 from .sliding_window import SlidingWindowMixin
 from .storage import ExactPrefix
 
@@ -58,7 +59,7 @@ class StoredBlock(Protocol):
 BlockT = TypeVar("BlockT", bound=StoredBlock)
 
 
-class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
+class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
     """
     Mixed into a `PromptLayer` that stores a prefix, blocks and a buffer, before it.
 
@@ -76,8 +77,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         self.prefix: ExactPrefix | None = None
         self.blocks: list[BlockT] = []
         self.buffer: ResidualBuffer | None = None
-        # What attention goes over before the buffer, where no mask is given; from one token to the next it is the same
-        self._settled_parts: list[Any] | None = None
+        self._settled = None
 
     @abstractmethod
     def _attend_parts(
@@ -142,6 +142,10 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
         """See `LazyLayer.attend`."""
+        if attn_mask is None and not is_causal:
+            again = self._attend_again(query, scale)
+            if again is not None:
+                return again
         if is_causal:
             shape = (query.shape[2], self.lazy_length())
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -150,6 +154,8 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
         self._after_attention(query, attn_mask, is_causal=is_causal)
+        if attn_mask is None and kernel == "compiled":
+            self._prepare_call(query, scale)
         return output
 
     def on_exact_attention(
@@ -169,15 +175,17 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     def settle_prompt(self) -> None:
         """See `PromptLayer.settle_prompt`."""
         if self._pending is not None:
-            self._settled_parts = None
+            self._settled = None
         super().settle_prompt()
 
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
         """Everything held, each token once, with its columns of the mask."""
         if attn_mask is None and self._pending is None and self.sliding_window is None:
-            if self._settled_parts is None:
-                self._settled_parts = list(self._compressed_parts(None))
-            yield from self._settled_parts
+            if self._settled is None:
+                is_separate = self.blocks and self.buffer is not None and not self.buffer.num_in_front
+                limit = self.config.residual_length if is_separate else 0
+                self._settled = SettledParts(list(self._compressed_parts(None)), limit)
+            yield from self._settled.parts
         else:
             yield from self._compressed_parts(attn_mask)
         position, first = self._exact_start, self._first_visible
@@ -266,21 +274,16 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         """Whether the next update compresses what is in the buffer."""
         return self.buffer is not None and self.buffer.length >= self.config.residual_length
 
-    def _has_room(self) -> bool:
-        """See `PromptLayer._has_room`."""
-        is_exact = self.buffer is None or self.buffer.num_in_front or self._settled_parts is None or not self.blocks
-        return not is_exact and self.sliding_window is None and self._num_new == 1 and not self._is_buffer_full()
-
     def _separate(self) -> None:
         """Has prefix and buffer hold tensors of their own again, as one of them is about to change."""
-        self._settled_parts = None
+        self._settled = None
         if self.buffer is not None and self.buffer.num_in_front and self.prefix is not None:
             self.prefix.keys, self.prefix.values = self.prefix.keys.clone(), self.prefix.values.clone()
             self.buffer.separate()
 
     def _before_update(self) -> None:
         """See `PromptLayer._before_update`: compresses what has waited for long enough."""
-        if self._num_new > 1 or self._is_buffer_full() or self._settled_parts is None:
+        if self._num_new > 1 or self._is_buffer_full() or self._settled is None:
             self._separate()
         if self._is_buffer_full():
             self._compress_buffer()
@@ -314,7 +317,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
             self.prefix.truncate(length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._settled_parts = None
+        self._settled = None
         for stored in (self.prefix, self.buffer, *self.blocks):
             if stored is not None:
                 stored.map(function)
@@ -376,7 +379,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
 
     def _restore_exact(self, state: LayerState) -> None:
         """Takes those fields over."""
-        self._settled_parts = None
+        self._settled = None
         self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}

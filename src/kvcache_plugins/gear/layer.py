@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.attention import attend
+from kvcache_plugins.ops.attention import attend, prepare_tokens
 from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.ops.parts import CompressedPart
 
@@ -20,6 +20,7 @@ from .block_layer import BlockLayerMixin
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .layer_state import GEARLayerState
+from .settled_parts import TokenCall
 from .storage import CompressedBlock, ExactPrefix
 from .warm_up import Sizes, warm_up_gear
 
@@ -88,6 +89,9 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
     ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
+
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> TokenCall | None:
+        return prepare_tokens(query, parts, scale)
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Before the first prompt is compressed, everything is compiled that decoding will need."""

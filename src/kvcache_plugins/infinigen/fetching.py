@@ -14,7 +14,7 @@ from kvcache_plugins.layers.left_padding import LeftPadding
 
 from .config import InfiniGenConfig
 from .offloaded_tokens import OffloadedTokens
-from .selection import Selection, select_tokens
+from .selection import Ends, Selection, select_tokens
 from .staging import StagedRows
 from .token_store import TokenStore
 
@@ -56,11 +56,14 @@ def choose_tokens(
     """
     pool, scoring, window = tokens.store.pool, tokens.store.scoring, tokens.window
     assert pool is not None and scoring is not None and window is not None
-    positions = pool.positions(query.device)
-    if columns is None:
-        allowed = None if pool.usage is None else positions >= 0
+    allowed: torch.Tensor | None = None
+    forced: torch.Tensor | Ends = Ends(config.sink, length - config.recent)
+    if columns is None and pool.usage is not None:
+        positions = pool.positions(query.device)
+        allowed = positions >= 0
         forced = (positions < config.sink) | (positions >= length - config.recent)
-    else:
+    elif columns is not None:
+        positions = pool.positions(query.device)
         index = positions.clamp(min=0).expand(query.shape[0], -1, -1)
         allowed, forced = (
             each[:, None].expand(-1, index.shape[1], -1).gather(2, index) & (positions >= 0)

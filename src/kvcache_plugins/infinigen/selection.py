@@ -9,9 +9,11 @@ Legend: B batch, H key/value heads, G query heads a key/value head, N slots of t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from kvcache_plugins.ops.dispatch import choose_token_kernel
 from kvcache_plugins.ops.gather import largest
 
 from .config import InfiniGenConfig
@@ -41,11 +43,24 @@ class Selection:
         return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
 
 
+class Ends(NamedTuple):
+    """
+    Slots at both ends of a pool whose slots are in the order of their tokens.
+
+    Attributes:
+        first (`int`): those before it.
+        newest (`int`): those from it on.
+    """
+
+    first: int
+    newest: int
+
+
 def select_tokens(
     scores: torch.Tensor,
     resident_scores: torch.Tensor,
     allowed: torch.Tensor | None,
-    forced: torch.Tensor,
+    forced: torch.Tensor | Ends,
     num_tokens: torch.Tensor | int,
     most_tokens: int,
     max_forced: int,
@@ -61,7 +76,7 @@ def select_tokens(
             The same of the tokens that are attended to anyway; R may be 0, padding -inf.
         allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
             Which slots may be chosen: no padding, nothing that a mask excludes.
-        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool):
+        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, or `Ends`):
             Which of those are chosen whatever their score.
         num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all items have the same):
             Real tokens cached, which shares are shares of.
@@ -73,6 +88,12 @@ def select_tokens(
             The rule.
     """
     num_slots = scores.shape[3]
+    limit = most_chosen(config, most_tokens, max_forced, num_slots)
+    if isinstance(forced, Ends):
+        if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
+            return _select_compiled(scores, resident_scores, forced, num_tokens, limit, config)
+        slots = torch.arange(num_slots, device=scores.device)
+        forced = (slots < forced.first) | (slots >= forced.newest)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
         forced = forced & allowed
@@ -83,7 +104,6 @@ def select_tokens(
     if isinstance(num_tokens, int):
         num_tokens = torch.full((1,), num_tokens, device=scores.device)
     # What is beyond an item's own cap, below, is filling
-    limit = most_chosen(config, most_tokens, max_forced, num_slots)
     top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, num_tokens))
     is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
@@ -92,6 +112,28 @@ def select_tokens(
     wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], num_tokens)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
     return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+
+
+def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
+    """Whether the rule is one that is compiled, and there is something to choose of."""
+    return config.min_weight is not None and scores.shape[3] > 0 and choose_token_kernel(scores)[0] == "compiled"
+
+
+def _select_compiled(
+    scores: torch.Tensor,
+    resident_scores: torch.Tensor,
+    forced: Ends,
+    num_tokens: int,
+    limit: int,
+    config: InfiniGenConfig,
+) -> Selection:
+    # Imported late, as it needs a package that may not be there
+    from kvcache_plugins.ops.compiled.choice import choose_heaviest
+
+    assert config.min_weight is not None
+    cap = max(int(num_tokens * config.max_fetch_ratio), 1)
+    least = min(config.min_weight / num_tokens, _FORCED)
+    return Selection(*choose_heaviest(scores, resident_scores, forced, least, cap, limit))
 
 
 def most_chosen(config: InfiniGenConfig, most_tokens: int, max_forced: int, num_slots: int) -> int:

@@ -28,6 +28,7 @@ from .view_steps import Layout, TokenStep, find_steps
 
 
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
+_STORED_SIDES: dict[str, View] = {side: StoredSide(side) for side in ("keys", "values")}
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
@@ -48,9 +49,9 @@ class LazyStates(torch.Tensor):
 
     layer: StatesSource
     origin: View
-    token_dim: int
-    exact: torch.Tensor | None
-    num_repeats: int
+    token_dim: int = 2
+    exact: torch.Tensor | None = None
+    num_repeats: int = 1
     _size: torch.Size
 
     @staticmethod
@@ -65,10 +66,18 @@ class LazyStates(torch.Tensor):
         num_repeats: int = 1,
         token_dim: int = 2,
     ) -> "LazyStates":
-        states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
-        states.origin = StoredSide(origin) if isinstance(origin, str) else origin
-        states.layer, states.exact, states.num_repeats, states.token_dim = layer, exact, num_repeats, token_dim
-        states._size = torch.Size(shape)
+        origin = _STORED_SIDES[origin] if isinstance(origin, str) else origin
+        states = cls.stored(layer, origin, torch.Size(shape), dtype, device)
+        states.exact, states.num_repeats, states.token_dim = exact, num_repeats, token_dim
+        return states
+
+    @classmethod
+    def stored(
+        cls, layer: StatesSource, origin: View, size: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> "LazyStates":
+        """All that a layer stores of one side, `[batch_size, num_heads, seq_len, head_dim]`, at the least cost."""
+        states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
+        states.layer, states.origin, states._size = layer, origin, size
         return states
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +149,25 @@ class LazyStates(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return func(*_densify(args), **_densify(kwargs or {}))
+
+
+def stored_states(
+    layer: StatesSource,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[LazyStates, LazyStates]:
+    """
+    All keys and all values of a layer, lazily, given their shapes; with the exact ones, where they are at hand.
+
+    Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
+    """
+    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], torch.Size(shapes[0]), dtype, device)
+    values = LazyStates.stored(layer, _STORED_SIDES["values"], torch.Size(shapes[1]), dtype, device)
+    if exact[0] is not None:
+        keys.exact, values.exact = exact
+    return keys, values
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,9 +273,11 @@ def _attend(
         return output
     if key.num_tokens != layer.lazy_length():
         return None
+    if not torch.is_grad_enabled():
+        return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
     with torch.no_grad():
         output = layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
-    return without_gradients(output) if torch.is_grad_enabled() and query.requires_grad else output
+    return without_gradients(output) if query.requires_grad else output
 
 
 def _product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

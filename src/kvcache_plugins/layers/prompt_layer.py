@@ -15,7 +15,7 @@ from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 
 from .index_states import IndexedLayerMixin, IndexStates
 from .lazy_layer import LazyLayer
-from .lazy_states import LazyStates
+from .lazy_states import stored_states
 from .left_padding import LeftPadding
 
 
@@ -96,7 +96,8 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """
         if torch.compiler.is_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
-        if (key_states.shape, value_states.shape) == self._token_shapes:
+        shapes = self._token_shapes
+        if shapes is not None and key_states.shape == shapes[0] and value_states.shape == shapes[1]:
             states = self._append_another(key_states, value_states)
             if states is not None:
                 return states
@@ -168,10 +169,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All states, lazily; exact ones, where they are at hand."""
         shapes = self.states_shape("keys"), self.states_shape("values")
-        return (
-            LazyStates(self, "keys", shapes[0], self.dtype, self.device, keys),
-            LazyStates(self, "values", shapes[1], self.dtype, self.device, values),
-        )
+        return stored_states(self, shapes, self.dtype, self.device, (keys, values))
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """What is stored may be read by address: what is attended with has to be of its shape."""

@@ -4,13 +4,18 @@ In plain PyTorch compressed parts are taken tile by tile: a layer's dense keys a
 nor is the matrix of scores.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .operators import decode_attention, flatten_parts, run_kernel
 from .parts import CompressedPart, DensePart
 from .tiles import attend_tiles
+
+
+if TYPE_CHECKING:
+    from .compiled.settled_call import SettledCall
 
 
 def attend(
@@ -51,3 +56,19 @@ def attend(
     # One after another: a part may come from elsewhere, and not all of them may fit into memory at once
     tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CompressedPart) else (part,)))
     return attend_tiles(query, tiles, num_key_value_heads, scale)
+
+
+def prepare_tokens(
+    query: torch.Tensor, parts: Sequence[DensePart | CompressedPart], scale: float | None
+) -> "SettledCall | None":
+    """
+    Compiled attention of tokens to come, whose queries are like `query`, over parts of which the last is exact and
+    grows, and all others stay; `None` if what is stored cannot be read where it is. The arguments are as in `attend`.
+    """
+    # Imported late, as it needs a package that may not be there
+    from .compiled import prepare
+
+    dense = [part for part in parts if isinstance(part, DensePart)]
+    compressed = [part for part in parts if isinstance(part, CompressedPart)]
+    call, worker = prepare(query, dense, compressed, query.shape[3] ** -0.5 if scale is None else scale)
+    return call.settle(worker)

@@ -32,6 +32,9 @@ class BenchGroup(LazyGroup):
         "prefix": LazyCommand(
             "kvcache_plugins.cli.bench.prefix:main", "Compare ways to continue one prefix many times."
         ),
+        "prompts": LazyCommand(
+            "kvcache_plugins.cli.bench.prompts:main", "Time prompts, chunks of them, and tokens behind them."
+        ),
         "store": LazyCommand(
             "kvcache_plugins.cli.bench.store:main", "Time the first token of prompts that were read before."
         ),

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from kvcache_plugins.gear.block_layer import BlockLayerMixin
+from kvcache_plugins.gear.settled_parts import TokenCall
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.dispatch import choose_kernel
-from kvcache_plugins.ops.transform_coding.attention import attend
+from kvcache_plugins.ops.transform_coding.attention import attend, prepare_tokens
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
@@ -103,6 +104,9 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
     ) -> tuple[torch.Tensor, str, bool]:
         kernel, is_fallback = choose_kernel(query)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
+
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> TokenCall | None:
+        return prepare_tokens(query, parts, self._shapes["keys"][1], scale)
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Adds the newest queries to what the table will be made of, until there is one."""

@@ -11,21 +11,25 @@ from .machine_code import kept_beside
 
 # All modules that decorate functions, also those that `ops.gather` asks for by itself
 with kept_beside(Path(__file__).parents[1]):
-    from . import code_scores, largest, rows
-    from .door import attend
+    from . import choice, code_scores, largest, rows
+    from .door import attend, prepare
     from .transform_coder import encode_rows as encode_transform_rows
     from .transform_decoder import decode_rows as decode_transform_rows
     from .transform_decoder import turn_states
     from .transform_door import attend_rows as attend_transform_rows
+    from .transform_door import prepare_rows as prepare_transform_rows
 
 
 __all__ = [
     "attend",
     "attend_transform_rows",
+    "choice",
     "code_scores",
     "decode_transform_rows",
     "encode_transform_rows",
     "largest",
+    "prepare",
+    "prepare_transform_rows",
     "rows",
     "turn_states",
 ]

@@ -20,10 +20,10 @@ from .threads import FIRST, bits_of
 # Places in the table: tasks that are done; shape; scale, as float64; addresses of queries, of the partial results and
 # of what is returned; how many parts there are, and numbers of each
 DONE = FIRST
-_SHAPE, _SCALE, _QUERY, _PARTS = DONE + 1, DONE + 8, DONE + 9, DONE + 14
+_SHAPE, _SCALE, QUERY, FIRST_PART = DONE + 1, DONE + 8, DONE + 9, DONE + 14
 # In a part: first task and first partial result; address of a mask and its four dimensions; tokens in use, tiles of a
-# task and runs of tiles; whether it is exact; what else it needs
-_MASK, _SPAN, _EXACT, OWN = 2, 7, 10, 11
+# task and runs of tiles; what exact tokens are stored as; what else it needs
+_MASK, LENGTH, _EXACT, OWN = 2, 7, 10, 11
 _LONG = 8
 
 
@@ -56,14 +56,14 @@ class Part(NamedTuple):
         mask: address of what is added to the scores, and its four dimensions; no columns mean no mask.
         span: tokens in use, tiles of a task, and runs of tiles, which is how many partial results are written.
         first: the first of them.
-        is_exact: whether it is what `exact.attend_exact` attends to.
+        exact: what its tokens are stored as, if it is what `exact.attend_exact` attends to, else 0.
         own: what else it needs.
     """
 
     mask: Any
     span: Any
     first: int
-    is_exact: int
+    exact: int
     own: Any
 
 
@@ -77,7 +77,7 @@ def head_numbers(
 @njit(**OPTIONS)
 def call_at(address: int) -> Call:
     """The call of a table at an address."""
-    numbers = longs_at(address, (_PARTS,))
+    numbers = longs_at(address, (FIRST_PART,))
     shape = (
         numbers[_SHAPE],
         numbers[_SHAPE + 1],
@@ -90,10 +90,10 @@ def call_at(address: int) -> Call:
     return Call(
         shape,
         doubles_at(address + _LONG * _SCALE, (1,))[0],
-        numbers[_QUERY],
-        numbers[_QUERY + 1],
-        numbers[_QUERY + 2],
-        longs_at(address + _LONG * _PARTS, (numbers[_QUERY + 3], numbers[_QUERY + 4])),
+        numbers[QUERY],
+        numbers[QUERY + 1],
+        numbers[QUERY + 2],
+        longs_at(address + _LONG * FIRST_PART, (numbers[QUERY + 3], numbers[QUERY + 4])),
     )
 
 
@@ -105,5 +105,5 @@ def part_of(task: int, call: Call) -> tuple[int, Part]:
         number += 1
     own = call.parts[number]
     mask = (own[_MASK], own[_MASK + 1], own[_MASK + 2], own[_MASK + 3], own[_MASK + 4])
-    span = (own[_SPAN], own[_SPAN + 1], own[_SPAN + 2])
+    span = (own[LENGTH], own[LENGTH + 1], own[LENGTH + 2])
     return task - own[0], Part(mask, span, own[1], own[_EXACT], own[OWN:])

@@ -1,5 +1,6 @@
 """The door to the compiled attention: parts of a cache in, tensors out."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -17,8 +18,10 @@ from kvcache_plugins.ops.rotation import rotation_size
 from .arrays import ROW, SIDE_ROWS
 from .attention import attend_parts
 from .calls import head_numbers
+from .exact import FLOATS, storage_of
 from .layout import code_layout
 from .primitives import ROWS
+from .settled_call import SettledCall
 from .threads import num_threads, run
 
 
@@ -66,25 +69,31 @@ def _table(states: CompressedStates, codes: torch.Tensor) -> np.ndarray:
 
 
 class Arguments:
-    """What is handed over by address, kept alive for the call."""
+    """
+    What is handed over by address, kept alive for the call.
+
+    Attributes:
+        has_copies (`bool`): whether any of it is a copy, which does not see what is written into the storage later.
+    """
 
     def __init__(self) -> None:
         self._alive: list[object] = []
+        self.has_copies = False
 
     def address(self, tensor: torch.Tensor) -> int:
         """Of the tensor's values as contiguous float32."""
-        if tensor.dtype != torch.float32:
-            tensor = tensor.float()
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        self._alive.append(tensor)
-        return tensor.data_ptr()
+        return self.keep(tensor if tensor.dtype == torch.float32 else tensor.float(), tensor).data_ptr()
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of it, contiguous."""
-        tensor = tensor.contiguous()
-        self._alive.append(tensor)
-        return tensor
+    def keep(self, tensor: torch.Tensor, stored: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor, or a copy of it, contiguous; what it was made of can be given."""
+        kept = tensor if tensor.is_contiguous() else tensor.contiguous()
+        self.has_copies |= kept is not (tensor if stored is None else stored)
+        self._alive.append(kept)
+        return kept
+
+    def release(self, count: int) -> None:
+        """Keeps the newest `count` alive no more."""
+        del self._alive[-count:]
 
     def table(self, states: CompressedStates) -> int:
         """Of the table of compressed states."""
@@ -93,12 +102,14 @@ class Arguments:
             if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
                 states = states.map(torch.Tensor.contiguous)
                 self._alive.append(states)
+                self.has_copies = True
             codes = states.codes
             layout = code_layout(states.nbits, states.head_dim, 1)
             missing = layout.row_size - codes.shape[4]
             if missing > 0:
                 # Every call anew: a copy does not see what is written into the storage later
                 codes = F.pad(codes, (0, missing))
+                self.has_copies = True
             table = _table(states, codes)
             if codes is states.codes:
                 _TABLES[states] = table
@@ -114,7 +125,10 @@ class Arguments:
             assert mask is not None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        return self.address(mask), *mask.shape
+        # A mask is nothing stored that may change
+        mask = mask.float().contiguous()
+        self._alive.append(mask)
+        return mask.data_ptr(), *mask.shape
 
 
 class LayerCall:
@@ -143,44 +157,61 @@ class LayerCall:
         num_runs: int,
         tiles_per_task: int,
         own: Sequence[int],
-        is_exact: int = 0,
+        exact: int = 0,
     ) -> None:
-        """Adds a part, which is split into runs of tiles; `own` is what its kind needs, as much for all kinds."""
+        """Adds a part, which is split into runs of tiles; `own` is what its kind needs, as much for all kinds, and
+        `exact` what exact tokens are stored as."""
         mask = self.arguments.mask(part.mask, part.length)
         span = part.length, tiles_per_task, num_runs
-        self._numbers += (self._num_tasks, self._num_results, *mask, *span, is_exact, *own)
+        self._numbers += (self._num_tasks, self._num_results, *mask, *span, exact, *own)
         self._num_tasks += self.num_row_blocks * num_runs
         self._num_results += num_runs
         self._num_parts += 1
 
     def add_exact(self, part: DensePart, size: int) -> None:
         """Adds an exact part, of as many numbers as the others' own are."""
-        states = self.arguments.address(part.keys), self.arguments.address(part.values)
-        self.add(part, 1, 1, (*states, part.keys.shape[2], *(0,) * (size - 3)), 1)
+        keys, values = part.keys, part.values
+        storage = storage_of(keys.dtype, min(keys.shape[3], values.shape[3]))
+        # By address only where they are what is stored
+        of = self.arguments.address if storage == 0 else lambda states: self.arguments.keep(states).data_ptr()
+        self.add(part, 1, 1, (of(keys), of(values), keys.shape[2], *(0,) * (size - 3)), storage or FLOATS)
 
     def run(self, worker: Any) -> torch.Tensor:
         """Attention `[B, H * G, Q, value head dim]` over all parts, in the queries' dtype."""
         batch_size, num_heads, groups, num_queries, _, value_dim = self._shape
-        num_rows = batch_size * num_heads * groups * num_queries
-        scratch = _empty(self._num_results * num_rows * (value_dim + 2))
+        scratch = _empty(self._scratch_size())
         result = _empty(batch_size, num_heads * groups, num_queries, value_dim)
         addresses = self.arguments.address(self.query), scratch.data_ptr(), result.data_ptr()
-        head = head_numbers(
-            (*self._shape, self._num_results),
-            self.scale,
-            *addresses,
-            self._num_parts,
-            len(self._numbers) // self._num_parts,
-        )
-        run(worker, self._num_tasks, head + self._numbers)
+        run(worker, self._num_tasks, self._table(*addresses))
         return result if self.query.dtype == torch.float32 else result.to(self.query.dtype)
 
+    def settle(self, worker: Any) -> SettledCall | None:
+        """The same call for queries to come, if it reads nothing but what is stored; the last part is exact."""
+        if self.arguments.has_copies:
+            return None
+        # Keys and values of the last part, in whose place others may come
+        self.arguments.release(2)
+        batch_size, num_heads, groups, num_queries, _, value_dim = self._shape
+        result_shape = batch_size, num_heads * groups, num_queries, value_dim
+        table = array("q", (0, self._num_tasks, *self._table(0, 0, 0)))
+        return SettledCall(self.query, self.scale, worker, table, self._scratch_size(), result_shape, self.arguments)
 
-def attend(
+    def _scratch_size(self) -> int:
+        batch_size, num_heads, groups, num_queries, _, value_dim = self._shape
+        return self._num_results * batch_size * num_heads * groups * num_queries * (value_dim + 2)
+
+    def _table(self, query: int, scratch: int, result: int) -> list[int]:
+        """The numbers of the table but for its tasks, given addresses."""
+        part_size = len(self._numbers) // self._num_parts
+        shape = *self._shape, self._num_results
+        return head_numbers(shape, self.scale, query, scratch, result, self._num_parts, part_size) + self._numbers
+
+
+def prepare(
     query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
-) -> torch.Tensor:
+) -> tuple[LayerCall, Any]:
     """
-    Attention of a few queries over all parts; see `ops.attention.attend`.
+    Attention of a few queries over all parts, ready to run: a call, and the worker for it.
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
@@ -195,7 +226,15 @@ def attend(
         layer.add(part, *_split(part, layer.num_row_blocks), tables)
     for exact in dense:
         layer.add_exact(exact, _OWN_SIZE)
-    return layer.run(attend_parts)
+    return layer, attend_parts
+
+
+def attend(
+    query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
+) -> torch.Tensor:
+    """Attention of a few queries over all parts, as in `prepare`; see `ops.attention.attend`."""
+    layer, worker = prepare(query, dense, compressed, scale)
+    return layer.run(worker)
 
 
 def _heads(dense: Sequence[DensePart], compressed: Sequence[CompressedPart]) -> tuple[int, int]:

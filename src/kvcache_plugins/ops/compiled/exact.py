@@ -8,11 +8,12 @@ tokens.
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
-from .arrays import MINUS_INFINITY, filled, floats_at, zeros
+from .arrays import MINUS_INFINITY, filled, floats_at, halves_at, zeros
 from .calls import DONE, Call, Part
 from .primitives import (
     OPTIONS,
@@ -25,7 +26,18 @@ from .primitives import (
 )
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
-from .vectors import LANES
+from .vectors import LANES, load_bfloats, store_floats
+
+
+# What exact tokens can be stored as, and its number in a table; 0 is what is not exact
+FLOATS, _BFLOATS = 1, 2
+
+
+def storage_of(dtype: torch.dtype, head_dim: int) -> int:
+    """The number of what tokens are stored as; 0 if they have to be made float32 first."""
+    if dtype == torch.bfloat16 and head_dim >= LANES:
+        return _BFLOATS
+    return FLOATS if dtype == torch.float32 else 0
 
 
 @njit(**OPTIONS)
@@ -57,18 +69,35 @@ def partial_results(scratch: int, shape: Any, first: int, count: int) -> Any:
 
 
 @njit(**OPTIONS)
+def _read_states(address: int, storage: int, first: int, tokens: int, dim: int, states: Any) -> None:
+    """Rows of `[any, dim]` at an address, from one of them on, as float32: into `states` `[tokens, whole vectors]`."""
+    if storage == _BFLOATS:
+        halves = halves_at(address + 2 * first * dim, (tokens, dim))
+        for t in range(tokens):
+            for d in range(0, dim, LANES):
+                # The last vector lies at the end of a row
+                column = min(d, dim - LANES)
+                store_floats(states, t, column, load_bfloats(halves, t, column))
+    else:
+        floats = floats_at(address + 4 * first * dim, (tokens, dim))
+        # Not by slices, for whose errors Numba compiles a dozen functions
+        for t in range(tokens):
+            for d in range(dim):
+                states[t, d] = floats[t, d]
+
+
+@njit(**OPTIONS)
 def attend_exact(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over exact tokens, few of them, as a partial result of an online softmax.
 
-    `part.own` has the addresses of keys and values `[B, H, capacity, D]`, float32, and their capacity.
+    `part.own` has the addresses of keys and values `[B, H, capacity, D]`, and their capacity.
     """
-    shape, length, capacity = call.shape, part.span[0], part.own[2]
-    matrices, key_dim, value_dim = shape[0] * shape[1], shape[4], shape[5]
+    shape, length = call.shape, part.span[0]
+    key_dim, value_dim = shape[4], shape[5]
     task = task_of(number, shape, part.span)
     query = queries_of(task, shape, call.query)
-    keys = floats_at(part.own[0], (matrices, capacity, key_dim))[task.matrix]
-    values = floats_at(part.own[1], (matrices, capacity, value_dim))[task.matrix]
+    origin = task.matrix * part.own[2]
     bias = floats_at(part.mask[0], part.mask[1:])
     # A row more than tokens, as they are gone through in pairs
     room = min(length, OUTLIER_TILE) + 1
@@ -84,12 +113,8 @@ def attend_exact(number: int, call: Call, part: Part) -> None:
             rows[r, d] = query[r, d] * np.float32(call.scale)
     for start in range(0, length, OUTLIER_TILE):
         tokens = min(OUTLIER_TILE, length - start)
-        # Not by slices, for whose errors Numba compiles a dozen functions
-        for t in range(tokens):
-            for d in range(key_dim):
-                key_states[t, d] = keys[start + t, d]
-            for d in range(value_dim):
-                value_states[t, d] = values[start + t, d]
+        _read_states(part.own[0], part.exact, origin + start, tokens, key_dim, key_states)
+        _read_states(part.own[1], part.exact, origin + start, tokens, value_dim, value_states)
         dot_states(rows, key_states, tokens, scores)
         if bias.shape[3] > 0:
             add_bias(bias, task.batch, task.head, shape[2], shape[3], task.row, start, tokens, scores)

@@ -17,13 +17,13 @@ from .primitives import OPTIONS, WORKER
 from .threads import FIRST, num_tasks, run, take_task
 
 
-_DIGIT_BITS = 11
-_NUM_DIGITS = 3
-_NUM_BINS = 2**_DIGIT_BITS
+DIGIT_BITS = 11
+NUM_DIGITS = 3
+_NUM_BINS = 2**DIGIT_BITS
 
 
 @njit(**OPTIONS)
-def _find(numbers: Any, least: Any, keys: Any, places: Any, ends: Any) -> int:
+def find_numbers(numbers: Any, least: Any, keys: Any, places: Any, ends: Any) -> int:
     """
     Notes the numbers that are not below `least`: as integers in the opposite order, and where they stand.
 
@@ -42,22 +42,22 @@ def _find(numbers: Any, least: Any, keys: Any, places: Any, ends: Any) -> int:
         key = bits[i] if bits[i] >> uint32(31) else uint32(0x7FFFFFFF) - bits[i]
         keys[count], places[count] = key, i
         count += 1
-        for digit in range(_NUM_DIGITS):
-            ends[digit, key >> uint32(digit * _DIGIT_BITS) & uint32(_NUM_BINS - 1)] += 1
+        for digit in range(NUM_DIGITS):
+            ends[digit, key >> uint32(digit * DIGIT_BITS) & uint32(_NUM_BINS - 1)] += 1
     return count
 
 
 @njit(**OPTIONS)
-def _sort(keys: Any, places: Any, spare_keys: Any, spare_places: Any, ends: Any, count: int) -> None:
+def sort_keys(keys: Any, places: Any, spare_keys: Any, spare_places: Any, ends: Any, count: int) -> None:
     """Sorts the first `count` keys with their places, into the spare arrays: the number of digits is odd."""
-    for digit in range(_NUM_DIGITS):
+    for digit in range(NUM_DIGITS):
         starts, total = ends[digit], int64(0)
         for b in range(_NUM_BINS):
             size = starts[b]
             starts[b] = total
             total += size
         for i in range(count):
-            b = keys[i] >> uint32(digit * _DIGIT_BITS) & uint32(_NUM_BINS - 1)
+            b = keys[i] >> uint32(digit * DIGIT_BITS) & uint32(_NUM_BINS - 1)
             place = starts[b]
             starts[b] = place + 1
             spare_keys[place], spare_places[place] = keys[i], places[i]
@@ -74,9 +74,9 @@ def _select_task(row: int, shape: Any, addresses: Any) -> None:
     values = floats_at(addresses[2], (num_rows, limit))[row]
     indices = longs_at(addresses[3], (num_rows, limit))[row]
     keys, places = np.empty((2, length), dtype=np.uint32), np.empty((2, length), dtype=np.int64)
-    ends = np.empty((_NUM_DIGITS, _NUM_BINS), dtype=np.int64)
-    count = _find(numbers, least, keys[0], places[0], ends)
-    _sort(keys[0], places[0], keys[1], places[1], ends, count)
+    ends = np.empty((NUM_DIGITS, _NUM_BINS), dtype=np.int64)
+    count = find_numbers(numbers, least, keys[0], places[0], ends)
+    sort_keys(keys[0], places[0], keys[1], places[1], ends, count)
     count = min(count, limit)
     for i in range(count):
         indices[i] = places[1, i]

@@ -71,13 +71,16 @@ def run(worker: Any, count: int, numbers: Iterable[int]) -> None:
         count (`int`): how many there are.
         numbers (`Iterable[int]`): what else the table holds, from `FIRST` on.
     """
-    table = array("q", (0, count, *numbers))
-    address, function = table.buffer_info()[0], _entry(worker)
-    threads = min(num_threads(), count)
+    run_table(entry_of(worker), array("q", (0, count, *numbers)), num_threads())
+
+
+def run_table(entry: Callable[[int], None], table: "array[int]", threads: int) -> None:
+    """The same of a table that is there already, with the entry of its worker and no more than some threads."""
+    address, threads = table.buffer_info()[0], min(threads, table[COUNT])
     if threads > 1:
-        _start_threads()(function, address, threads)
+        _start_threads()(entry, address, threads)
     else:
-        function(address)
+        entry(address)
 
 
 def num_threads() -> int:
@@ -86,7 +89,8 @@ def num_threads() -> int:
 
 
 @cache
-def _entry(worker: Any) -> Callable[[int], None]:
+def entry_of(worker: Any) -> Callable[[int], None]:
+    """What runs a worker, given a table's address."""
     compiled = worker.get_compile_result(_SIGNATURE)
     return _ENTRY(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
 

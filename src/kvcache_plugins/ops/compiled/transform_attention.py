@@ -324,7 +324,7 @@ def attend_row_parts(address: int) -> None:
     task = take_task(address)
     while task < count:
         number, part = part_of(task, call)
-        if part.is_exact:
+        if part.exact > 0:
             attend_exact(number, call, part)
         else:
             _run(number, call, part)

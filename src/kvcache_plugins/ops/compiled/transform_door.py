@@ -1,6 +1,7 @@
 """The door to the compiled attention over transform-coded rows: parts of a cache in, tensors out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,11 +27,11 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def attend_rows(
+def prepare_rows(
     query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_heads: int, scale: float
-) -> torch.Tensor:
+) -> tuple[LayerCall, Any]:
     """
-    Attention of a few queries over all parts; see `ops.transform_coding.attention.attend`.
+    Attention of a few queries over all parts, ready to run: a call, and the worker for it.
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
@@ -46,6 +47,14 @@ def attend_rows(
             layer.add(part, *_split(part, layer.num_row_blocks), _numbers(part, query.device, layer.arguments))
         else:
             layer.add_exact(part, size)
+    return layer, worker
+
+
+def attend_rows(
+    query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_heads: int, scale: float
+) -> torch.Tensor:
+    """Attention of a few queries over all parts, as in `prepare_rows`; see `ops.transform_coding.attention.attend`."""
+    layer, worker = prepare_rows(query, parts, num_heads, scale)
     return layer.run(worker)
 
 

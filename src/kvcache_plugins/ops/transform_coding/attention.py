@@ -1,6 +1,7 @@
 """Attention over a cache whose tokens are rows of bytes and, some of them, exact."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,6 +9,10 @@ from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.tiles import attend_tiles
 
 from .parts import CodedPart
+
+
+if TYPE_CHECKING:
+    from kvcache_plugins.ops.compiled.settled_call import SettledCall
 
 
 def attend(
@@ -38,3 +43,14 @@ def attend(
             return attend_with_triton(query, parts, num_key_value_heads, scale)
     tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,)))
     return attend_tiles(query, tiles, num_key_value_heads, scale)
+
+
+def prepare_tokens(
+    query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_key_value_heads: int, scale: float | None
+) -> "SettledCall | None":
+    """Compiled attention of tokens to come; see `ops.attention.prepare_tokens`."""
+    from kvcache_plugins.ops.compiled import prepare_transform_rows
+
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    call, worker = prepare_transform_rows(query, parts, num_key_value_heads, factor)
+    return call.settle(worker)

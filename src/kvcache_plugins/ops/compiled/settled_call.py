@@ -1,0 +1,80 @@
+"""Attention of one new token after another, where only the exact tokens at the end of a cache grow.
+
+In a model's step the weights of a layer drive everything else out of the machine's caches, so that whatever Python
+touches comes from memory: tables and parts made anew for every token would cost several times what attention does.
+So the table of a call is kept, and of it only addresses and one length are written.
+"""
+
+from array import array
+from typing import Any
+
+import torch
+
+from .calls import DONE, FIRST_PART, LENGTH, OWN, QUERY
+from .threads import NEXT, entry_of, num_threads, run_table
+
+
+class SettledCall:
+    """
+    A call for queries of one shape, over parts of which the last is exact and all others stay as they are.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries like those to come.
+        scale (`float`): factor of the scores.
+        worker: what attends; see `calls`.
+        table (`array`): its numbers, but for the addresses of queries and results.
+        scratch_size (`int`): numbers that there have to be room for.
+        result_shape (`tuple[int, ...]`): what attention returns.
+        arguments: what the table has addresses of, to be kept alive.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        scale: float,
+        worker: Any,
+        table: "array[int]",
+        scratch_size: int,
+        result_shape: tuple[int, ...],
+        arguments: object,
+    ):
+        self._kind, self._scale, self._num_threads = (query.shape, query.dtype), scale, num_threads()
+        self._entry, self._table = entry_of(worker), table
+        self._scratch_size, self._result_shape, self._arguments = scratch_size, result_shape, arguments
+        self._last = len(table) - table[FIRST_PART - 1]
+        self._exact: torch.Tensor | None = None
+
+    def fits(self, query: torch.Tensor, scale: float | None) -> bool:
+        """Whether queries are of the kind, and threads as many as there were."""
+        return (
+            (query.shape, query.dtype) == self._kind
+            and (query.shape[3] ** -0.5 if scale is None else scale) == self._scale
+            and num_threads() == self._num_threads
+        )
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> torch.Tensor:
+        """
+        Attention over all parts.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries that fit.
+            keys, values (`torch.Tensor` of shape `[B, H, at least T, D]`): what the last part is now, contiguous and
+                of the dtype that it had.
+            length (`int`): its tokens in use, T.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H * G, Q, value head dim]`, in the queries' dtype.
+        """
+        table, last = self._table, self._last
+        if keys is not self._exact:
+            table[last + OWN], table[last + OWN + 1] = keys.data_ptr(), values.data_ptr()
+            table[last + OWN + 2], self._exact = keys.shape[2], keys
+        queries = query if query.dtype is torch.float32 else query.float()
+        if not queries.is_contiguous():
+            queries = queries.contiguous()
+        result, scratch = torch.empty(self._result_shape), torch.empty(self._scratch_size)
+        table[NEXT] = table[DONE] = 0
+        table[QUERY], table[QUERY + 1], table[QUERY + 2] = queries.data_ptr(), scratch.data_ptr(), result.data_ptr()
+        table[last + LENGTH] = length
+        run_table(self._entry, table, self._num_threads)
+        return result if query.dtype is torch.float32 else result.to(query.dtype)

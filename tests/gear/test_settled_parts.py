@@ -1,0 +1,125 @@
+"""Attention of token after token by one prepared call is what attention prepared anew for every token is."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+
+from kvcache_plugins.ops.compiled.settled_call import SettledCall
+from kvcache_plugins.registry import create_cache
+
+
+HEADS, GROUPS, DIM, PROMPT = 2, 3, 32, 70
+PRESETS = {"gear-k4v3": 100, "gear-2bit": 100, "gear": 50, "kcvt-4bit": 100}
+
+
+def make_layer(preset):
+    config = LlamaConfig(
+        hidden_size=HEADS * GROUPS * DIM,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS * GROUPS,
+        num_key_value_heads=HEADS,
+        head_dim=DIM,
+    )
+    return create_cache(preset, config).layers[0]
+
+
+def tokens(count, dtype, batch_size=1):
+    return [torch.randn(batch_size, HEADS * (GROUPS if i == 0 else 1), count, DIM).to(dtype) for i in range(3)]
+
+
+def attend(layer, query, keys, values, mask=None):
+    states = layer.update(keys, values)
+    return F.scaled_dot_product_attention(
+        query, *states, attn_mask=mask, is_causal=query.shape[2] > 1, enable_gqa=True
+    )
+
+
+def attend_anew(layer, query, keys, values):
+    """The same with nothing prepared."""
+    states = layer.update(keys, values)
+    layer._settled = None
+    return F.scaled_dot_product_attention(query, *states, enable_gqa=True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Lengths of the buffer with which prepared calls were made."""
+    lengths = []
+    original = SettledCall.attend
+
+    def noting(self, query, keys, values, length):
+        lengths.append(length)
+        return original(self, query, keys, values, length)
+
+    monkeypatch.setattr(SettledCall, "attend", noting)
+    return lengths
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+@torch.no_grad()
+def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
+    first, second = make_layer(preset), make_layer(preset)
+    prompt = tokens(PROMPT, dtype, batch_size)
+    attend(first, *prompt)
+    attend(second, *prompt)
+    steps = PRESETS[preset]
+    for _ in range(steps):
+        token = tokens(1, dtype, batch_size)
+        assert torch.equal(attend(first, *token), attend_anew(second, *token))
+    # What is no float32 and no bfloat16 is copied for every call
+    assert len(calls) > steps / 2 if dtype != torch.float16 else not calls
+    assert first.stats()["fused_calls"] == second.stats()["fused_calls"] == steps
+
+
+@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@torch.no_grad()
+def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
+    layer, reference = make_layer(preset), make_layer(preset)
+    prompt = tokens(PROMPT, torch.float32)
+    for each in (layer, reference):
+        attend(each, *prompt)
+    for step in range(40):
+        token = tokens(1, torch.float32)
+        if step == 10:
+            layer, original = copy.deepcopy(layer), layer
+            attend(original, *tokens(1, torch.float32))
+        if step == 20:
+            layer.crop(-2)
+            reference.crop(-2)
+        if step == 30:
+            layer.batch_repeat_interleave(2)
+            reference.batch_repeat_interleave(2)
+        if step >= 30:
+            token = [torch.cat([states, -states]) for states in token]
+        mask = None
+        if step % 7 == 3:
+            mask = torch.ones(1, 1, 1, layer.get_seq_length() + 1, dtype=torch.bool)
+            mask[..., 5] = False
+        expected = attend(reference, *token, mask) if mask is not None else attend_anew(reference, *token)
+        assert torch.equal(attend(layer, *token, mask), expected)
+    assert calls
+
+
+@torch.no_grad()
+def test_other_queries_and_other_threads_find_no_call(calls):
+    layer = make_layer("gear-k4v3")
+    attend(layer, *tokens(PROMPT, torch.float32))
+    attend(layer, *tokens(1, torch.float32))
+    attend(layer, *tokens(1, torch.float32))
+    assert len(calls) == 1
+    query, keys, values = tokens(1, torch.float32)
+    attend(layer, torch.cat([query, query], dim=1), keys, values)
+    states = layer.update(keys, values)
+    F.scaled_dot_product_attention(query, *states, scale=0.5, enable_gqa=True)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads + 1)
+        attend(layer, query, keys, values)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len(calls) == 1
