@@ -11,6 +11,7 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.eval.harness.caches import cache_stats
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.registry import create_cache
@@ -55,7 +56,7 @@ def _check(name: str, cache: Cache, model: PreTrainedModel, plan: Plan) -> float
             tokens = torch.randint(model.config.vocab_size, (1, count), device=model.device)
             model(tokens, past_key_values=cache, logits_to_keep=1)
         error = require_close_layers(name, cache, model.config.num_attention_heads)
-    stats: dict[str, int] = cache.stats()  # type: ignore[operator]
+    stats = cache_stats(cache)
     if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
         raise MismatchError(f"{name} was not computed by the kernels: {stats}")
     return error

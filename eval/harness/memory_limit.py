@@ -65,7 +65,7 @@ def _memory_group() -> tuple[Path, str]:
             place = next(mount[1] for mount in mounts if mount[2] == "cgroup" and "memory" in mount[3].split(","))
             return Path(place + path), "memory.limit_in_bytes"
     for _, controllers, path in groups:
-        place = next((mount[1] for mount in mounts if mount[2] == "cgroup2"), None)
-        if not controllers and place is not None:
-            return Path(place + path), "memory.max"
+        unified = next((mount[1] for mount in mounts if mount[2] == "cgroup2"), None)
+        if not controllers and unified is not None:
+            return Path(unified + path), "memory.max"
     raise FileNotFoundError("no control groups are mounted")

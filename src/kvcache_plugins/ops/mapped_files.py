@@ -34,7 +34,8 @@ def cached_blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 def address_of_advise() -> int:
     """Where the system's function itself is, for compiled code."""
-    return ctypes.cast(_system_call("madvise"), ctypes.c_void_p).value or 0
+    function: Any = _system_call("madvise")
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @cache
