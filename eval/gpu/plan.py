@@ -79,6 +79,8 @@ _PRESETS = (
     "gear-c12-trellis",
     "gear-t12-trellis",
     "gear-t14-trellis",
+    "gear-t22-trellis",
+    "gear-t25-trellis",
     "gear-l-4bit",
     "gear-k2v2",
     "kivi-4bit",

@@ -36,12 +36,12 @@ def assert_one_line_error(result: Result, message: str) -> None:
 BENCHMARKS = [
     "kernels",
     "step",
-    "prompts",
     "shapes",
     "llama-cpp",
     "decode",
     "memory",
     "prefix",
+    "prompts",
     "store",
     "pool",
     "compile",

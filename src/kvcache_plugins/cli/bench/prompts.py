@@ -23,7 +23,7 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; on CPUs float32.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)] = None,
 ) -> dict[str, Any]:
-    """Time prompts at once and in chunks, what coding them takes, and several new tokens behind them.
+    """Time prompts, chunks of them, and tokens behind them. What coding them takes is timed too.
 
     \b
     Examples:
