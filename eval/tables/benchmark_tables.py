@@ -30,6 +30,26 @@ def show_milliseconds(row: Mapping[str, Any]) -> str:
     return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
 
 
+_WAYS = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}
+
+
+def render_prompts(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("tokens", "read", "cache", "s (quartiles)", f"times `{rows[0]['cache']}`'s", "% coding", "error of logits")
+    cells = [
+        (
+            str(row["new_tokens"]),
+            _WAYS[row["what"]].format_map(row),
+            f"`{row['cache']}`",
+            "{median_s:.2f} ({lower_quartile_s:.2f} to {upper_quartile_s:.2f})".format_map(row),
+            f"{row['time_against_first']:.2f}",
+            f"{100 * row['coding_share']:.1f}",
+            f"{row['relative_error']:.1e}",
+        )
+        for row in rows
+    ]
+    return make_markdown_table(head, cells)
+
+
 def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("attention over", "MB read", "ms (quartiles)", "% of copy bandwidth", "times dense")
     cells = [

@@ -23,6 +23,7 @@ from .benchmark_tables import (
     render_memory,
     render_prediction,
     render_prefix,
+    render_prompts,
     render_step,
 )
 from .gpu_tables import render_batch, render_offloading
@@ -67,6 +68,7 @@ def render_result(results: Path, name: str) -> str:
         "shapes": render_shapes,
         "llama-cpp": render_llama_cpp,
         "prefix": render_prefix,
+        "prompts": render_prompts,
         "store": render_store,
         "pool": render_pool,
         "batch": render_batch,

@@ -33,6 +33,7 @@ PROMPT = (
 )
 DECODED = (
     "fidelity_transform_decoded_1024_smollm2.json",
+    "fidelity_trellis_decoded_1024_smollm2.json",
     "fidelity_presets_decoded_1024_smollm2.json",
     "fidelity_peers_decoded_1024_smollm2.json",
 )
