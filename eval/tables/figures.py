@@ -267,7 +267,7 @@ def _draw_steps(content: Content) -> Figure:
     rows = [row for row in content["rows"] if row.get("part", "step") == "step"]
     if not rows:
         raise ValueError("`figures` can be drawn of a result with steps only")
-    title = f"{content['settings']['model']}, {content['device']}"
+    title = f"decode steps of {content['settings']['model']}, {content['device']}"
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
@@ -283,6 +283,8 @@ def _draw_steps(content: Content) -> Figure:
         axes.xaxis.set_major_formatter(_PLAIN)
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axes.yaxis.set_major_formatter(_PLAIN)
+        # Ten of them between powers of ten run into each other
+        axes.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 5)))
         axes.yaxis.set_minor_formatter(_PLAIN)
     else:
         axes.set_ylim(bottom=0)
