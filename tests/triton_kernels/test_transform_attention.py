@@ -56,10 +56,10 @@ def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0, q
     keys[..., key_dim // 2] = 1.5
     values = torch.randn(batch_size, num_heads, length, value_dim)
     shift = None if padding is None else torch.tensor(padding)
-    at = [Angles.at(layouts[0], start, length, shift, keys.device)]
-    keys = layouts[0].rotate(keys, at[0].cosines, at[0].sines)
+    at = Angles.at(layouts[0], start, length, shift, keys.device)
+    keys = layouts[0].rotate(keys, at.cosines, at.sines)
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, layouts, at, key_total, quantizer)
+    table, _ = make_key_table(keys, valid, None, layouts, start, shift, key_total, quantizer)
     coder = RowCoder(table, make_value_table(rotate(values), valid, value_total, quantizer), layouts[0])
     rows = coder.encode(keys, values, start, shift)
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]

@@ -12,8 +12,8 @@ FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
 LAYOUTS = candidate_layouts(FREQUENCIES, HEAD_DIM)
 
 
-def angles(start: int = 0, length: int = LENGTH, padding: torch.Tensor | None = None) -> list[Angles]:
-    return [Angles.at(layout, start, length, padding, torch.device("cpu")) for layout in LAYOUTS]
+def angles() -> list[Angles]:
+    return [Angles.at(layout, 0, LENGTH, None, torch.device("cpu")) for layout in LAYOUTS]
 
 
 def unlike_channels(batch_size: int = 1) -> torch.Tensor:
@@ -26,7 +26,7 @@ def test_the_layout_is_found(number):
     at = angles()
     keys = LAYOUTS[number].rotate(unlike_channels(), at[number].cosines, at[number].sines)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    assert make_key_table(keys, valid, None, LAYOUTS, at, TOTAL)[1] == number
+    assert make_key_table(keys, valid, None, LAYOUTS, 0, None, TOTAL)[1] == number
 
 
 def test_channels_that_queries_ask_for_get_more():
@@ -36,8 +36,7 @@ def test_channels_that_queries_ask_for_get_more():
     moments = QueryMoments.of(query, 1, LAYOUTS, None)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     none = LAYOUTS[-1:]
-    at = [Angles.at(none[0], 0, LENGTH, None, keys.device)]
-    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, at, TOTAL)
+    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, 0, None, TOTAL)
     assert set(table.order[0, 0, :2].tolist()) == {5, 21}
     assert int(table.widths[0, 0, 0]) == 8
     assert moments.products.shape == (1, 1, 3, HEAD_DIM)
@@ -49,7 +48,7 @@ def test_queries_are_turned_back_by_all_positions():
     keys, at = unlike_channels(), angles()
     keys = layout.rotate(keys, at[0].cosines, at[0].sines)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, at, TOTAL)
+    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, 0, None, TOTAL)
     plain = layout.rotate(keys, at[0].cosines, -at[0].sines)
     turned = layout.rotate(query[:, :, :, None], at[number].cosines[:, :, None], -at[number].sines[:, :, None])
     energies = turned.square().mean(dim=(2, 3)) * plain.var(dim=2, unbiased=False)
@@ -62,9 +61,8 @@ def test_padding_and_exact_tokens_do_not_count():
     valid = torch.arange(LENGTH) >= torch.tensor([[0], [150]])
     garbage = torch.where(valid[:, None, :, None], keys, 1e3)
     padding = torch.tensor([0, 150])
-    at = angles(padding=padding)
-    table, _ = make_key_table(garbage, valid, None, LAYOUTS, at, TOTAL)
-    alone, _ = make_key_table(keys[1:, :, 150:], valid[1:, 150:], None, LAYOUTS, angles(length=250), TOTAL)
+    table, _ = make_key_table(garbage, valid, None, LAYOUTS, 0, padding, TOTAL)
+    alone, _ = make_key_table(keys[1:, :, 150:], valid[1:, 150:], None, LAYOUTS, 0, None, TOTAL)
     for name, tensor in alone.named_tensors():
         torch.testing.assert_close(dict(table.named_tensors())[name][1:], tensor, msg=name)
     own = make_value_table(torch.where(valid[:, None, :, None], values, 1e3), valid, TOTAL)

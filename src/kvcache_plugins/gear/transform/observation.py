@@ -152,8 +152,7 @@ def _find_layout(layer: ListeningLayer, frequencies: tuple[float, ...] | None, n
     if layer.queries is not None:
         moments = QueryMoments.of(layer.queries, keys.shape[1], layouts, None)
     valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
-    angles = [Angles.at(layout, num_sinks, count, None, keys.device) for layout in layouts]
-    _, number = make_key_table(keys, valid, moments, layouts, angles, min(_TRIAL_BYTES, keys.shape[3]))
+    _, number = make_key_table(keys, valid, moments, layouts, num_sinks, None, min(_TRIAL_BYTES, keys.shape[3]))
     return layouts[number]
 
 

@@ -29,9 +29,8 @@ def make_prompt_coder(
     padding: torch.Tensor | None,
 ) -> RowCoder:
     """Tables of tokens `[B, H, T, D]` from index `first` on, those that are `valid` `[B, T]`."""
-    angles = [Angles.at(layout, first, keys.shape[2], padding, keys.device) for layout in layouts]
     valid, size = valid.to(keys.device), config.key_bytes(keys.shape[3])
-    key_table, number = make_key_table(keys, valid, moments, layouts, angles, size, config.quantizer)
+    key_table, number = make_key_table(keys, valid, moments, layouts, first, padding, size, config.quantizer)
     size = config.value_bytes(values.shape[3])
     value_table = make_value_table(rotate(values), valid, size, config.quantizer)
     return RowCoder(key_table, value_table, layouts[number])

@@ -1,7 +1,7 @@
 """How many bits the channels of a head get: reverse waterfilling over blocks of channels of like energy.
 
-The error of a channel is its energy times the distortion of its width. Bits go one by one to the block whose error
-they lessen most, which is the best there is, as every further bit of a block lessens it by less.
+The error of a channel is its energy times the distortion of its width. Bits go to the blocks whose errors they lessen
+most, which is the best there is, as every further bit of a block lessens it by less.
 
 Legend: B batch, H heads, N blocks.
 """
@@ -35,14 +35,13 @@ def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float
         `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
     """
     errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
-    # No block gets more than the most; of equals, as where nothing has energy, all get the same first
-    gains = torch.cat([errors[:-1] - errors[1:], errors.new_full((1,), -1.0)])
+    most = len(errors) - 1
+    # Of equals, as where nothing has energy, all get the same first
     energies = energies.clamp(min=torch.finfo(energies.dtype).tiny)
+    gains = (energies[..., None] * (errors[:-1] - errors[1:])).flatten(-2)  # [B, H, N * the largest width]
+    blocks = gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // most
     widths = torch.zeros(energies.shape, dtype=torch.int64, device=energies.device)
-    for _ in range(total):
-        best = (energies * gains[widths]).argmax(dim=-1, keepdim=True)
-        widths.scatter_add_(-1, best, torch.ones_like(best))
-    return widths
+    return widths.scatter_add_(-1, blocks, torch.ones_like(blocks))
 
 
 def expected_distortion(

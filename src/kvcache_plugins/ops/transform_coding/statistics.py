@@ -86,7 +86,8 @@ def make_key_table(
     valid: torch.Tensor,
     moments: QueryMoments | None,
     layouts: Sequence[RotaryLayout],
-    angles: Sequence[Angles],
+    start: int,
+    padding: torch.Tensor | None,
     total: int,
     quantizer: str = "lloyd-max",
 ) -> tuple[RowTable, int]:
@@ -99,24 +100,29 @@ def make_key_table(
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
         layouts (`Sequence[RotaryLayout]`): candidates.
-        angles (`Sequence[Angles]`): theirs, at the positions of the tokens.
+        start (`int`): index of the first token.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): what positions are counted from behind of.
         total (`int`): sum of a head's widths.
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
+    count, best = keys.shape[2], 0
+    # Nothing is known of what has no data but how large its table is
     if keys.is_meta:
-        # Nothing is known of what has no data but how large its table is
-        return key_table_of_layout(keys.float(), valid, None, 0, layouts[0], angles[0], total, quantizer)[0], 0
-    logarithms = []
-    for number, (layout, at) in enumerate(zip(layouts, angles, strict=True)):
-        newest = Angles(at.cosines[:, :, -_NUM_NEWEST:], at.sines[:, :, -_NUM_NEWEST:])
-        states, counting = keys[:, :, -_NUM_NEWEST:].float(), valid[:, -_NUM_NEWEST:]
-        table = key_table_of_layout(states, counting, moments, number, layout, newest, total, quantizer)
-        logarithms.append(table[1])
-    # Where it makes no difference the first is taken, so that items do not choose for each other
-    errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
-    errors[1:] += _LEAST_GAIN
-    best = int(errors.argmin())
-    layout, at = layouts[best], angles[best]
+        moments = None
+    elif len(layouts) > 1:
+        num_newest = min(_NUM_NEWEST, count)
+        newest, counting = keys[:, :, count - num_newest :].float(), valid[:, count - num_newest :]
+        logarithms = []
+        for number, layout in enumerate(layouts):
+            at = Angles.at(layout, start + count - num_newest, num_newest, padding, keys.device)
+            table = key_table_of_layout(newest, counting, moments, number, layout, at, total, quantizer)
+            logarithms.append(table[1])
+        # Where it makes no difference the first is taken, so that items do not choose for each other
+        errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
+        errors[1:] += _LEAST_GAIN
+        best = int(errors.argmin())
+    layout = layouts[best]
+    at = Angles.at(layout, start, count, padding, keys.device)
     return key_table_of_layout(keys.float(), valid, moments, best, layout, at, total, quantizer)[0], best
 
 

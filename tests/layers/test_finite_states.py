@@ -1,0 +1,39 @@
+"""What is no number is found wherever it stands, and is no matter where padding does."""
+
+import pytest
+import torch
+
+from kvcache_plugins.layers.finite_states import check_finite
+
+
+VALID = torch.tensor([[False, True, True], [True, True, True]])
+
+
+def states(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    # As models lay them out: not contiguous
+    return torch.randn(2, 3, 4, 8, dtype=dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("valid", [None, VALID], ids=["all", "padded"])
+def test_what_is_no_number_is_found(dtype, number, side, valid):
+    both = {"keys": states(dtype), "values": states(dtype)}
+    check_finite(**both, valid=valid, layer_idx=7)
+    both[side][1, 2, 1, 3] = number
+    with pytest.raises(ValueError, match=f"layer 7: the {side} to be compressed hold NaN or infinity"):
+        check_finite(**both, valid=valid, layer_idx=7)
+
+
+def test_padding_may_hold_anything():
+    keys, values = states(), states()
+    keys[0, :, 0], values[0, 1, 0] = torch.nan, torch.inf
+    check_finite(keys, values, VALID, 0)
+    with pytest.raises(ValueError, match="the keys"):
+        check_finite(keys, values, None, 0)
+
+
+def test_no_tokens_and_no_data():
+    check_finite(states()[:, :, :0], states()[..., :0], None, 0)
+    check_finite(states().to("meta"), states().to("meta"), None, 0)
