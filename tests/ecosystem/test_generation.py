@@ -71,13 +71,14 @@ def test_a_shorter_prompt_in_a_full_cache_is_refused(cache_name, tiny_llama, mak
 @pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "infinigen", "h2o"])
 def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, prompt, generate):
     cache = create_cache(name, tiny_llama)
-    if name == "infinigen":
-        # It hears positions
-        with pytest.raises(ValueError, match="a new cache for each prompt"):
-            generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
-    else:
+    try:
         generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
-        assert cache.get_seq_length() == 100 + 101 + 102
+    except ValueError as error:
+        # InfiniGen hears positions; older releases of Transformers give all caches a mask that hides what is new
+        assert "a new cache for each prompt" in str(error)
+        assert name == "infinigen" or name != "dynamic" and not RECORDS_PAST
+    else:
+        assert name != "infinigen" and cache.get_seq_length() == 100 + 101 + 102
     cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(), cache)
     # 107 tokens are taken for the beginning of this prompt
