@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 def filled(model, name="gear-2bit", **options):
@@ -164,6 +165,7 @@ def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path)
                 assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
 
 
+@pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers layers keep their window alone")
 def test_sliding_layers_beyond_their_window(tiny_model, tmp_path):
     """While a rollback may follow they keep more than the window, which a file does not."""
     model, path = tiny_model("gemma3-hybrid"), tmp_path / "cache.safetensors"
