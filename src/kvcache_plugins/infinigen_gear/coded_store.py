@@ -132,8 +132,8 @@ class CodedStore(TokenStore):
         assert self.pool is not None and self.scoring is not None
         values = self._value_rows
         rows = widen_rows(
-            KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
-            self.scoring.places_of(slots),
+            KeyCodes(*self.scoring.stored()[:4]),
+            self.scoring.stored().places_of(slots),
             self.pool.pages,
             slots,
             count,
