@@ -14,7 +14,7 @@ from kvcache_plugins.infinigen.token_store import TokenStore
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.ops.compression_choice import choose_steps
-from kvcache_plugins.ops.dispatch import choose_token_kernel
+from kvcache_plugins.ops.gather import choose_rows_kernel
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys
@@ -109,40 +109,33 @@ class CodedStore(TokenStore):
 
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         assert self.pool is not None
-        most = max(int(selection.count.max()), 1)
-        slots = selection.slots[:, :, :most]
-        numbers = torch.arange(most).expand_as(slots)
-        if choose_token_kernel(slots)[0] == "compiled":
-            with self.pool.reading():
-                rows = self.widen(slots, selection.count)
-            return [rows], numbers
-        return [self.dense_rows(self.pool.gather(slots), slots)], numbers
+        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
+        rows = self.dense_rows(self.pool.gather(slots), slots)
+        return [rows], torch.arange(slots.shape[2]).expand_as(slots)
 
-    def widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """
-        As `dense_rows`, by compiled code.
-
-        Args:
-            slots (`torch.Tensor` of shape `[B, H, K]`): slots, on the host.
-            count (`torch.Tensor` of shape `[B, H]`): how many of them matter; what stands for the others is undefined.
-        """
+    def attend(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        window: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        mask: torch.Tensor | None,
+        window_start: int,
+    ) -> tuple[torch.Tensor, str, bool]:
+        kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
+        if kernel != "compiled":
+            return super().attend(query, selection, window, scale, mask, window_start)
         # Numba is not everywhere
-        from kvcache_plugins.ops.compiled.coded_rows import KeyCodes, widen_rows
+        from kvcache_plugins.ops.compiled.chosen_attention import SinkStates, ValuePages, attend_chosen
 
         assert self.pool is not None and self.scoring is not None
-        values = self._value_rows
-        rows = widen_rows(
-            KeyCodes(*self.scoring.stored()[:4]),
-            self.scoring.stored().places_of(slots),
-            self.pool.pages,
-            slots,
-            count,
-            values.head_dim,
-            values.config.nbits,
-            values.group_size,
-            self.sinks.stored(),
-        )
-        return rows.to(self.dtype)
+        rows = self._value_rows
+        values = ValuePages(self.pool.pages, rows.head_dim, rows.config.nbits, rows.group_size)
+        keys, sinks = self.scoring.stored(), SinkStates(*self.sinks.stored())
+        slots, count = selection.slots, selection.count
+        with self.pool.reading():
+            output = attend_chosen(query, keys, values, sinks, slots, count, *window, scale, mask, window_start)
+        return output, kernel, is_fallback
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)

@@ -91,16 +91,7 @@ def _write_scores(products: Any, factors: Any, bases: Any, rows: Any, slot: int,
 
 @njit(**OPTIONS)
 def _score_groups(
-    query: Any,
-    codes: Any,
-    scale: Any,
-    zero: Any,
-    rows: Any,
-    fields: Any,
-    sizes: Any,
-    span: Any,
-    runs: Any,
-    scores: Any,
+    query: Any, keys: Any, rows: Any, fields: Any, sizes: Any, span: Any, runs: Any, scores: Any
 ) -> None:
     """
     The scores of up to four queries `[R, D]` for the groups from `span[0]` up to `span[1]`.

@@ -59,7 +59,7 @@ def _advise(typing_context: Any, function: Any, address: Any, length: Any, advic
 
 
 @njit(**OPTIONS)
-def _order_by_share(slots: Any, share_slots: int, ends: Any) -> Any:
+def order_by_share(slots: Any, share_slots: int, ends: Any) -> Any:
     """Numbers of the slots of one share after those of the other, and in `ends` where each share's end."""
     order = np.empty(slots.shape[0], dtype=np.int64)
     for k in range(slots.shape[0]):
@@ -87,7 +87,7 @@ def _copy_head(matrix: int, shape: Any, pages: Any, slots: Any, out: int, advise
     head_bytes = page_tokens * row_bytes
     at_once = num_pages if advise == 0 else -(-num_pages // _SHARES)
     ends = np.zeros(-(-num_pages // at_once) + 1, dtype=np.int64)
-    order = _order_by_share(slots, at_once * page_tokens, ends)
+    order = order_by_share(slots, at_once * page_tokens, ends)
     out += matrix * num_slots * row_bytes
     start = 0
     for share in range(ends.shape[0] - 1):
