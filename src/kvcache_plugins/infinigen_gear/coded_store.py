@@ -13,6 +13,7 @@ from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.token_store import TokenStore
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.ops.coded_tokens import CodedTokens, ValuePages
 from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.gather import choose_rows_kernel
 
@@ -46,6 +47,7 @@ class CodedStore(TokenStore):
     def clear(self) -> None:
         super().clear()
         self.sinks = SinkTokens(self.config.sink)
+        self._tokens: CodedTokens | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         head_dim = value_states.shape[3]
@@ -126,26 +128,44 @@ class CodedStore(TokenStore):
         if kernel != "compiled":
             return super().attend(query, selection, window, scale, mask, window_start)
         # Numba is not everywhere
-        from kvcache_plugins.ops.compiled.chosen_attention import SinkStates, ValuePages, attend_chosen
+        from kvcache_plugins.ops.compiled.chosen_attention import attend_chosen
 
-        assert self.pool is not None and self.scoring is not None
-        rows = self._value_rows
-        values = ValuePages(self.pool.pages, rows.head_dim, rows.config.nbits, rows.group_size)
-        keys, sinks = self.scoring.stored(), SinkStates(*self.sinks.stored())
+        assert self.pool is not None
         slots, count = selection.slots, selection.count
         with self.pool.reading():
-            output = attend_chosen(query, keys, values, sinks, slots, count, *window, scale, mask, window_start)
+            output = attend_chosen(query, self._stored(), slots, count, *window, scale, mask, window_start)
         return output, kernel, is_fallback
+
+    def _stored(self) -> CodedTokens:
+        """Everything held, the same object until it is somewhere else."""
+        assert self.pool is not None and self.scoring is not None
+        keys, pages, sinks, tokens = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._tokens
+        is_same = tokens is not None and tokens.keys is keys and tokens.values.pages is pages
+        if tokens is None or not is_same or tokens.sinks is not sinks:
+            rows = self._value_rows
+            values = ValuePages(pages, rows.head_dim, rows.config.nbits, rows.group_size)
+            tokens = self._tokens = CodedTokens(keys, values, sinks)
+        return tokens
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._tokens = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)
+        self._tokens = None
         self.sinks.map(function)
 
     def serve(self, device: torch.device) -> None:
         super().serve(device)
+        self._tokens = None
         self.sinks.map(lambda tensor: tensor.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().named_tensors()
         for tensor in self.sinks.tensors():
             yield "residual", tensor
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy's pages may be elsewhere
+        return {**self.__dict__, "_tokens": None}

@@ -11,7 +11,7 @@ shift, one for each run of tokens since the last time that tokens were dropped.
 Legend: B batch, H key/value heads, D head dimension, K slots given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from kvcache_plugins.gear.config import SideConfig
 from kvcache_plugins.gear.decomposition import decompose
 from kvcache_plugins.infinigen.scoring import ScoringStates
+from kvcache_plugins.ops.coded_tokens import KeyGroups
 from kvcache_plugins.ops.compression_steps import CompressionSteps
-from kvcache_plugins.ops.grouped_scores import KeyGroups, grouped_scores
+from kvcache_plugins.ops.grouped_scores import grouped_scores
 from kvcache_plugins.ops.quantization import Grouping, unpack
 
 
@@ -42,6 +43,7 @@ class GroupedKeys(ScoringStates):
         self._num_groups = 0
         # First slot of every run of tokens, and how far behind its slot a token's place is
         self._runs: list[tuple[int, int]] = []
+        self._groups: KeyGroups | None = None
 
     def add(self, encoded: dict[str, torch.Tensor], count: int) -> None:
         """Adds `count` tokens that follow, as `encode` made them."""
@@ -50,6 +52,7 @@ class GroupedKeys(ScoringStates):
             self._runs.append((self.length, place - self.length))
         self._num_groups = self._append_rows(encoded, self._num_groups)
         self.length += count
+        self._groups = None
 
     def encode(  # type: ignore[override]
         self, keys: torch.Tensor, valid: torch.Tensor | None = None, steps: CompressionSteps | None = None
@@ -86,10 +89,15 @@ class GroupedKeys(ScoringStates):
         return grouped_scores(query, self.stored())
 
     def stored(self) -> KeyGroups:
-        """All keys; where there is spare room, it is handed over too, as codes would have to be copied without it."""
-        stops = [first for first, _ in self._runs[1:]] + [self.length]
-        runs = [(first, stop, shift) for (first, shift), stop in zip(self._runs, stops, strict=True)]
-        return KeyGroups(**self._rows, nbits=self.config.nbits, runs=runs)
+        """
+        All keys, the same object until any are added or dropped. Spare room is handed over too: codes would have to be
+        copied without it.
+        """
+        if self._groups is None:
+            stops = [first for first, _ in self._runs[1:]] + [self.length]
+            runs = [(first, stop, shift) for (first, shift), stop in zip(self._runs, stops, strict=True)]
+            self._groups = KeyGroups(**self._rows, nbits=self.config.nbits, runs=runs)
+        return self._groups
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
         """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
@@ -107,8 +115,12 @@ class GroupedKeys(ScoringStates):
         if length >= self.length:
             return
         self._runs = [(first, shift) for first, shift in self._runs if first < length]
-        self.length = length
+        self.length, self._groups = length, None
         self._num_groups = -(-(length + self._runs[-1][1]) // self.group_size) if self._runs else 0
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().map(function)
+        self._groups = None
 
     def fitted_tensors(self) -> dict[str, torch.Tensor]:
         return {}

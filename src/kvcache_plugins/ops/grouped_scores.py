@@ -7,45 +7,12 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from .coded_tokens import KeyGroups
 from .dispatch import choose_token_kernel
 from .gather import code_scores
-
-
-class KeyGroups(NamedTuple):
-    """
-    Keys in groups of tokens: a number is `zero + scale * code`, both of its channel in its group.
-
-    The place of a token counts over all groups one behind the other, its slot over all tokens in order.
-
-    Attributes:
-        codes (`torch.Tensor` of shape `[B, H, groups, T, bytes]`, uint8): see `ops.quantization.pack`.
-        scale, zero (`torch.Tensor` of shape `[B, H, groups, D]`, float16): a channel's step and minimum.
-        nbits (`int`): bits a code, 2, 4 or 8.
-        runs (`Sequence[tuple[int, int, int]]`): of all tokens in order, those whose place is as far behind their slot:
-            the first slot, the slot behind the last, and how far. No group has tokens of two of them.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    nbits: int
-    runs: Sequence[tuple[int, int, int]]
-
-    @property
-    def group_size(self) -> int:
-        """Tokens of a group, T."""
-        return self.codes.shape[3]
-
-    def places_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Places of the tokens in slots, of the slots' shape."""
-        places = slots + self.runs[0][2]
-        for first, _, shift in self.runs[1:]:
-            places = torch.where(slots >= first, slots + shift, places)
-        return places
 
 
 def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:

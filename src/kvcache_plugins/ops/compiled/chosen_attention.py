@@ -9,18 +9,19 @@ Legend: B batch, H key/value heads, G queries a head, D and E head dims of keys 
 tokens of the window, T tokens of a tile.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numba import float32, int64, njit
+from numba import float32, njit
 
 from kvcache_plugins.ops.quantization import packed_planes
 from kvcache_plugins.ops.rotation import rotation_size
 
-from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, halves_at, longs_at, zeros
+from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, longs_at, zeros
+from .chosen_tokens import keys_of, locate, prefetch_tile, values_of
 from .coded_rows import apply_step, apply_steps, half_at, padded_columns, widen_codes
 from .primitives import (
     OPTIONS,
@@ -32,73 +33,28 @@ from .primitives import (
     softmax_tile,
     to_floats,
 )
-from .row_copies import order_by_share
 from .rows import DTYPES, add_biases, bias_at, load_numbers, mask_numbers, mask_row, readable_mask, with_whole_rows
-from .threads import FIRST, bits_of, num_tasks, run, take_task
+from .threads import (
+    COUNT,
+    FIRST,
+    NEXT,
+    bits_of,
+    entry_of,
+    num_tasks,
+    num_threads,
+    run_table,
+    take_task,
+)
 from .tile import rotate_row
-from .vectors import LANES, prefetch, store_floats
+from .vectors import LANES, store_floats
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.ops.grouped_scores import KeyGroups
+    from kvcache_plugins.ops.coded_tokens import CodedTokens
 
 _TILE = 32
-
-
-class ValuePages(NamedTuple):
-    """
-    Rotated values in rows of bytes: a row has codes, then the steps and then the minima of its groups in float16.
-
-    Attributes:
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, bytes]`, uint8): slot `i` is row `i`
-            of all pages one behind the other.
-        head_dim (`int`): E.
-        nbits (`int`): bits a code.
-        group_size (`int`): channels that share a step.
-    """
-
-    pages: Sequence[torch.Tensor]
-    head_dim: int
-    nbits: int
-    group_size: int
-
-
-class SinkStates(NamedTuple):
-    """
-    Tokens that are exact though they are in slots.
-
-    Attributes:
-        first (`torch.Tensor` of shape `[B]`, int64): slot of every item's first; the others follow.
-        keys, values (`torch.Tensor` of shape `[B, H, S, D]`, `[B, H, S, E]`): their states.
-    """
-
-    first: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-class _Keys(NamedTuple):
-    """Keys of a head: address and bytes of a token of its codes, steps and minima `[groups, D]`, planes, and tokens of
-    a group."""
-
-    codes: Any
-    row_bytes: Any
-    scale: Any
-    zero: Any
-    planes: Any
-    group_size: Any
-
-
-class _Values(NamedTuple):
-    """Values of a head: addresses of the pages and of the head in each, tokens of a page, bytes of a row, planes, and
-    channels of a group."""
-
-    pages: Any
-    offset: Any
-    page_tokens: Any
-    row_bytes: Any
-    planes: Any
-    group_size: Any
+# Where in a table begins what is of keys, values, sink tokens, a call, its window and its mask, and how long it is
+_KEYS, _VALUES, _SINKS, _CALL, _WINDOW, _MASK, _END = 5, 13, 20, 26, 33, 41, 46
 
 
 class _Softmax(NamedTuple):
@@ -153,16 +109,6 @@ def _attend_exact(softmax: Any, addresses: Any, dtype: int, dims: Any, bias: Any
 
 
 @njit(**OPTIONS)
-def _prefetch_tile(tokens: Any, start: int, key_bytes: int, row_bytes: int) -> None:
-    """Calls for the rows of a tile, which lie in a line of memory or two."""
-    for t in range(start, min(start + _TILE, tokens.shape[1])):
-        prefetch(int64(tokens[0, t]))
-        prefetch(int64(tokens[0, t] + key_bytes - 1))
-        prefetch(int64(tokens[1, t]))
-        prefetch(int64(tokens[1, t] + row_bytes - 1))
-
-
-@njit(**OPTIONS)
 def _attend_codes(
     softmax: Any, tokens: Any, keys: Any, values: Any, dims: Any, bias: Any, key_floats: Any, value_floats: Any
 ) -> None:
@@ -173,9 +119,9 @@ def _attend_codes(
     num_groups, code_bytes, group = dims[1] // values.group_size, 0, -1
     for plane in range(values.planes.shape[0]):
         code_bytes += values.planes[plane, 2]
-    _prefetch_tile(tokens, 0, key_bytes, values.row_bytes)
+    prefetch_tile(tokens, 0, _TILE, key_bytes, values.row_bytes)
     for start in range(0, count, _TILE):
-        _prefetch_tile(tokens, start + _TILE, key_bytes, values.row_bytes)
+        prefetch_tile(tokens, start + _TILE, start + 2 * _TILE, key_bytes, values.row_bytes)
         in_tile = min(_TILE, count - start)
         for t in range(in_tile):
             if tokens[2, start + t] != group:
@@ -194,74 +140,6 @@ def _attend_codes(
 
 
 @njit(**OPTIONS)
-def _places_of(slots: Any, count: int, runs: Any) -> Any:
-    """Places of the first tokens in slots; see `KeyGroups`."""
-    places = np.empty(count, dtype=np.int64)
-    for k in range(count):
-        number = runs.shape[0] - 1
-        while slots[k] < runs[number, 0]:
-            number -= 1
-        places[k] = slots[k] + runs[number, 2]
-    return places
-
-
-@njit(**OPTIONS)
-def _locate(slots: Any, count: int, runs: Any, keys: Any, values: Any, sinks: Any, window: Any) -> Any:
-    """
-    Where a head's tokens are: addresses of the exact ones `[2, any]`, tokens in codes as in `_attend_codes`, and of
-    all of them, the exact ones first, the columns of the mask.
-    """
-    first_slot, num_sinks, sink_keys, sink_values = sinks
-    length, window_start, window_keys, window_values, key_size, value_size = window
-    places = _places_of(slots, count, runs)
-    ends = np.zeros(keys.scale.shape[0] + 1, dtype=np.int64)
-    order = order_by_share(places, keys.group_size, ends)
-    exact = np.empty((2, min(num_sinks, count) + length), dtype=np.int64)
-    coded, columns = np.empty((3, count), dtype=np.int64), np.empty(count + length, dtype=np.int64)
-    num_exact, num_coded = 0, 0
-    for k in range(count):
-        number = slots[order[k]] - first_slot
-        if 0 <= number < num_sinks:
-            exact[0, num_exact], exact[1, num_exact] = sink_keys + number * key_size, sink_values + number * value_size
-            columns[num_exact] = slots[order[k]]
-            num_exact += 1
-    for t in range(length):
-        exact[0, num_exact + t], exact[1, num_exact + t] = window_keys + t * key_size, window_values + t * value_size
-        columns[num_exact + t] = window_start + t
-    num_exact += length
-    for k in range(count):
-        slot, place = slots[order[k]], places[order[k]]
-        if not 0 <= slot - first_slot < num_sinks:
-            page = slot // values.page_tokens
-            coded[0, num_coded] = keys.codes + place * keys.row_bytes
-            coded[1, num_coded] = values.pages[page] + values.offset + slot % values.page_tokens * values.row_bytes
-            coded[2, num_coded] = place // keys.group_size
-            columns[num_exact + num_coded] = slot
-            num_coded += 1
-    return exact[:, :num_exact], coded[:, :num_coded], columns[: num_exact + num_coded]
-
-
-@njit(**OPTIONS)
-def _keys_of(matrix: int, num_matrices: int, dim: int, n: Any) -> _Keys:
-    """The keys of a head, of the numbers of a table from the codes' address on."""
-    return _Keys(
-        n[0] + matrix * n[3] * n[4] * n[5],
-        n[5],
-        halves_at(n[1], (num_matrices, n[3], dim))[matrix],
-        halves_at(n[2], (num_matrices, n[3], dim))[matrix],
-        longs_at(n[6], (n[7], 3)),
-        n[4],
-    )
-
-
-@njit(**OPTIONS)
-def _values_of(matrix: int, n: Any) -> _Values:
-    """The values of a head, of the numbers of a table from the address of the pages' addresses on."""
-    pages, planes = longs_at(n[0], (n[1],)), longs_at(n[4], (n[5], 3))
-    return _Values(pages, matrix * n[2] * n[3], n[2], n[3], planes, n[6])
-
-
-@njit(**OPTIONS)
 def _start(query: Any, scale: Any, value_dim: int) -> _Softmax:
     """Of up to four queries `[any, D]`."""
     key_dim = query.shape[1]
@@ -276,37 +154,56 @@ def _start(query: Any, scale: Any, value_dim: int) -> _Softmax:
 
 
 @njit(**OPTIONS)
+def _window_of(batch: int, head: int, n: Any, key_size: int, value_size: int, item_size: int) -> Any:
+    """The window as `locate` takes it, of numbers of a table."""
+    keys = n[2] + (batch * n[3] + head * n[4]) * item_size
+    values = n[5] + (batch * n[6] + head * n[7]) * item_size
+    return n[0], n[1], keys, values, key_size, value_size
+
+
+@njit(**OPTIONS)
+def _biases_of(batch: int, mask: Any, columns: Any) -> Any:
+    """What a mask, of numbers of a table, adds to the scores of tokens with some columns; nothing without one."""
+    bias = np.empty(columns.shape[0] if mask[0] else 0, dtype=np.float32)
+    if mask[0]:
+        row = mask_row(batch, (mask[0], mask[1], mask[2], mask[3]))
+        for t in range(columns.shape[0]):
+            bias[t] = bias_at(row, columns[t])
+    return bias
+
+
+@njit(**OPTIONS)
 def _attend_task(task: int, n: Any, scale: float) -> None:
     """Attention of some queries of one head; `n` is the table of `_attend`."""
-    num_matrices, num_heads, groups, key_dim, value_dim, num_slots = n[0] * n[1], n[1], n[2], n[3], n[4], n[5]
-    row_blocks = -(-groups // ROWS)
+    batch_size, num_heads, key_dim, value_dim, rotated_together = n[:_KEYS]
+    num_slots, slot_address, count_address, groups, query_address, output_address, dtype = n[_CALL:_WINDOW]
+    num_matrices, row_blocks = batch_size * num_heads, -(-groups // ROWS)
     matrix, row = task // row_blocks, task % row_blocks * ROWS
     batch, head = matrix // num_heads, matrix % num_heads
-    dtype, item_size = n[30], 4 if n[30] == 1 else 2
-    keys, values = _keys_of(matrix, num_matrices, key_dim, n[6:]), _values_of(matrix, n[16:])
-    key_size, value_size = key_dim * item_size, value_dim * item_size
-    first_slot, origin = longs_at(n[26], (n[0],))[batch], matrix * n[29]
-    sinks = (first_slot, n[29], n[27] + origin * key_size, n[28] + origin * value_size)
-    window_keys = n[33] + (batch * n[34] + head * n[35]) * item_size
-    window_values = n[36] + (batch * n[37] + head * n[38]) * item_size
-    window = (n[31], n[32], window_keys, window_values, key_size, value_size)
-    slots, count = longs_at(n[24], (num_matrices, num_slots))[matrix], longs_at(n[25], (num_matrices,))[matrix]
-    exact, coded, columns = _locate(slots, count, longs_at(n[14], (n[15], 3)), keys, values, sinks, window)
-    bias = np.empty(columns.shape[0] if n[39] else 0, dtype=np.float32)
-    if n[39]:
-        mask = mask_row(batch, (n[39], n[40], n[41], n[42]))
-        for t in range(columns.shape[0]):
-            bias[t] = bias_at(mask, columns[t])
-    queries = floats_at(n[43], (num_matrices, groups, key_dim))[matrix, row : row + ROWS]
+    item_size = 4 if dtype == 1 else 2
+    dims, sizes = (key_dim, value_dim), (key_dim * item_size, value_dim * item_size)
+    keys, values = keys_of(matrix, num_matrices, key_dim, n[_KEYS:]), values_of(matrix, n[_VALUES:])
+    first_address, sink_keys, sink_values, num_sinks, run_address, num_runs = n[_SINKS:_CALL]
+    origin = matrix * num_sinks
+    sinks = (
+        *(longs_at(first_address, (batch_size,))[batch], num_sinks),
+        *(sink_keys + origin * sizes[0], sink_values + origin * sizes[1]),
+    )
+    window = _window_of(batch, head, n[_WINDOW:], sizes[0], sizes[1], item_size)
+    slots = longs_at(slot_address, (num_matrices, num_slots))[matrix]
+    count = longs_at(count_address, (num_matrices,))[matrix]
+    exact, coded, columns = locate(slots, count, longs_at(run_address, (num_runs, 3)), keys, values, sinks, window)
+    bias = _biases_of(batch, n[_MASK:], columns)
+    queries = floats_at(query_address, (num_matrices, groups, key_dim))[matrix, row : row + ROWS]
     softmax = _start(queries, float32(scale), value_dim)
     # A row more than tokens, as they are gone through in pairs
     key_floats, value_floats = zeros(_TILE + 1, padded_columns(key_dim)), zeros(_TILE + 1, padded_columns(value_dim))
-    _attend_exact(softmax, exact, dtype, (key_dim, value_dim), bias, key_floats, value_floats)
-    _attend_codes(softmax, coded, keys, values, (key_dim, value_dim), bias, key_floats, value_floats)
-    output = floats_at(n[44], (num_matrices, groups, value_dim))[matrix]
+    _attend_exact(softmax, exact, dtype, dims, bias, key_floats, value_floats)
+    _attend_codes(softmax, coded, keys, values, dims, bias, key_floats, value_floats)
+    output = floats_at(output_address, (num_matrices, groups, value_dim))[matrix]
     for r in range(queries.shape[0]):
-        if n[23] > 1:
-            rotate_row(softmax.rotated, r, 0, value_dim, n[23])
+        if rotated_together > 1:
+            rotate_row(softmax.rotated, r, 0, value_dim, rotated_together)
         weight = softmax.total[0, r] + softmax.total[0, r + ROWS]
         factor = float32(1) / weight if weight > 0 else float32(0)
         for d in range(value_dim):
@@ -318,28 +215,51 @@ def _attend(address: int) -> None:
     """
     The worker of a table, see `threads`.
 
-    It has B, H, G, D, E, K; of keys the addresses of codes, steps and minima, groups that there is room for, tokens of
-    a group, bytes of a token, address of the planes and how many, address of the runs and how many; of values the
-    address of the pages' addresses, pages, tokens of a page, bytes of a row, address of the planes and how many,
-    channels of a group and those that are rotated together; addresses of slots and counts; of sink tokens the
-    addresses of first slots, keys and values, and S; of the window its dtype as of `_read_row`, W, its first column of
-    the mask, the address of its keys and their strides over B and H, and the same of its values; of the mask what
-    `rows.mask_numbers` says, or zeros; addresses of queries and output, float32; the factor of the scores, float64.
+    It has B, H, D, E and channels that are rotated together; of keys and values what `keys_of` and `values_of` take;
+    of sink tokens the addresses of first slots, keys and values, and S; address of the runs and how many; K, addresses
+    of slots and counts, G, addresses of queries and output, float32, how many marks the window's dtype has in
+    `rows.DTYPES`; W, the window's first column of the mask, address of its keys and their strides over B and H, the
+    same of its values; of a mask what `rows.mask_numbers` says, or zeros; the factor of the scores, float64.
     """
-    n = longs_at(address, (FIRST + 46,))[FIRST:]
-    scale = doubles_at(address, (FIRST + 46,))[FIRST + 45]
+    n = longs_at(address, (FIRST + _END,))[FIRST:]
+    scale = doubles_at(address, (FIRST + _END,))[FIRST + _END - 1]
     task, count = take_task(address), num_tasks(address)
     while task < count:
         _attend_task(task, n, scale)
         task = take_task(address)
 
 
+class _Table:
+    """The table of tokens, and what it has addresses of: in a model's step all that is touched comes from memory."""
+
+    def __init__(self, tokens: "CodedTokens"):
+        keys, values, sinks = tokens.keys, tokens.values, tokens.sinks
+        batch_size, num_heads, _, key_dim = keys.scale.shape
+        stored = (keys.codes, keys.scale, keys.zero, sinks.first, sinks.keys, sinks.values, *values.pages)
+        self._tensors = [tensor.contiguous() for tensor in stored]
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        planes = [packed_planes(key_dim, keys.nbits), packed_planes(values.head_dim, values.nbits)]
+        self._arrays = [np.array(each, dtype=np.int64) for each in (*planes, keys.runs, addresses[6:])]
+        key_planes, value_planes, runs, pages = ((each.ctypes.data, len(each)) for each in self._arrays)
+        numbers = (
+            *(batch_size, num_heads, key_dim, values.head_dim, rotation_size(values.head_dim)),
+            *(*addresses[:3], *keys.codes.shape[2:], *key_planes),
+            *(*pages, *values.pages[0].shape[2:], *value_planes, values.group_size),
+            *(*addresses[3:6], sinks.keys.shape[2], *runs),
+        )
+        assert len(numbers) == _CALL
+        self.num_matrices, self.value_dim = batch_size * num_heads, values.head_dim
+        self.numbers = array("q", (0, 0, *numbers, *(0,) * (_END - _CALL)))
+
+
+# Of tokens that live
+_TABLES: "WeakKeyDictionary[CodedTokens, _Table]" = WeakKeyDictionary()
+
+
 @torch.compiler.disable
 def attend_chosen(
     query: torch.Tensor,
-    keys: "KeyGroups",
-    values: ValuePages,
-    sinks: SinkStates,
+    tokens: "CodedTokens",
     slots: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
@@ -353,9 +273,7 @@ def attend_chosen(
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        keys (`KeyGroups`): keys of the tokens in all slots.
-        values (`ValuePages`): their values.
-        sinks (`SinkStates`): those of the tokens that are exact all the same, in the window's dtype.
+        tokens (`CodedTokens`): the tokens in all slots; exact ones are in the window's dtype.
         slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen.
         count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
         window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens, of a
@@ -368,35 +286,24 @@ def attend_chosen(
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
-    batch_size, num_heads, groups, key_dim = query.shape
-    window_length, value_dim = window_values.shape[2:]
+    table = _TABLES.get(tokens)
+    if table is None:
+        table = _TABLES[tokens] = _Table(tokens)
+    groups = query.shape[2]
     # Names keep alive what is handed over by address
     queries, slots, count = query.float().contiguous(), slots.contiguous(), count.contiguous()
-    codes, steps, minima = keys.codes.contiguous(), keys.scale.contiguous(), keys.zero.contiguous()
-    pages = [page.contiguous() for page in values.pages]
-    addresses = np.array([page.data_ptr() for page in pages], dtype=np.int64)
-    runs = np.array(keys.runs, dtype=np.int64)
-    key_planes, value_planes = _planes(key_dim, keys.nbits), _planes(value_dim, values.nbits)
-    first, sink_keys, sink_values = (states.contiguous() for states in sinks)
     window_keys, window_values = with_whole_rows(window_keys), with_whole_rows(window_values)
     mask = None if mask is None else readable_mask(mask)
-    output = torch.empty((batch_size, num_heads, groups, value_dim), dtype=torch.float32)
-    numbers = (
-        *(batch_size, num_heads, groups, key_dim, value_dim, slots.shape[2]),
-        *(codes.data_ptr(), steps.data_ptr(), minima.data_ptr(), *codes.shape[2:]),
-        *(key_planes.ctypes.data, len(key_planes), runs.ctypes.data, len(runs)),
-        *(addresses.ctypes.data, len(pages), *pages[0].shape[2:], value_planes.ctypes.data, len(value_planes)),
-        *(values.group_size, rotation_size(value_dim), slots.data_ptr(), count.data_ptr()),
-        *(first.data_ptr(), sink_keys.data_ptr(), sink_values.data_ptr(), sink_keys.shape[2]),
-        *(len(DTYPES[window_keys.dtype]), window_length, window_start),
+    output = torch.empty((*query.shape[:3], table.value_dim), dtype=torch.float32)
+    numbers = table.numbers
+    numbers[NEXT], numbers[COUNT] = 0, table.num_matrices * -(-groups // ROWS)
+    call = (
+        *(slots.shape[2], slots.data_ptr(), count.data_ptr(), groups, queries.data_ptr(), output.data_ptr()),
+        *(len(DTYPES[window_keys.dtype]), window_keys.shape[2], window_start),
         *(window_keys.data_ptr(), *window_keys.stride()[:2], window_values.data_ptr(), *window_values.stride()[:2]),
         *((0, 0, 0, 0) if mask is None else mask_numbers(mask)),
-        *(queries.data_ptr(), output.data_ptr(), bits_of(scale)),
+        bits_of(scale),
     )
-    run(_attend, batch_size * num_heads * -(-groups // ROWS), numbers)
-    return output.to(query.dtype)
-
-
-@cache
-def _planes(dim: int, nbits: int) -> np.ndarray:
-    return np.array(packed_planes(dim, nbits), dtype=np.int64)
+    numbers[FIRST + _CALL :] = array("q", call)
+    run_table(entry_of(_attend), numbers, num_threads())
+    return output if query.dtype is torch.float32 else output.to(query.dtype)

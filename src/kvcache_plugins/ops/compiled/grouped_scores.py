@@ -9,7 +9,9 @@ Legend: M key/value heads of all items, G queries a head, R of them that share t
 of a group, P bytes of a token, N slots.
 """
 
+from array import array
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from numba import float32, njit
 from .arrays import bytes_at, floats_at, halves_at, longs_at, zeros
 from .integer_products import dot_words, first_channels, in_order_of_codes, round_queries, sum_lanes
 from .primitives import OPTIONS, ROWS, WORKER, to_floats
-from .threads import FIRST, num_tasks, run, take_task
+from .threads import FIRST, NEXT, entry_of, num_tasks, num_threads, run_table, take_task
 from .vectors import (
     LANES,
     WORDS,
@@ -34,11 +36,13 @@ from .vectors import (
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.ops.grouped_scores import KeyGroups
+    from kvcache_plugins.ops.coded_tokens import KeyGroups
 
 # Tokens whose products wait to become scores, and tokens of a task, about
 _TILE = 64
 _TOKENS_PER_TASK = 2048
+# Where in a table addresses begin, and what belongs to a call
+_CODES, _CALL = 8, 13
 _column_0, _column_1, _column_2, _column_3 = columns_of_four
 
 
@@ -135,16 +139,17 @@ def _score_groups(
 
 
 @njit(**OPTIONS)
-def _score_task(task: int, shape: Any, rows: Any, fields: Any, addresses: Any) -> None:
-    """The scores of all queries of one head for some of its groups."""
-    (num_heads, groups, head_dim, field_size, num_groups, group_size, width, num_runs, num_slots, num_parts) = shape
+def _score_task(task: int, n: Any, rows: Any, fields: Any) -> None:
+    """The scores of all queries of one head for some of its groups; `n` is the table of a worker."""
+    num_heads, head_dim, field_size, num_groups, group_size, width, num_slots, num_parts = n[:_CODES]
+    groups, query_address, score_address = n[_CALL:]
     head, part = task // num_parts, task % num_parts
-    queries = floats_at(addresses[0], (num_heads, groups, head_dim))[head]
-    codes = bytes_at(addresses[1], (num_heads, num_groups * group_size, width))[head]
-    scale = halves_at(addresses[2], (num_heads, num_groups, head_dim))[head]
-    zero = halves_at(addresses[3], (num_heads, num_groups, head_dim))[head]
-    runs = longs_at(addresses[4], (num_runs, 3))
-    scores = floats_at(addresses[5], (num_heads, groups, num_slots))[head]
+    codes = bytes_at(n[_CODES], (num_heads, num_groups * group_size, width))[head]
+    scale = halves_at(n[_CODES + 1], (num_heads, num_groups, head_dim))[head]
+    zero = halves_at(n[_CODES + 2], (num_heads, num_groups, head_dim))[head]
+    runs = longs_at(n[_CODES + 3], (n[_CODES + 4], 3))
+    queries = floats_at(query_address, (num_heads, groups, head_dim))[head]
+    scores = floats_at(score_address, (num_heads, groups, num_slots))[head]
     at_once = -(-_TOKENS_PER_TASK // group_size)
     span, sizes = (part * at_once, (part + 1) * at_once), (group_size, field_size)
     for row in range(0, groups, len(rows)):
@@ -156,18 +161,17 @@ def _score_task(task: int, shape: Any, rows: Any, fields: Any, addresses: Any) -
 
 def _make_worker(rows: tuple[int, ...], fields: tuple[int, ...]) -> Any:
     """
-    The worker of a table, see `threads`, for tuples whose lengths count: M, G, D, channels of a field, groups that
-    there is room for, T, P, runs, N and tasks of a head; addresses of queries, codes, steps, minima, runs and scores.
+    The worker of a table, see `threads`, for tuples whose lengths count: M, D, channels of a field, groups that there
+    is room for, T, P, N and tasks of a head; addresses of codes, steps, minima and runs, and how many those are; G,
+    addresses of queries and scores.
     """
 
     @njit(**WORKER)
     def score(address: int) -> None:
-        n = longs_at(address, (FIRST + 16,))[FIRST:]
-        shape = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9])
-        addresses = (n[10], n[11], n[12], n[13], n[14], n[15])
+        n = longs_at(address, (FIRST + _CALL + 3,))[FIRST:]
         task, count = take_task(address), num_tasks(address)
         while task < count:
-            _score_task(task, shape, rows, fields, addresses)
+            _score_task(task, n, rows, fields)
             task = take_task(address)
 
     return score
@@ -179,29 +183,43 @@ _WORKERS = {
 }
 
 
+class _Table:
+    """The table of keys, and what it has addresses of: in a model's step all that is touched comes from memory."""
+
+    def __init__(self, keys: "KeyGroups"):
+        batch_size, num_heads, num_groups, group_size, field_size = keys.codes.shape
+        # Less than is read at once, of heads smaller than models have them
+        filling = max(WORDS - field_size, 0)
+        self.codes = F.pad(keys.codes, (0, filling)) if filling else keys.codes.contiguous()
+        self.scale, self.zero = keys.scale.contiguous(), keys.zero.contiguous()
+        self.runs = np.array(keys.runs, dtype=np.int64)
+        self.num_slots = keys.runs[-1][1]
+        num_parts = -(-num_groups // -(-_TOKENS_PER_TASK // group_size))
+        self.num_tasks = batch_size * num_heads * num_parts
+        numbers = (
+            *(batch_size * num_heads, keys.scale.shape[3], field_size, num_groups, group_size),
+            *(self.codes.shape[4], self.num_slots, num_parts),
+            *(each.data_ptr() for each in (self.codes, self.scale, self.zero)),
+            *(self.runs.ctypes.data, len(self.runs)),
+        )
+        self.numbers = array("q", (0, self.num_tasks, *numbers, 0, 0, 0))
+
+
+# Of keys that live
+_TABLES: "WeakKeyDictionary[KeyGroups, _Table]" = WeakKeyDictionary()
+
+
 @torch.compiler.disable
 def grouped_scores(query: torch.Tensor, keys: "KeyGroups") -> torch.Tensor:
     """See `ops.grouped_scores`."""
-    batch_size, num_heads, groups, head_dim = query.shape
-    # Names keep alive what is handed over by address
-    queries, codes, scale, zero = (
-        query.float().contiguous(),
-        keys.codes,
-        keys.scale.contiguous(),
-        keys.zero.contiguous(),
-    )
-    field_size = codes.shape[4]
-    # Less than is read at once, of heads smaller than models have them
-    codes = F.pad(codes, (0, WORDS - field_size)) if field_size < WORDS else codes.contiguous()
-    runs = np.array(keys.runs, dtype=np.int64)
-    num_slots, (num_groups, group_size, width) = keys.runs[-1][1], codes.shape[2:]
-    num_parts = -(-num_groups // -(-_TOKENS_PER_TASK // group_size))
-    scores = torch.empty((batch_size, num_heads, groups, num_slots), dtype=torch.float32)
-    numbers = (
-        *(batch_size * num_heads, groups, head_dim, field_size, num_groups, group_size, width),
-        *(len(runs), num_slots, num_parts),
-        *(each.data_ptr() for each in (queries, codes, scale, zero)),
-        *(runs.ctypes.data, scores.data_ptr()),
-    )
-    run(_WORKERS[min(groups, ROWS), 8 // keys.nbits], batch_size * num_heads * num_parts, numbers)
+    table = _TABLES.get(keys)
+    if table is None:
+        table = _TABLES[keys] = _Table(keys)
+    # A name keeps alive what is handed over by address
+    queries, groups = query.float().contiguous(), query.shape[2]
+    scores = torch.empty((*query.shape[:3], table.num_slots), dtype=torch.float32)
+    numbers = table.numbers
+    numbers[NEXT] = 0
+    numbers[FIRST + _CALL :] = array("q", (groups, queries.data_ptr(), scores.data_ptr()))
+    run_table(entry_of(_WORKERS[min(groups, ROWS), 8 // keys.nbits]), numbers, num_threads())
     return scores
