@@ -1,9 +1,9 @@
 """Attention over tokens of which keys and values are codes, only those that were chosen, and over exact ones.
 
 A task is one head and up to four of its queries. Its tokens are put in the order of their groups of keys first, so
-that a group's steps become floats once, and what is read lies in order. A tile of them becomes floats in arrays that
-stay in the machine's nearest cache, while the rows of the next are called for. Values are summed as they are stored,
-rotated, and the sum is rotated back. Exact tokens, sink tokens and the window's, have a sum of their own.
+that a group's steps go into queries once, and what is read lies in order. What is stored of a tile of them is copied,
+one token behind the other, while the rows of the next are called for; then codes become floats in registers, as in
+`tile`. Exact tokens, sink tokens and the window's, have a sum of their own, which is not rotated back.
 
 Legend: B batch, H key/value heads, G queries a head, D and E head dims of keys and values, K slots, S sink tokens, W
 tokens of the window, T tokens of a tile.
@@ -15,72 +15,79 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numba import float32, njit
+from numba import float32, int64, njit, uint16
 
-from kvcache_plugins.ops.quantization import packed_planes
+from kvcache_plugins.ops.quantization import packed_size
 from kvcache_plugins.ops.rotation import rotation_size
 
-from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, longs_at, zeros
+from .arrays import (
+    MINUS_INFINITY,
+    bytes_at,
+    doubles_at,
+    filled,
+    floats_at,
+    layout_at,
+    longs_at,
+    table_of_layout,
+    zeros,
+)
 from .chosen_tokens import keys_of, locate, prefetch_tile, values_of
-from .coded_rows import apply_step, apply_steps, half_at, padded_columns, widen_codes
+from .layout import CodeLayout, code_layout
 from .primitives import (
     OPTIONS,
     ROWS,
     WORKER,
     accumulate_states,
+    dot_codes,
     dot_states,
     scale_rows,
     softmax_tile,
-    to_floats,
 )
+from .row_copies import copy_bytes
 from .rows import DTYPES, add_biases, bias_at, load_numbers, mask_numbers, mask_row, readable_mask, with_whole_rows
-from .threads import (
-    COUNT,
-    FIRST,
-    NEXT,
-    bits_of,
-    entry_of,
-    num_tasks,
-    num_threads,
-    run_table,
-    take_task,
-)
-from .tile import rotate_row
+from .threads import COUNT, FIRST, NEXT, bits_of, entry_of, num_tasks, num_threads, run_table, take_task
+from .tile import Sums, accumulate_values, fold_scales, load_queries, scale_sums, write_sums
 from .vectors import LANES, store_floats
 
 
 if TYPE_CHECKING:
     from kvcache_plugins.ops.coded_tokens import CodedTokens
 
-_TILE = 32
+_TILE = 64
 # Where in a table begins what is of keys, values, sink tokens, a call, its window and its mask, and how long it is
-_KEYS, _VALUES, _SINKS, _CALL, _WINDOW, _MASK, _END = 5, 13, 20, 26, 33, 41, 46
+_KEYS, _VALUES, _SINKS, _CALL, _WINDOW, _MASK, _END = 8, 14, 19, 25, 32, 40, 45
+
+
+class _Tile(NamedTuple):
+    """What is stored of a tile's tokens: codes of keys and values `[T, bytes]`, steps and minima of the latter."""
+
+    keys: Any
+    values: Any
+    scale: Any
+    zero: Any
 
 
 class _Softmax(NamedTuple):
     """
-    The online softmax of a task: queries `[4, whole vectors]`; scores of a tile; maximum, total and decay as of
-    `primitives.softmax_tile`; the sum of exact values and that of rotated ones, `[4, whole vectors]`.
+    The online softmax of a task: queries `[4, whole vectors]`, scores of a tile, and what those that are accumulated
+    are multiplied by; the sum of exact values `[4, whole vectors]`, and of codes.
     """
 
     queries: Any
     scores: Any
-    maximum: Any
-    total: Any
     decay: Any
     exact: Any
-    rotated: Any
+    sums: Sums
 
 
 @njit(**OPTIONS)
-def _weigh(softmax: Any, keys: Any, bias: Any, start: int, tokens: int) -> None:
-    """The weights of a tile of keys, in its scores; `bias` are the mask's, which token `start` on are of the tile."""
-    dot_states(softmax.queries, keys, tokens, softmax.scores)
+def _weigh(softmax: Any, bias: Any, start: int, tokens: int) -> None:
+    """The scores of a tile to weights; `bias` are the mask's, of which those from `start` on are the tile's."""
     if bias.shape[0] > 0:
         add_biases(bias, start, tokens, softmax.scores)
-    if softmax_tile(tokens, softmax.scores, softmax.maximum, softmax.total, softmax.decay):
+    if softmax_tile(tokens, softmax.scores, softmax.sums.maximum, softmax.sums.total, softmax.decay):
         scale_rows(softmax.decay, softmax.exact)
-        scale_rows(softmax.decay, softmax.rotated)
+        scale_sums(softmax.decay, softmax.sums)
 
 
 @njit(**OPTIONS)
@@ -97,60 +104,87 @@ def _read_row(address: int, dtype: int, dim: int, floats: Any, number: int) -> N
 
 
 @njit(**OPTIONS)
-def _attend_exact(softmax: Any, addresses: Any, dtype: int, dims: Any, bias: Any, keys: Any, values: Any) -> None:
+def _attend_exact(softmax: Any, addresses: Any, dtype: int, dims: Any, bias: Any) -> None:
     """Adds the tokens whose keys and values are at `addresses` `[2, any]`."""
+    # A row more than tokens, as they are gone through in pairs
+    keys, values = zeros(_TILE + 1, softmax.queries.shape[1]), zeros(_TILE, softmax.exact.shape[1])
     for start in range(0, addresses.shape[1], _TILE):
         tokens = min(_TILE, addresses.shape[1] - start)
         for t in range(tokens):
             _read_row(addresses[0, start + t], dtype, dims[0], keys, t)
             _read_row(addresses[1, start + t], dtype, dims[1], values, t)
-        _weigh(softmax, keys, bias, start, tokens)
+        dot_states(softmax.queries, keys, tokens, softmax.scores)
+        _weigh(softmax, bias, start, tokens)
         accumulate_states(softmax.scores, values, tokens, softmax.exact)
 
 
 @njit(**OPTIONS)
-def _attend_codes(
-    softmax: Any, tokens: Any, keys: Any, values: Any, dims: Any, bias: Any, key_floats: Any, value_floats: Any
-) -> None:
-    """Adds tokens in codes: `[3, any]`, addresses of their key's codes and their value's row, and group of the key."""
-    num_exact, count, key_bytes = max(bias.shape[0] - tokens.shape[1], 0), tokens.shape[1], keys.row_bytes
-    steps, minima = zeros(1, -(-dims[0] // LANES) * LANES), zeros(1, -(-dims[0] // LANES) * LANES)
-    scratch = zeros(1, max(key_floats.shape[1], value_floats.shape[1]))
-    num_groups, code_bytes, group = dims[1] // values.group_size, 0, -1
-    for plane in range(values.planes.shape[0]):
-        code_bytes += values.planes[plane, 2]
-    prefetch_tile(tokens, 0, _TILE, key_bytes, values.row_bytes)
-    for start in range(0, count, _TILE):
-        prefetch_tile(tokens, start + _TILE, start + 2 * _TILE, key_bytes, values.row_bytes)
-        in_tile = min(_TILE, count - start)
-        for t in range(in_tile):
-            if tokens[2, start + t] != group:
-                group = tokens[2, start + t]
-                to_floats(keys.scale, group, 0, dims[0], steps)
-                to_floats(keys.zero, group, 0, dims[0], minima)
-            widen_codes(bytes_at(tokens[0, start + t], (1, key_bytes)), 0, keys.planes, key_floats, t, scratch)
-            apply_steps(steps, minima, key_floats, t)
-            row = bytes_at(tokens[1, start + t], (1, values.row_bytes))
-            widen_codes(row, 0, values.planes, value_floats, t, scratch)
-            for g in range(num_groups):
-                step, minimum = half_at(row, 0, code_bytes + 2 * g), half_at(row, 0, code_bytes + 2 * (num_groups + g))
-                apply_step(step, minimum, g * values.group_size, (g + 1) * values.group_size, value_floats, t)
-        _weigh(softmax, key_floats, bias, num_exact + start, in_tile)
-        accumulate_states(softmax.scores, value_floats, in_tile, softmax.rotated)
+def _copy_tile(tokens: Any, start: int, count: int, keys: Any, values: Any, tile: _Tile) -> None:
+    """What is stored of some tokens, one behind the other."""
+    scale, zero, num_groups = tile.scale, tile.zero, tile.scale.shape[1]
+    key_place, value_place = tile.keys.ctypes.data, tile.values.ctypes.data
+    for t in range(count):
+        value = tokens[1, start + t]
+        copy_bytes(int64(tokens[0, start + t]), int64(key_place), int64(keys.row_bytes))
+        copy_bytes(int64(value), int64(value_place), int64(values.code_bytes))
+        key_place += tile.keys.shape[1]
+        value_place += tile.values.shape[1]
+        row = bytes_at(value + values.code_bytes, (4 * num_groups,))
+        for g in range(num_groups):
+            step, minimum = 2 * g, 2 * (num_groups + g)
+            scale[t, g] = uint16(uint16(row[step]) | uint16(row[step + 1]) << uint16(8))
+            zero[t, g] = uint16(uint16(row[minimum]) | uint16(row[minimum + 1]) << uint16(8))
 
 
 @njit(**OPTIONS)
-def _start(query: Any, scale: Any, value_dim: int) -> _Softmax:
-    """Of up to four queries `[any, D]`."""
+def _attend_codes(
+    softmax: Any, queries: Any, rows: int, tokens: Any, keys: Any, values: Any, layouts: Any, tile: Any, bias: Any
+) -> None:
+    """Adds tokens in codes, `[3, any]` as `locate` says."""
+    num_exact, length, scores = max(bias.shape[0] - tokens.shape[1], 0), tokens.shape[1], softmax.scores
+    layout, num_groups = layouts[0], tile.scale.shape[1]
+    folded, base, codes = queries.folded, queries.base, tile.keys
+    places, masks, vectors = layout.places, layout.masks, (int64(0), int64(layout.places.shape[0]))
+    floats, scaled = np.empty((1, _TILE * num_groups), dtype=np.float32), zeros(1, (_TILE + 2) * ROWS)
+    prefetch_tile(tokens, 0, _TILE, keys.row_bytes, values.row_bytes)
+    for start in range(0, length, _TILE):
+        prefetch_tile(tokens, start + _TILE, start + 2 * _TILE, keys.row_bytes, values.row_bytes)
+        count = min(_TILE, length - start)
+        _copy_tile(tokens, start, count, keys, values, tile)
+        first = 0
+        while first < count:
+            group, last = tokens[2, start + first], first + 1
+            while last < count and tokens[2, start + last] == group:
+                last += 1
+            if queries.group[0] != group:
+                fold_scales(queries, rows, layout, keys.scale, keys.zero, group)
+                queries.group[0] = group
+            dot_codes(rows, folded, codes, places, masks, vectors, (int64(0), int64(first), int64(last)), base, scores)
+            first = last
+        _weigh(softmax, bias, num_exact + start, count)
+        accumulate_values(
+            rows, layouts[1], tile.values, tile.scale, tile.zero, 0, count, floats, scaled, scores, softmax.sums
+        )
+
+
+@njit(**OPTIONS)
+def _start(query: Any, scale: Any, value_dim: int, num_groups: int, layout: CodeLayout) -> _Softmax:
+    """Of up to four queries `[any, D]`, and values in groups of channels."""
     key_dim = query.shape[1]
     queries = zeros(ROWS, -(-key_dim // LANES) * LANES)
     for r in range(query.shape[0]):
         for d in range(key_dim):
             queries[r, d] = query[r, d] * scale
-    padded = -(-value_dim // LANES) * LANES
-    maximum, total, decay = filled(1, 2 * ROWS, MINUS_INFINITY), zeros(1, 2 * ROWS), zeros(1, 2 * ROWS)
-    scores = zeros(1, (_TILE + 2) * ROWS)
-    return _Softmax(queries, scores, maximum, total, decay, zeros(ROWS, padded), zeros(ROWS, padded))
+    sums = Sums(
+        zeros(ROWS, layout.places.shape[0] * LANES),
+        zeros(1, ROWS * value_dim),
+        zeros(num_groups, ROWS),
+        zeros(0, ROWS),
+        zeros(1, 2 * ROWS),
+        filled(1, 2 * ROWS, MINUS_INFINITY),
+    )
+    exact = zeros(ROWS, -(-value_dim // LANES) * LANES)
+    return _Softmax(queries, zeros(1, (_TILE + 2) * ROWS), zeros(1, 2 * ROWS), exact, sums)
 
 
 @njit(**OPTIONS)
@@ -175,7 +209,7 @@ def _biases_of(batch: int, mask: Any, columns: Any) -> Any:
 @njit(**OPTIONS)
 def _attend_task(task: int, n: Any, scale: float) -> None:
     """Attention of some queries of one head; `n` is the table of `_attend`."""
-    batch_size, num_heads, key_dim, value_dim, rotated_together = n[:_KEYS]
+    batch_size, num_heads, key_dim, value_dim, num_groups, rotated_together, key_table, value_table = n[:_KEYS]
     num_slots, slot_address, count_address, groups, query_address, output_address, dtype = n[_CALL:_WINDOW]
     num_matrices, row_blocks = batch_size * num_heads, -(-groups // ROWS)
     matrix, row = task // row_blocks, task % row_blocks * ROWS
@@ -195,19 +229,24 @@ def _attend_task(task: int, n: Any, scale: float) -> None:
     exact, coded, columns = locate(slots, count, longs_at(run_address, (num_runs, 3)), keys, values, sinks, window)
     bias = _biases_of(batch, n[_MASK:], columns)
     queries = floats_at(query_address, (num_matrices, groups, key_dim))[matrix, row : row + ROWS]
-    softmax = _start(queries, float32(scale), value_dim)
-    # A row more than tokens, as they are gone through in pairs
-    key_floats, value_floats = zeros(_TILE + 1, padded_columns(key_dim)), zeros(_TILE + 1, padded_columns(value_dim))
-    _attend_exact(softmax, exact, dtype, dims, bias, key_floats, value_floats)
-    _attend_codes(softmax, coded, keys, values, dims, bias, key_floats, value_floats)
-    output = floats_at(output_address, (num_matrices, groups, value_dim))[matrix]
-    for r in range(queries.shape[0]):
-        if rotated_together > 1:
-            rotate_row(softmax.rotated, r, 0, value_dim, rotated_together)
-        weight = softmax.total[0, r] + softmax.total[0, r + ROWS]
+    rows, layouts = queries.shape[0], (layout_at(key_table), layout_at(value_table))
+    softmax = _start(queries, float32(scale), value_dim, num_groups, layouts[1])
+    tile = _Tile(
+        np.zeros((_TILE, max(layouts[0].row_size, keys.row_bytes)), dtype=np.uint8),
+        np.zeros((_TILE, max(layouts[1].row_size, values.code_bytes)), dtype=np.uint8),
+        np.empty((_TILE, num_groups), dtype=np.uint16),
+        np.empty((_TILE, num_groups), dtype=np.uint16),
+    )
+    own = load_queries(queries, float32(scale), rows, 0, layouts[0])
+    _attend_exact(softmax, exact, dtype, dims, bias)
+    _attend_codes(softmax, own, rows, coded, keys, values, layouts, tile, bias)
+    output = floats_at(output_address, (num_matrices, groups, value_dim))[matrix, row : row + rows]
+    write_sums(rotated_together, layouts[1], rows, softmax.sums, output)
+    for r in range(rows):
+        weight = softmax.sums.total[0, r] + softmax.sums.total[0, r + ROWS]
         factor = float32(1) / weight if weight > 0 else float32(0)
         for d in range(value_dim):
-            output[row + r, d] = (softmax.exact[r, d] + softmax.rotated[r, d]) * factor
+            output[r, d] = (softmax.exact[r, d] + output[r, d]) * factor
 
 
 @njit(**WORKER)
@@ -215,7 +254,8 @@ def _attend(address: int) -> None:
     """
     The worker of a table, see `threads`.
 
-    It has B, H, D, E and channels that are rotated together; of keys and values what `keys_of` and `values_of` take;
+    It has B, H, D, E, groups of channels of a value and channels that are rotated together, addresses of the tables of
+    the layouts of keys and values; of keys and values what `keys_of` and `values_of` take;
     of sink tokens the addresses of first slots, keys and values, and S; address of the runs and how many; K, addresses
     of slots and counts, G, addresses of queries and output, float32, how many marks the window's dtype has in
     `rows.DTYPES`; W, the window's first column of the mask, address of its keys and their strides over B and H, the
@@ -238,14 +278,18 @@ class _Table:
         stored = (keys.codes, keys.scale, keys.zero, sinks.first, sinks.keys, sinks.values, *values.pages)
         self._tensors = [tensor.contiguous() for tensor in stored]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        planes = [packed_planes(key_dim, keys.nbits), packed_planes(values.head_dim, values.nbits)]
-        self._arrays = [np.array(each, dtype=np.int64) for each in (*planes, keys.runs, addresses[6:])]
-        key_planes, value_planes, runs, pages = ((each.ctypes.data, len(each)) for each in self._arrays)
+        num_groups = values.head_dim // values.group_size
+        layouts = code_layout(keys.nbits, key_dim, 1), code_layout(values.nbits, values.head_dim, num_groups)
+        self._arrays = [*map(table_of_layout, layouts)]
+        self._arrays += [np.array(each, dtype=np.int64) for each in (keys.runs, addresses[6:])]
+        tables, runs, pages = self._arrays[:2], *self._arrays[2:]
         numbers = (
-            *(batch_size, num_heads, key_dim, values.head_dim, rotation_size(values.head_dim)),
-            *(*addresses[:3], *keys.codes.shape[2:], *key_planes),
-            *(*pages, *values.pages[0].shape[2:], *value_planes, values.group_size),
-            *(*addresses[3:6], sinks.keys.shape[2], *runs),
+            *(batch_size, num_heads, key_dim, values.head_dim, num_groups, rotation_size(values.head_dim)),
+            *(table.ctypes.data for table in tables),
+            *(*addresses[:3], *keys.codes.shape[2:]),
+            *(pages.ctypes.data, len(pages), *values.pages[0].shape[2:]),
+            packed_size(values.head_dim, values.nbits),
+            *(*addresses[3:6], sinks.keys.shape[2], runs.ctypes.data, len(runs)),
         )
         assert len(numbers) == _CALL
         self.num_matrices, self.value_dim = batch_size * num_heads, values.head_dim

@@ -15,41 +15,37 @@ from .vectors import prefetch
 
 
 class Keys(NamedTuple):
-    """Keys of a head: address and bytes of a token of its codes, steps and minima `[groups, D]`, planes, and tokens of
-    a group."""
+    """Keys of a head: address of its codes, bytes of a token, steps and minima `[groups, D]`, tokens of a group."""
 
     codes: Any
     row_bytes: Any
     scale: Any
     zero: Any
-    planes: Any
     group_size: Any
 
 
 class Values(NamedTuple):
-    """Values of a head: addresses of the pages and of the head in each, tokens of a page, bytes of a row, planes, and
-    channels of a group."""
+    """Values of a head: addresses of the pages, where the head's begin in each, tokens of a page, bytes of a row, and
+    bytes of its codes."""
 
     pages: Any
     offset: Any
     page_tokens: Any
     row_bytes: Any
-    planes: Any
-    group_size: Any
+    code_bytes: Any
 
 
 @njit(**OPTIONS)
 def keys_of(matrix: int, num_matrices: int, dim: int, n: Any) -> Keys:
     """
     The keys of a head, of numbers of a table: addresses of codes, steps and minima, groups that there is room for,
-    tokens of a group, bytes of a token, address of the planes and how many.
+    tokens of a group, bytes of a token.
     """
     return Keys(
         n[0] + matrix * n[3] * n[4] * n[5],
         n[5],
         halves_at(n[1], (num_matrices, n[3], dim))[matrix],
         halves_at(n[2], (num_matrices, n[3], dim))[matrix],
-        longs_at(n[6], (n[7], 3)),
         n[4],
     )
 
@@ -58,10 +54,9 @@ def keys_of(matrix: int, num_matrices: int, dim: int, n: Any) -> Keys:
 def values_of(matrix: int, n: Any) -> Values:
     """
     The values of a head, of numbers of a table: address of the pages' addresses, pages, tokens of a page, bytes of a
-    row, address of the planes and how many, channels of a group.
+    row, bytes of its codes.
     """
-    pages, planes = longs_at(n[0], (n[1],)), longs_at(n[4], (n[5], 3))
-    return Values(pages, matrix * n[2] * n[3], n[2], n[3], planes, n[6])
+    return Values(longs_at(n[0], (n[1],)), matrix * n[2] * n[3], n[2], n[3], n[4])
 
 
 @njit(**OPTIONS)
@@ -100,7 +95,7 @@ def locate(slots: Any, count: int, runs: Any, keys: Any, values: Any, sinks: Any
     order = order_by_share(places, keys.group_size, ends)
     exact = np.empty((2, min(num_sinks, count) + length), dtype=np.int64)
     coded, columns = np.empty((3, count), dtype=np.int64), np.empty(count + length, dtype=np.int64)
-    num_exact, num_coded = 0, 0
+    num_exact, num_coded, group = 0, 0, 0
     for k in range(count):
         number = slots[order[k]] - first_slot
         if 0 <= number < num_sinks:
@@ -112,12 +107,16 @@ def locate(slots: Any, count: int, runs: Any, keys: Any, values: Any, sinks: Any
         columns[num_exact + t] = window_start + t
     num_exact += length
     for k in range(count):
-        slot, place = slots[order[k]], places[order[k]]
+        slot = slots[order[k]]
+        # Dividing takes longer
+        while k >= ends[group]:
+            group += 1
         if not 0 <= slot - first_slot < num_sinks:
             page = slot // values.page_tokens
-            coded[0, num_coded] = keys.codes + place * keys.row_bytes
-            coded[1, num_coded] = values.pages[page] + values.offset + slot % values.page_tokens * values.row_bytes
-            coded[2, num_coded] = place // keys.group_size
+            row = slot - page * values.page_tokens
+            coded[0, num_coded] = keys.codes + places[order[k]] * keys.row_bytes
+            coded[1, num_coded] = values.pages[page] + values.offset + row * values.row_bytes
+            coded[2, num_coded] = group
             columns[num_exact + num_coded] = slot
             num_coded += 1
     return exact[:, :num_exact], coded[:, :num_coded], columns[: num_exact + num_coded]

@@ -32,7 +32,7 @@ _LET_GO = int(mmap.MADV_DONTNEED)
 
 
 @untyped_intrinsic
-def _copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
+def copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
     """Bytes from one address to another."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -94,7 +94,7 @@ def _copy_head(matrix: int, shape: Any, pages: Any, slots: Any, out: int, advise
         for number in range(start, ends[share]):
             slot = slots[order[number]]
             place = pages[slot // page_tokens] + matrix * head_bytes + slot % page_tokens * row_bytes
-            _copy_bytes(int64(place), int64(out + order[number] * row_bytes), int64(row_bytes))
+            copy_bytes(int64(place), int64(out + order[number] * row_bytes), int64(row_bytes))
         start = ends[share]
         if advise != 0:
             for page in range(share * at_once, min((share + 1) * at_once, num_pages)):
