@@ -252,7 +252,7 @@ def words_of_floats(typing_context: Any, a: Any, b: Any) -> Any:
         # Machines cut off what is behind the point: of numbers above 0 that is rounding, with a half added
         above = [builder.fadd(arg, _constant(_FLOAT, 2.0**15 + 0.5)) for arg in args]
         rounded = [builder.sub(builder.fptosi(each, _of(_INT)), _constant(_INT, 2**15)) for each in above]
-        return builder.trunc(_shuffle(builder, *rounded, list(range(WORDS))), _of(_HALF, WORDS))
+        return builder.trunc(_shuffle(builder, rounded[0], rounded[1], list(range(WORDS))), _of(_HALF, WORDS))
 
     return _WORDS(_FLOATS, _FLOATS), generate
 
