@@ -1,11 +1,16 @@
 """What a layer holds and hands out whose store is one of codes, against plain references."""
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen_gear.coded_store import CodedStore
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
@@ -84,29 +89,152 @@ def test_values_are_rows_that_need_no_other(nbits: int, head_dim: int, group_siz
     assert torch.equal(rows.encode(values[:, :, 7:9]), encoded[:, :, 7:9])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("padding", [None, [0, 5], [70, 0]], ids=str)
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "key_nbits", "value_nbits"), [(64, 64, 4, 4), (80, 48, 2, 3), (16, 24, 8, 2)]
-)
-def test_compiled_code_widens_what_plain_pytorch_does(
-    key_dim: int, value_dim: int, key_nbits: int, value_nbits: int, padding: list[int] | None, dtype: torch.dtype
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    """What is attended to: bits, head dims, queries a head, and how the tokens came there."""
+
+    key_nbits: int = 4
+    value_nbits: int = 4
+    q_group_size: int | None = None
+    key_dim: int = 64
+    value_dim: int = 64
+    num_heads: int = 3
+    groups: int = 3
+    padding: tuple[int, int] | None = None
+    sink: int = 4
+    # Tokens that are dropped, and added anew, after the prompt
+    cropped: int = 0
+    count: int = 700
+
+
+CASES = {
+    "as by default": Case(),
+    "2 and 3 bits, head dims that vectors do not divide": Case(2, 3, key_dim=84, value_dim=20, groups=5),
+    "8 and 2 bits, one head, nine queries": Case(8, 2, key_dim=16, value_dim=24, num_heads=1, groups=9),
+    "few bytes a token, no groups of queries": Case(2, 8, key_dim=12, value_dim=48, num_heads=5, groups=1),
+    "groups of 8": Case(4, 3, q_group_size=8, value_dim=80),
+    "left padding": Case(4, 2, padding=(0, 70), value_dim=128, groups=4),
+    "left padding of all but the window": Case(padding=(5, 675)),
+    "several runs of tokens": Case(2, 4, cropped=100, padding=(3, 0)),
+    "no sink tokens": Case(sink=0),
+    "few tokens": Case(count=35, groups=2),
+}
+
+
+def stored_case(case: Case, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> InfiniGenLayer:
+    """A layer of two items, with a window."""
+    bits = case.key_nbits, case.value_nbits, case.q_group_size
+    layer = make_layer(*bits, sink=case.sink, pool_folder=folder)
+    size = 2, case.num_heads, case.count
+    keys, values = (states(*size, dim, seed=dim).to(dtype) for dim in (case.key_dim, case.value_dim))
+    layer.take_prompt(keys, values, None if case.padding is None else torch.tensor(case.padding))
+    if case.cropped:
+        for seed in (1, 2):
+            layer.tokens.drop_newest(case.cropped)
+            new = (states(2, case.num_heads, 170, dim, seed=seed).to(dtype) for dim in (case.key_dim, case.value_dim))
+            layer.tokens.append(*new)
+            layer.tokens.flush(layer._left_padding)
+        assert len(layer.tokens.store.scoring.stored().runs) == 3
+    return layer
+
+
+def random_choice(layer: InfiniGenLayer) -> Selection:
+    """Slots in any order, sink tokens of some among them; of the first head all, and of the last none."""
+    num_slots, shape = layer.pool.num_slots, layer.tokens.window.keys.shape[:2]
+    generator = torch.Generator().manual_seed(3)
+    slots = torch.stack([torch.randperm(num_slots, generator=generator) for _ in range(shape.numel())])
+    count = torch.randint(0, num_slots + 1, shape, generator=generator)
+    count.view(-1)[0], count.view(-1)[-1] = num_slots, 0
+    return Selection(slots.view(*shape, -1), count)
+
+
+def exact_attention(layer: InfiniGenLayer, query: torch.Tensor, choice: Selection, scale, mask) -> torch.Tensor:
+    """Head by head in float64, of what the codes stand for."""
+    store, window, slots = layer.tokens.store, layer.tokens.window, choice.slots
+    dense = store.scoring.decode(slots), store._value_rows.decode(store.pool.gather(slots))
+    keys, values = (side.double() for side in store.sinks.restore(*dense, slots))
+    output = torch.zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            count = choice.count[b, h]
+            own_keys = torch.cat([keys[b, h, :count], window.keys[b, h].double()])
+            own_values = torch.cat([values[b, h, :count], window.values[b, h].double()])
+            scores = query[b, h].double() @ own_keys.T * scale
+            if mask is not None:
+                columns = torch.cat([slots[b, h, :count], torch.arange(layer.tokens.num_pooled, mask.shape[1])])
+                line = mask[b, columns]
+                scores = scores + (line if line.dtype != torch.bool else torch.where(line, 0.0, -torch.inf))
+            output[b, h] = scores.softmax(dim=1).nan_to_num() @ own_values
+    return output
+
+
+def check_attention(layer: InfiniGenLayer, groups: int, mask: torch.Tensor | None = None, scale=0.3) -> torch.Tensor:
+    tokens, choice = layer.tokens, random_choice(layer)
+    window = tokens.window.keys, tokens.window.values
+    query = states(*window[0].shape[:2], groups, window[0].shape[3], seed=5).to(window[0].dtype)
+    output, kernel, is_fallback = tokens.store.attend(query, choice, window, scale, mask, tokens.num_pooled)
+    assert (kernel, is_fallback) == ("compiled", False)
+    assert output.dtype == query.dtype
+    expected = exact_attention(layer, query, choice, scale, mask)
+    # The output is rounded, and nothing else
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[query.dtype]
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    return output
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    layer = make_layer(key_nbits, value_nbits)
-    keys, values = (states(2, 3, 1200, dim).to(dtype) for dim in (key_dim, value_dim))
-    layer.take_prompt(keys, values, None if padding is None else torch.tensor(padding))
-    generator = torch.Generator().manual_seed(1)
-    slots = torch.stack([torch.randperm(1168, generator=generator)[:500] for _ in range(6)]).view(2, 3, -1)
-    # Sink tokens among them
-    slots[:, :, :6] = torch.tensor([0, 3, 4, 5, 70, 73])
-    count = torch.tensor([[500, 3, 0], [499, 6, 500]])
-    store = layer.tokens.store
-    expected, actual = store.dense_rows(layer.pool.gather(slots), slots), store.widen(slots, count)
-    assert actual.dtype == dtype
-    counted = torch.arange(500) < count[..., None]
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(actual[counted], expected[counted], atol=tolerance, rtol=tolerance)
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
+
+
+@pytest.mark.usefixtures("compiled")
+class TestAttention:
+    @pytest.mark.parametrize("name", CASES)
+    def test_is_that_over_what_codes_stand_for(self, name: str) -> None:
+        check_attention(stored_case(CASES[name]), CASES[name].groups)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", ["as by default", "left padding"])
+    def test_of_models_in_half_precision(self, name: str, dtype: torch.dtype) -> None:
+        check_attention(stored_case(CASES[name], dtype), CASES[name].groups)
+
+    @pytest.mark.parametrize("is_boolean", [True, False])
+    @pytest.mark.parametrize("name", ["left padding", "groups of 8", "several runs of tokens"])
+    def test_under_a_mask(self, name: str, is_boolean: bool) -> None:
+        layer = stored_case(CASES[name])
+        mask = states(2, layer.tokens.length, seed=7)
+        check_attention(layer, CASES[name].groups, mask > 0 if is_boolean else mask)
+
+    def test_nothing_to_attend_to_is_zero(self) -> None:
+        layer = stored_case(CASES["left padding"])
+        mask = torch.ones(2, layer.tokens.length, dtype=torch.bool)
+        mask[1] = False
+        output = check_attention(layer, 4, mask)
+        assert (output[0] != 0).any() and (output[1] == 0).all()
+
+    def test_scores_of_any_size(self) -> None:
+        check_attention(stored_case(CASES["as by default"]), 3, scale=60.0)
+
+    def test_pages_on_disk_are_let_go_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        released = []
+        monkeypatch.setattr(disk_pages, "release", lambda page: released.append(page.data_ptr()))
+        layer = stored_case(replace(CASES["as by default"], count=2100), folder=tmp_path)
+        tokens, choice = layer.tokens, random_choice(layer)
+        window = tokens.window.keys, tokens.window.values
+        released.clear()
+        tokens.store.attend(states(2, 3, 3, 64), choice, window, 0.1, None, tokens.num_pooled)
+        assert released == [page.data_ptr() for page in layer.pool.pages] and len(released) == 3
+        check_attention(layer, 3)
+
+    def test_threads_do_not_change_a_bit(self) -> None:
+        layer, outputs = stored_case(CASES["2 and 3 bits, head dims that vectors do not divide"]), []
+        before = torch.get_num_threads()
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outputs.append(check_attention(layer, 5))
+        torch.set_num_threads(before)
+        assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("padding", [None, [0, 9]], ids=str)

@@ -1,14 +1,12 @@
 """Attention of one new token over the tokens that were chosen for it and the window.
 
-On a CPU rows are read where they stand, by `ops.gather.attend_rows`; on a GPU they are read from a staging buffer.
+On a CPU the store attends, where its rows stand; on a GPU rows are read from a staging buffer.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, K slots chosen at most (filling among them), D and
 E head dimensions of keys and values, W tokens of the window.
 """
 
 import torch
-
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
 
 from .counters import TransferTimes
 from .fetching import Fetch
@@ -43,29 +41,15 @@ def attend_selected(
     store, window = tokens.store, tokens.window
     assert store.pool is not None and window is not None
     newest, selection = (window.keys, window.values), fetch.selection
-    positions = None if mask is None else store.pool.positions_of(selection.slots, slice(None))
     # A copy of a fetch has its choice and no rows
     staged = fetch.staged or start_fetch(store.pool, selection, times)
-    if staged is not None:
-        with staged as rows:
-            dense = store.dense_rows(rows, selection.slots)
-            output = attend_staged(query, selection, dense, newest, mask, positions, tokens.num_pooled, scale)
-        return output, None, False
-    kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
-    pages, slots = store.rows_on_host(selection)
-    output = attend_rows(
-        query,
-        pages,
-        slots,
-        selection.count,
-        *newest,
-        scale,
-        mask=mask,
-        positions=positions,
-        window_start=tokens.num_pooled,
-        kernel=kernel,
-    )
-    return output, kernel, is_fallback
+    if staged is None:
+        return store.attend(query, selection, newest, scale, mask, tokens.num_pooled)
+    positions = None if mask is None else store.pool.positions_of(selection.slots, slice(None))
+    with staged as rows:
+        dense = store.dense_rows(rows, selection.slots)
+        output = attend_staged(query, selection, dense, newest, mask, positions, tokens.num_pooled, scale)
+    return output, None, False
 
 
 def attend_staged(

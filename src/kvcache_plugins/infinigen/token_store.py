@@ -3,7 +3,8 @@
 A layer holds one store and does not know in which form tokens stand there. `exact_store` keeps them as they are;
 another form is another `TokenStore`, handed to the layer.
 
-Legend: B batch, H key/value heads, K slots chosen, D and E head dimensions of keys and values.
+Legend: B batch, H key/value heads, G query heads a key/value head, K slots chosen, D and E head dimensions of keys and
+values, W tokens of the window.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
@@ -83,6 +85,37 @@ class TokenStore(ABC):
     @abstractmethod
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        window: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        mask: torch.Tensor | None,
+        window_start: int,
+    ) -> tuple[torch.Tensor, str, bool]:
+        """
+        Attention of one new token over tokens that stand in host memory and the window.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+            selection (`Selection`): which tokens were chosen for it.
+            window (`tuple[torch.Tensor, torch.Tensor]`): keys and values of the newest tokens, `[B, H, W, D or E]`.
+            scale (`float`): factor of the scores.
+            mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the mask's row, boolean or added to the scores.
+            window_start (`int`): position of the window's first token.
+
+        Returns:
+            The output `[B, H, G, E]` in the query's dtype, the kernel that made it, and whether that is not the one
+            that was wanted.
+        """
+        assert self.pool is not None
+        kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
+        pages, slots = self.rows_on_host(selection)
+        positions = None if mask is None else self.pool.positions_of(selection.slots, slice(None))
+        options = {"mask": mask, "positions": positions, "window_start": window_start, "kernel": kernel}
+        return attend_rows(query, pages, slots, selection.count, *window, scale, **options), kernel, is_fallback
 
     @abstractmethod
     def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

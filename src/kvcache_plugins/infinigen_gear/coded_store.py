@@ -13,8 +13,9 @@ from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.token_store import TokenStore
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.ops.coded_tokens import CodedTokens, ValuePages
 from kvcache_plugins.ops.compression_choice import choose_steps
-from kvcache_plugins.ops.dispatch import choose_token_kernel
+from kvcache_plugins.ops.gather import choose_rows_kernel
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys
@@ -46,6 +47,7 @@ class CodedStore(TokenStore):
     def clear(self) -> None:
         super().clear()
         self.sinks = SinkTokens(self.config.sink)
+        self._tokens: CodedTokens | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         head_dim = value_states.shape[3]
@@ -109,50 +111,61 @@ class CodedStore(TokenStore):
 
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         assert self.pool is not None
-        most = max(int(selection.count.max()), 1)
-        slots = selection.slots[:, :, :most]
-        numbers = torch.arange(most).expand_as(slots)
-        if choose_token_kernel(slots)[0] == "compiled":
-            with self.pool.reading():
-                rows = self.widen(slots, selection.count)
-            return [rows], numbers
-        return [self.dense_rows(self.pool.gather(slots), slots)], numbers
+        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
+        rows = self.dense_rows(self.pool.gather(slots), slots)
+        return [rows], torch.arange(slots.shape[2]).expand_as(slots)
 
-    def widen(self, slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """
-        As `dense_rows`, by compiled code.
-
-        Args:
-            slots (`torch.Tensor` of shape `[B, H, K]`): slots, on the host.
-            count (`torch.Tensor` of shape `[B, H]`): how many of them matter; what stands for the others is undefined.
-        """
+    def attend(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        window: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        mask: torch.Tensor | None,
+        window_start: int,
+    ) -> tuple[torch.Tensor, str, bool]:
+        kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
+        if kernel != "compiled":
+            return super().attend(query, selection, window, scale, mask, window_start)
         # Numba is not everywhere
-        from kvcache_plugins.ops.compiled.coded_rows import KeyCodes, widen_rows
+        from kvcache_plugins.ops.compiled.chosen_attention import attend_chosen
 
+        assert self.pool is not None
+        slots, count = selection.slots, selection.count
+        with self.pool.reading():
+            output = attend_chosen(query, self._stored(), slots, count, *window, scale, mask, window_start)
+        return output, kernel, is_fallback
+
+    def _stored(self) -> CodedTokens:
+        """Everything held, the same object until it is somewhere else."""
         assert self.pool is not None and self.scoring is not None
-        values = self._value_rows
-        rows = widen_rows(
-            KeyCodes(**self.scoring.stored(), nbits=self.coding.key_nbits),
-            self.scoring.places_of(slots),
-            self.pool.pages,
-            slots,
-            count,
-            values.head_dim,
-            values.config.nbits,
-            values.group_size,
-            self.sinks.stored(),
-        )
-        return rows.to(self.dtype)
+        keys, pages, sinks, tokens = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._tokens
+        is_same = tokens is not None and tokens.keys is keys and tokens.values.pages is pages
+        if tokens is None or not is_same or tokens.sinks is not sinks:
+            rows = self._value_rows
+            values = ValuePages(pages, rows.head_dim, rows.config.nbits, rows.group_size)
+            tokens = self._tokens = CodedTokens(keys, values, sinks)
+        return tokens
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._tokens = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)
+        self._tokens = None
         self.sinks.map(function)
 
     def serve(self, device: torch.device) -> None:
         super().serve(device)
+        self._tokens = None
         self.sinks.map(lambda tensor: tensor.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().named_tensors()
         for tensor in self.sinks.tensors():
             yield "residual", tensor
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy's pages may be elsewhere
+        return {**self.__dict__, "_tokens": None}

@@ -8,10 +8,10 @@ Tokens that are added together are grouped from their end, so that a sequence ha
 left-padded; what a first group lacks stays unused. So slots (tokens in order) and places (rows here) differ by a
 shift, one for each run of tokens since the last time that tokens were dropped.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, D head dimension, N slots in use, K slots given.
+Legend: B batch, H key/value heads, D head dimension, K slots given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from kvcache_plugins.gear.config import SideConfig
 from kvcache_plugins.gear.decomposition import decompose
 from kvcache_plugins.infinigen.scoring import ScoringStates
+from kvcache_plugins.ops.coded_tokens import KeyGroups
 from kvcache_plugins.ops.compression_steps import CompressionSteps
-from kvcache_plugins.ops.gather import code_scores
+from kvcache_plugins.ops.grouped_scores import grouped_scores
 from kvcache_plugins.ops.quantization import Grouping, unpack
 
 
@@ -42,6 +43,7 @@ class GroupedKeys(ScoringStates):
         self._num_groups = 0
         # First slot of every run of tokens, and how far behind its slot a token's place is
         self._runs: list[tuple[int, int]] = []
+        self._groups: KeyGroups | None = None
 
     def add(self, encoded: dict[str, torch.Tensor], count: int) -> None:
         """Adds `count` tokens that follow, as `encode` made them."""
@@ -50,6 +52,7 @@ class GroupedKeys(ScoringStates):
             self._runs.append((self.length, place - self.length))
         self._num_groups = self._append_rows(encoded, self._num_groups)
         self.length += count
+        self._groups = None
 
     def encode(  # type: ignore[override]
         self, keys: torch.Tensor, valid: torch.Tensor | None = None, steps: CompressionSteps | None = None
@@ -83,43 +86,22 @@ class GroupedKeys(ScoringStates):
         return {"codes": codes, "scale": states.scale[:, :, 0], "zero": states.zero[:, :, 0]}
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
-        # Of spare room too: without it the codes would have to be copied
-        codes, scale, zero = (self._rows[name] for name in ("codes", "scale", "zero"))
-        batch_size, num_heads, num_groups = scale.shape[:3]
-        # A group is to the kernel what a head is: its steps go into a query of its own
-        scaled = query[:, :, None] * scale[:, :, :, None].float()  # [B, H, groups, G, D]
-        ones = scale.new_ones(batch_size, num_heads * num_groups, self.group_size)
-        products = code_scores(
-            scaled.flatten(1, 2), codes.flatten(1, 2), ones, self.group_size, self.config.nbits
-        )  # [B, H * groups, G, tokens of a group]
-        # What the kernel takes off every code, and what a channel's codes begin at
-        offset = scaled.sum(dim=4) * (2 ** (self.config.nbits - 1) - 0.5)
-        offset += (query @ zero.float().transpose(2, 3)).transpose(2, 3)
-        scores = products.unflatten(1, (num_heads, num_groups)) + offset[..., None]
-        return self._in_slots(scores.transpose(2, 3).flatten(3))
+        return grouped_scores(query, self.stored())
 
-    def _in_slots(self, places: torch.Tensor) -> torch.Tensor:
-        """What stands at the places `[..., places]` of the tokens in all slots, `[..., N]`."""
-        stops = [first for first, _ in self._runs[1:]] + [self.length]
-        parts = [
-            places[..., first + shift : stop + shift] for (first, shift), stop in zip(self._runs, stops, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def places_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where the tokens in slots stand, over all groups one behind the other; of the slots' shape."""
-        places = slots + self._runs[0][1]
-        for first, shift in self._runs[1:]:
-            places = torch.where(slots >= first, slots + shift, places)
-        return places
-
-    def stored(self) -> dict[str, torch.Tensor]:
-        """Codes `[B, H, groups, tokens of a group, bytes]`, steps and minima `[B, H, groups, D]`, spare ones too."""
-        return self._rows
+    def stored(self) -> KeyGroups:
+        """
+        All keys, the same object until any are added or dropped. Spare room is handed over too: codes would have to be
+        copied without it.
+        """
+        if self._groups is None:
+            stops = [first for first, _ in self._runs[1:]] + [self.length]
+            runs = [(first, stop, shift) for (first, shift), stop in zip(self._runs, stops, strict=True)]
+            self._groups = KeyGroups(**self._rows, nbits=self.config.nbits, runs=runs)
+        return self._groups
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
         """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
-        places, head_dim = self.places_of(slots), self._rows["scale"].shape[3]
+        places, head_dim = self.stored().places_of(slots), self._rows["scale"].shape[3]
         codes = self._rows["codes"].flatten(2, 3)
         packed = codes.gather(2, places[..., None].expand(-1, -1, -1, codes.shape[3]))
         groups = (places // self.group_size)[..., None].expand(-1, -1, -1, head_dim)
@@ -133,8 +115,12 @@ class GroupedKeys(ScoringStates):
         if length >= self.length:
             return
         self._runs = [(first, shift) for first, shift in self._runs if first < length]
-        self.length = length
+        self.length, self._groups = length, None
         self._num_groups = -(-(length + self._runs[-1][1]) // self.group_size) if self._runs else 0
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().map(function)
+        self._groups = None
 
     def fitted_tensors(self) -> dict[str, torch.Tensor]:
         return {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.ops.coded_tokens import SinkStates
 
 
 class SinkTokens:
@@ -26,6 +27,9 @@ class SinkTokens:
         # Keys and values `[B, H, S, D or E]`
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._padding = LeftPadding()
+        self._stored: SinkStates | None = None
+        # The padding that this was told from
+        self._counts: torch.Tensor | None = None
 
     def are_from(self, position: int, padding: LeftPadding) -> bool:
         """Whether any item has sink tokens from `position` on."""
@@ -62,24 +66,30 @@ class SinkTokens:
         """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, exact where they are sink tokens'."""
         if self.count == 0:
             return keys, values
-        first, *sinks = self.stored()
-        number = slots - first[:, None, None]
+        stored = self.stored()
+        number = slots - stored.first[:, None, None]
         is_sink = ((number >= 0) & (number < self.count))[..., None]
         index = number.clamp(0, self.count - 1)[..., None]
         keys, values = (
             torch.where(is_sink, exact.gather(2, index.expand(-1, -1, -1, exact.shape[3])), states)
-            for exact, states in zip(sinks, (keys, values), strict=True)
+            for exact, states in zip((stored.keys, stored.values), (keys, values), strict=True)
         )
         return keys, values
 
-    def stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slot of every item's first sink token, `[B]`, and exact keys and values, `[B, H, S, D or E]`."""
+    def stored(self) -> SinkStates:
+        """What is known of them, the same object until that changes."""
         assert self._states is not None
         keys, values = self._states
-        return self._padding.first_tokens(keys.shape[0], keys.device)[:, 0], keys, values
+        stored, counts = self._stored, self._padding.counts
+        if stored is None or stored.keys is not keys or counts is not self._counts:
+            first = self._padding.first_tokens(keys.shape[0], keys.device)[:, 0]
+            stored, self._counts = SinkStates(first, keys, values), counts
+            self._stored = stored
+        return stored
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
+        self._stored = None
         if self._states is not None:
             self._states = function(self._states[0]), function(self._states[1])
 

@@ -11,7 +11,7 @@ from .machine_code import kept_beside
 
 # All modules that decorate functions, also those that `ops.gather` asks for by itself
 with kept_beside(Path(__file__).parents[1]):
-    from . import choice, code_scores, largest, rows
+    from . import choice, chosen_attention, code_scores, grouped_scores, largest, rows
     from .door import attend, prepare
     from .transform_coder import encode_rows as encode_transform_rows
     from .transform_decoder import decode_rows as decode_transform_rows
@@ -24,9 +24,11 @@ __all__ = [
     "attend",
     "attend_transform_rows",
     "choice",
+    "chosen_attention",
     "code_scores",
     "decode_transform_rows",
     "encode_transform_rows",
+    "grouped_scores",
     "largest",
     "prepare",
     "prepare_transform_rows",

@@ -141,6 +141,18 @@ def side_at(address: int) -> Side:
     )
 
 
+def rows_of_layout(layout: CodeLayout) -> list[list[int]]:
+    """The rows of a table that are the layout's."""
+    tensors = [each for each in layout if isinstance(each, np.ndarray)]
+    return [[each.ctypes.data, *each.shape, *[0] * (ROW - 1 - each.ndim)] for each in tensors]
+
+
+def table_of_layout(layout: CodeLayout) -> np.ndarray:
+    """A table with nothing but a layout."""
+    numbers = [0, 0, 0, 0, layout.row_size, 0]
+    return np.array([*[[0] * ROW] * _LAYOUT_ROW, *rows_of_layout(layout), numbers], dtype=np.int64)
+
+
 @njit(**OPTIONS)
 def layout_at(address: int) -> CodeLayout:
     """The layout that stands in the same table."""

@@ -146,7 +146,8 @@ def _run(number: int, call: Call, part: Part) -> None:
         filled(1, 2 * ROWS, MINUS_INFINITY),
     )
     tiles = (int64(task.part * tiles_per_task), int64((task.part + 1) * tiles_per_task))
-    own = load_queries(queries_of(task, shape, call.query), float32(call.scale), task.rows, keys, key_layout)
+    query, rank = queries_of(task, shape, call.query), keys.low_rank_a.shape[4]
+    own = load_queries(query, float32(call.scale), task.rows, rank, key_layout)
     _run_task(
         own,
         task.rows,

@@ -15,7 +15,7 @@ from kvcache_plugins.ops.outliers import OUTLIER_TILE, channel_bits
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
 from kvcache_plugins.ops.rotation import rotation_size
 
-from .arrays import ROW, SIDE_ROWS
+from .arrays import ROW, SIDE_ROWS, rows_of_layout
 from .attention import attend_parts
 from .calls import head_numbers
 from .exact import FLOATS, storage_of
@@ -60,7 +60,7 @@ def _table(states: CompressedStates, codes: torch.Tensor) -> np.ndarray:
     layout = code_layout(states.nbits, states.head_dim, 1 if by_channel else states.scale.shape[4])
     tensors = {"codes": codes, **dict(states.named_tensors())} | {"codes": codes}
     rows = [_row(tensors[n].data_ptr(), tensors[n].shape) if n in tensors else [0] * ROW for n in TENSOR_NAMES]
-    rows += [_row(array.ctypes.data, array.shape) for array in layout if isinstance(array, np.ndarray)]
+    rows += rows_of_layout(layout)
     rotation = rotation_size(states.head_dim) if states.is_rotated else 1
     is_wide = states.outlier_indices is not None and states.outlier_indices.dtype == torch.int32
     rows.append([by_channel, states.head_dim, channel_bits(states.head_dim), is_wide, layout.row_size, rotation])

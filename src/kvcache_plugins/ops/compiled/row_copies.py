@@ -32,7 +32,7 @@ _LET_GO = int(mmap.MADV_DONTNEED)
 
 
 @untyped_intrinsic
-def _copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
+def copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
     """Bytes from one address to another."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -59,7 +59,7 @@ def _advise(typing_context: Any, function: Any, address: Any, length: Any, advic
 
 
 @njit(**OPTIONS)
-def _order_by_share(slots: Any, share_slots: int, ends: Any) -> Any:
+def order_by_share(slots: Any, share_slots: int, ends: Any) -> Any:
     """Numbers of the slots of one share after those of the other, and in `ends` where each share's end."""
     order = np.empty(slots.shape[0], dtype=np.int64)
     for k in range(slots.shape[0]):
@@ -87,14 +87,14 @@ def _copy_head(matrix: int, shape: Any, pages: Any, slots: Any, out: int, advise
     head_bytes = page_tokens * row_bytes
     at_once = num_pages if advise == 0 else -(-num_pages // _SHARES)
     ends = np.zeros(-(-num_pages // at_once) + 1, dtype=np.int64)
-    order = _order_by_share(slots, at_once * page_tokens, ends)
+    order = order_by_share(slots, at_once * page_tokens, ends)
     out += matrix * num_slots * row_bytes
     start = 0
     for share in range(ends.shape[0] - 1):
         for number in range(start, ends[share]):
             slot = slots[order[number]]
             place = pages[slot // page_tokens] + matrix * head_bytes + slot % page_tokens * row_bytes
-            _copy_bytes(int64(place), int64(out + order[number] * row_bytes), int64(row_bytes))
+            copy_bytes(int64(place), int64(out + order[number] * row_bytes), int64(row_bytes))
         start = ends[share]
         if advise != 0:
             for page in range(share * at_once, min((share + 1) * at_once, num_pages)):

@@ -44,12 +44,12 @@ _TILE = 64
 _AHEAD = 8
 _LINE = 64
 # What is stored, as the length of a tuple
-_DTYPES = {torch.float32: (0,), torch.float16: (0, 0), torch.bfloat16: (0, 0, 0)}
+DTYPES = {torch.float32: (0,), torch.float16: (0, 0), torch.bfloat16: (0, 0, 0)}
 _ZERO = np.float32(0)
 
 
 @njit(**OPTIONS)
-def _load(address: int, column: int, dtype: Any) -> Any:
+def load_numbers(address: int, column: int, dtype: Any) -> Any:
     """Eight numbers of the row at an address, as float32."""
     row = bytes_at(address, (1, 1))
     if len(dtype) == 1:
@@ -60,7 +60,7 @@ def _load(address: int, column: int, dtype: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _prefetch_row(address: int, size: int) -> None:
+def prefetch_row(address: int, size: int) -> None:
     for offset in range(0, size, _LINE):
         prefetch(int64(address + offset))
 
@@ -86,15 +86,15 @@ def _dot_rows(
     for t in range(start, stop, 2):
         first, second = t, min(t + 1, stop - 1)
         for ahead in range(t + _AHEAD, min(t + _AHEAD + 2, addresses.shape[1])):
-            _prefetch_row(addresses[0, ahead], sizes[0])
+            prefetch_row(addresses[0, ahead], sizes[0])
         # Values are needed when all scores of the tile are there
-        _prefetch_row(addresses[1, first], sizes[1])
-        _prefetch_row(addresses[1, second], sizes[1])
+        prefetch_row(addresses[1, first], sizes[1])
+        prefetch_row(addresses[1, second], sizes[1])
         key_a, key_b = addresses[0, first], addresses[0, second]
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
         for d in range(0, head_dim, LANES):
             column = min(d, head_dim - LANES)
-            a, b = _load(key_a, column, dtype), _load(key_b, column, dtype)
+            a, b = load_numbers(key_a, column, dtype), load_numbers(key_b, column, dtype)
             q = load_floats(query, 0, d)
             a0, b0 = multiply_add(a, q, a0), multiply_add(b, q, b0)
             if len(rows) > 1:
@@ -110,7 +110,7 @@ def _dot_rows(
 
 
 @njit(**OPTIONS)
-def _add_bias(bias: Any, start: int, tokens: int, scores: Any) -> None:
+def add_biases(bias: Any, start: int, tokens: int, scores: Any) -> None:
     """Adds to the scores of a tile what the mask adds to its tokens."""
     for t in range(tokens):
         place = t * ROWS
@@ -125,7 +125,7 @@ def _accumulate_rows(weights: Any, addresses: Any, rows: Any, dtype: Any, span: 
         column = min(d, head_dim - LANES)
         a0 = a1 = a2 = a3 = broadcast(_ZERO)
         for t in range(start, stop):
-            a, place = _load(addresses[1, t], column, dtype), (t - start) * ROWS
+            a, place = load_numbers(addresses[1, t], column, dtype), (t - start) * ROWS
             a0 = multiply_add(a, broadcast(weights[0, place]), a0)
             if len(rows) > 1:
                 a1 = multiply_add(a, broadcast(weights[0, place + 1]), a1)
@@ -166,21 +166,33 @@ def _locate(batch: int, head: int, shape: Any, count: int, dtype: Any, chosen: A
 
 
 @njit(**OPTIONS)
+def mask_row(batch: int, mask: Any) -> Any:
+    """An item's row of a mask, as booleans and as what is added; only one of the two is what is there."""
+    address, stride, num_columns, is_boolean = mask[:4]
+    allowed = bytes_at(address + batch * stride, (num_columns * is_boolean,))
+    return allowed, floats_at(address + 4 * batch * stride, (num_columns * (1 - is_boolean),))
+
+
+@njit(**OPTIONS)
+def bias_at(row: Any, column: int) -> Any:
+    """What that adds to the score of one token."""
+    allowed, added = row
+    if added.shape[0] > 0:
+        return added[column]
+    return float32(0) if allowed[column] else float32(-np.inf)
+
+
+@njit(**OPTIONS)
 def _bias_of(batch: int, head: int, shape: Any, count: int, mask: Any) -> Any:
     """What the mask adds to the scores of a head's tokens, `[T]`."""
     batch_size, num_heads, _, _, _, num_slots, window_length = shape
-    address, stride, num_columns, is_boolean, position_address, window_start = mask
-    positions = longs_at(position_address, (batch_size * num_heads, num_slots))[batch * num_heads + head]
-    # Only one of the two is what is there
-    allowed = bytes_at(address + batch * stride, (num_columns * is_boolean,))
-    added = floats_at(address + 4 * batch * stride, (num_columns * (1 - is_boolean),))
+    window_start = mask[5]
+    positions = longs_at(mask[4], (batch_size * num_heads, num_slots))[batch * num_heads + head]
+    row = mask_row(batch, mask)
     bias = np.empty(count + window_length, dtype=np.float32)
     for t in range(count + window_length):
         column = max(positions[t], 0) if t < count else window_start + t - count
-        if is_boolean:
-            bias[t] = float32(0) if allowed[column] else float32(-np.inf)
-        else:
-            bias[t] = added[column]
+        bias[t] = bias_at(row, column)
     return bias
 
 
@@ -213,7 +225,7 @@ def _attend_task(
         tokens = span[1] - start
         _dot_rows(query, addresses, rows, dtype, span, sizes, key_dim, scores)
         if bias.shape[0] > 0:
-            _add_bias(bias, start, tokens, scores)
+            add_biases(bias, start, tokens, scores)
         if softmax_tile(tokens, scores, maximum, total, decay):
             scale_rows(decay, sums)
         _accumulate_rows(scores, addresses, rows, dtype, span, value_dim, sums)
@@ -254,13 +266,13 @@ def _make_worker(rows: tuple[int, ...], dtype: tuple[int, ...]) -> Any:
 
 # By rows that share what is read, and by what is stored
 _WORKERS = {
-    (rows, dtype): _make_worker((0,) * rows, marks) for rows in range(1, ROWS + 1) for dtype, marks in _DTYPES.items()
+    (rows, dtype): _make_worker((0,) * rows, marks) for rows in range(1, ROWS + 1) for dtype, marks in DTYPES.items()
 }
 
 
 def can_attend_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
     """Whether rows are of a kind that is read here."""
-    return min(key_dim, value_dim) >= LANES and dtype in _DTYPES
+    return min(key_dim, value_dim) >= LANES and dtype in DTYPES
 
 
 @torch.compiler.disable
@@ -283,16 +295,14 @@ def attend_rows(
     queries, slots, count = query.float().contiguous(), slots.contiguous(), count.contiguous()
     pages = [page.contiguous() for page in pages]
     page_addresses = np.array([page.data_ptr() for page in pages], dtype=np.int64)
-    window_keys, window_values = _with_whole_rows(window_keys), _with_whole_rows(window_values)
+    window_keys, window_values = with_whole_rows(window_keys), with_whole_rows(window_values)
     output = torch.empty((batch_size, num_heads, groups, value_dim), dtype=torch.float32)
     masking = (0, 0, 0, 0, 0, 0)
     if mask is not None:
-        is_boolean = mask.dtype == torch.bool
-        mask = mask if is_boolean else mask.float()
-        mask = mask if mask.stride(1) == 1 else mask.contiguous()
+        mask = readable_mask(mask)
         # Read by address: as many as there are slots, as in plain PyTorch
         positions = slots if positions is None else positions[:, :, : slots.shape[2]].contiguous()
-        masking = (mask.data_ptr(), mask.stride(0), mask.shape[1], int(is_boolean), positions.data_ptr(), window_start)
+        masking = (*mask_numbers(mask), positions.data_ptr(), window_start)
     rows = min(groups, ROWS)
     numbers = (
         *(batch_size, num_heads, groups, key_dim, value_dim, slots.shape[2], window_length),
@@ -305,7 +315,18 @@ def attend_rows(
     return output.to(query.dtype)
 
 
-def _with_whole_rows(states: torch.Tensor) -> torch.Tensor:
+def readable_mask(mask: torch.Tensor) -> torch.Tensor:
+    """A mask `[B, tokens]`, boolean or added to scores, as it is read by address."""
+    mask = mask if mask.dtype == torch.bool else mask.float()
+    return mask if mask.stride(1) == 1 else mask.contiguous()
+
+
+def mask_numbers(mask: torch.Tensor) -> tuple[int, int, int, int]:
+    """What a table has of such a mask: address, stride over items, columns, and whether it is boolean."""
+    return mask.data_ptr(), mask.stride(0), mask.shape[1], int(mask.dtype == torch.bool)
+
+
+def with_whole_rows(states: torch.Tensor) -> torch.Tensor:
     """States `[B, H, tokens, D]` in which the tokens of a head follow each other."""
     if states.stride(3) == 1 and states.stride(2) == states.shape[3]:
         return states

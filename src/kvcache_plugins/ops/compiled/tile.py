@@ -84,14 +84,14 @@ class Outliers(NamedTuple):
 
 
 @njit(**OPTIONS)
-def load_queries(query: Any, scale: Any, rows: int, keys: Side, layout: CodeLayout) -> Queries:
+def load_queries(query: Any, scale: Any, rows: int, rank: int, layout: CodeLayout) -> Queries:
     """`query` `[rows, D]`."""
-    rank = keys.low_rank_a.shape[4]
-    by_row = zeros(ROWS, keys.head_dim)
-    by_channel = zeros(1, ROWS * keys.head_dim)
+    head_dim = query.shape[1]
+    by_row = zeros(ROWS, head_dim)
+    by_channel = zeros(1, ROWS * head_dim)
     by_vector = zeros(ROWS, layout.places.shape[0] * LANES)
     for r in range(rows):
-        for d in range(keys.head_dim):
+        for d in range(head_dim):
             by_row[r, d] = by_channel[0, ROWS * d + r] = query[r, d] * scale
         for v in range(layout.places.shape[0]):
             for lane in range(LANES):
@@ -110,7 +110,7 @@ def load_queries(query: Any, scale: Any, rows: int, keys: Side, layout: CodeLayo
 
 
 @njit(**INLINED)
-def _fold_scales(queries: Queries, rows: int, layout: CodeLayout, scale: Any, zero: Any, group: int) -> None:
+def fold_scales(queries: Queries, rows: int, layout: CodeLayout, scale: Any, zero: Any, group: int) -> None:
     """Multiplies queries by a group's scales, and its zeros by queries; `scale`, `zero` `[groups, D]`."""
     for v in range(layout.places.shape[0]):
         if layout.in_order[v]:
@@ -158,7 +158,7 @@ def score_by_channel(
         group = first // group_size
         last = min(start + tokens, (group + 1) * group_size)
         if queries.group[0] != group:
-            _fold_scales(queries, rows, layout, scale, zero, group)
+            fold_scales(queries, rows, layout, scale, zero, group)
             queries.group[0] = group
         span = (int64(start), int64(first), int64(last))
         dot_codes(rows, queries.folded, codes, layout.places, layout.masks, vectors, span, queries.base, scores)
@@ -317,20 +317,27 @@ def rotate_row(rows: Any, row: int, first: int, stop: int, size: int) -> None:
 
 
 @njit(**OPTIONS)
-def write_result(
-    values: Side, layout: CodeLayout, rows: int, sums: Sums, output: Any, total: Any, maximum: Any
-) -> None:
-    """What was accumulated in the order of the channels: `output` `[R, D]`, `total` and `maximum` `[R]`."""
-    num_groups = sums.zeros.shape[0]
+def write_sums(rotation_size: int, layout: CodeLayout, rows: int, sums: Sums, output: Any) -> None:
+    """What was accumulated, in the order of the channels and rotated back: `output` `[R, D]`."""
+    num_groups, head_dim = sums.zeros.shape[0], output.shape[1]
     for r in range(rows):
-        for d in range(values.head_dim):
-            output[r, d] = sums.by_channel[0, d * ROWS + r] + sums.zeros[d * num_groups // values.head_dim, r]
+        for d in range(head_dim):
+            output[r, d] = sums.by_channel[0, d * ROWS + r] + sums.zeros[d * num_groups // head_dim, r]
         for v in range(layout.places.shape[0]):
             for lane in range(LANES):
                 channel = layout.channels[v, lane]
                 if channel >= 0:
                     output[r, channel] += sums.codes[r, v * LANES + lane] * layout.weights[v]
-        if values.rotation_size > 1:
-            rotate_row(output, r, 0, values.head_dim, values.rotation_size)
+        if rotation_size > 1:
+            rotate_row(output, r, 0, head_dim, rotation_size)
+
+
+@njit(**OPTIONS)
+def write_result(
+    values: Side, layout: CodeLayout, rows: int, sums: Sums, output: Any, total: Any, maximum: Any
+) -> None:
+    """The result of a task: `output` `[R, D]`, `total` and `maximum` `[R]`."""
+    write_sums(values.rotation_size, layout, rows, sums, output)
+    for r in range(rows):
         total[r] = sums.total[0, r] + sums.total[0, r + ROWS]
         maximum[r] = sums.maximum[0, r]

@@ -88,7 +88,8 @@ def _make_load(vector: _Vector) -> Any:
 
 def _make_store(vector: _Vector) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[3], _pointer(context, builder, signature.args, args, _FLOAT, vector.lanes), align=4)
+        pointer = _pointer(context, builder, signature.args, args, _LANE[vector.element], vector.lanes)
+        builder.store(args[3], pointer, align=vector.element.bitwidth // 8)
         return context.get_dummy_value()
 
     def store(typing_context: Any, array: Any, row: Any, column: Any, values: Any) -> Any:
@@ -110,9 +111,10 @@ def _make_broadcast(vector: _Vector) -> Any:
 # Float32, or int16, values from `array[row, column]` on
 load_floats, load_four, load_words = _make_load(_FLOATS), _make_load(_FOUR), _make_load(_WORDS)
 # Writes them
-store_floats, store_four = _make_store(_FLOATS), _make_store(_FOUR)
-# One float, or int32, in every lane
-broadcast, broadcast_four, broadcast_int = _make_broadcast(_FLOATS), _make_broadcast(_FOUR), _make_broadcast(_INTS)
+store_floats, store_four, store_words = _make_store(_FLOATS), _make_store(_FOUR), _make_store(_WORDS)
+# One float, int32 or int16 in every lane
+broadcast, broadcast_four = _make_broadcast(_FLOATS), _make_broadcast(_FOUR)
+broadcast_int, broadcast_words = _make_broadcast(_INTS), _make_broadcast(_WORDS)
 
 
 @untyped_intrinsic
@@ -240,6 +242,19 @@ def floats_of_ints(typing_context: Any, a: Any) -> Any:
         return builder.sitofp(args[0], _of(_FLOAT))
 
     return _FLOATS(_INTS), generate
+
+
+@untyped_intrinsic
+def words_of_floats(typing_context: Any, a: Any, b: Any) -> Any:
+    """The numbers of two vectors, below 2^15 and above -2^15, rounded to words."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Machines cut off what is behind the point: of numbers above 0 that is rounding, with a half added
+        above = [builder.fadd(arg, _constant(_FLOAT, 2.0**15 + 0.5)) for arg in args]
+        rounded = [builder.sub(builder.fptosi(each, _of(_INT)), _constant(_INT, 2**15)) for each in above]
+        return builder.trunc(_shuffle(builder, rounded[0], rounded[1], list(range(WORDS))), _of(_HALF, WORDS))
+
+    return _WORDS(_FLOATS, _FLOATS), generate
 
 
 @untyped_intrinsic
