@@ -25,6 +25,7 @@ from transformers import (
 
 from kvcache_plugins import InfiniGenCache, create_cache
 from kvcache_plugins.contract.families.survey import build_family
+from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
@@ -339,6 +340,7 @@ def test_eager_attention_chooses_what_sdpa_does(options: dict[str, Any], specula
     assert stats[1]["dense_reads"] == stats[1]["exact_calls"] == 0
 
 
+@pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers what is cached is whole heads")
 def test_latent_attention_is_exact() -> None:
     model = build_family("deepseek_v3")
     prompt, steps = tokens(100).clamp(max=90), tokens(4, seed=1).clamp(max=90)

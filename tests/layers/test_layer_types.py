@@ -7,6 +7,7 @@ from transformers import Cache, DynamicCache
 from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache
 from kvcache_plugins.contract.families.survey import build_family
 from kvcache_plugins.contract.families.trial import generate, prompt
+from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
@@ -28,6 +29,8 @@ def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
 @pytest.mark.parametrize("make_cache", [GEARCache, H2OCache], ids=["gear", "h2o"])
 def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cache]) -> None:
     model = build_family("falcon_h1")
+    if not hasattr(DynamicCache(config=model.config).layers[0], "number_of_states"):
+        pytest.skip("this release of Transformers keeps a recurrence's states in another form, which is refused")
     cache, dense = make_cache(model.config), DynamicCache(config=model.config)
     tokens = prompt(model, 20, 1)
     for each in (cache, dense):
@@ -46,7 +49,9 @@ def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cach
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
 def test_without_a_config_the_line_to_write_is_said(family: str) -> None:
     model = build_family(family)
-    with pytest.raises(ValueError, match=r"write `GEARCache\(model.config\)` instead of `GEARCache\(\)`"):
+    # Older releases look for a recurrence before they ask for anything that could say so
+    line = r"write `GEARCache\(model.config\)` instead of `GEARCache\(\)`" if RECORDS_PAST else "has_previous_state"
+    with pytest.raises(ValueError, match=line):
         generate(model, GEARCache(), prompt(model, 20, 1), None, 2, None)
 
 

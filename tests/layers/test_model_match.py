@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, H2OCache, create_cache
+from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.layers.model_match import key_value_heads
 
 
@@ -132,7 +133,8 @@ def test_what_goes_on_is_not_refused(name, architecture, tiny_model):
         turn = torch.cat([output, prompt(9, 2)], dim=1)
         turn_mask = torch.cat([mask, mask.new_ones(2, turn.shape[1] - mask.shape[1])], dim=1)
         assert generate(model, turn, cache, attention_mask=turn_mask).shape[1] == turn.shape[1] + 4
-    if architecture != "gemma3-hybrid":
+    # Older releases draft of the prompt only where a token ends the text
+    if architecture != "gemma3-hybrid" and RECORDS_PAST:
         draft = generate(model, input_ids[:1], create_cache(name, model), prompt_lookup_num_tokens=3)
         assert draft.shape[1] == 74
     cache = create_cache(name, model)

@@ -114,8 +114,19 @@ class TokenStore(ABC):
         kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
         pages, slots = self.rows_on_host(selection)
         positions = None if mask is None else self.pool.positions_of(selection.slots, slice(None))
-        options = {"mask": mask, "positions": positions, "window_start": window_start, "kernel": kernel}
-        return attend_rows(query, pages, slots, selection.count, *window, scale, **options), kernel, is_fallback
+        output = attend_rows(
+            query,
+            pages,
+            slots,
+            selection.count,
+            *window,
+            scale,
+            mask=mask,
+            positions=positions,
+            window_start=window_start,
+            kernel=kernel,
+        )
+        return output, kernel, is_fallback
 
     @abstractmethod
     def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
