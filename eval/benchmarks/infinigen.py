@@ -19,7 +19,7 @@ from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.infinigen import cache as cache_module
 from kvcache_plugins.infinigen import fetching as fetching_module
-from kvcache_plugins.infinigen import selected_attention as attention_module
+from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
@@ -33,7 +33,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "speculation": (InfiniGenLayer, "speculate"),
     "scoring": (ScoringCodes, "scores"),
     "choosing": (fetching_module, "select_tokens"),
-    "attention": (attention_module, "attend_rows"),
+    "attention": (layer_module, "attend_selected"),
 }
 
 

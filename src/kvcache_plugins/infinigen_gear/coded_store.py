@@ -163,6 +163,9 @@ class CodedStore(TokenStore):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().named_tensors()
+        if self._tokens is not None:
+            # Holds nothing but what is held now
+            self._stored()
         for tensor in self.sinks.tensors():
             yield "residual", tensor
 

@@ -28,8 +28,6 @@ class SinkTokens:
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._padding = LeftPadding()
         self._stored: SinkStates | None = None
-        # The padding that this was told from
-        self._counts: torch.Tensor | None = None
 
     def are_from(self, position: int, padding: LeftPadding) -> bool:
         """Whether any item has sink tokens from `position` on."""
@@ -67,7 +65,7 @@ class SinkTokens:
         if self.count == 0:
             return keys, values
         stored = self.stored()
-        number = slots - stored.first[:, None, None]
+        number = slots if stored.first is None else slots - stored.first.to(slots.device)[:, None, None]
         is_sink = ((number >= 0) & (number < self.count))[..., None]
         index = number.clamp(0, self.count - 1)[..., None]
         keys, values = (
@@ -81,10 +79,8 @@ class SinkTokens:
         assert self._states is not None
         keys, values = self._states
         stored, counts = self._stored, self._padding.counts
-        if stored is None or stored.keys is not keys or counts is not self._counts:
-            first = self._padding.first_tokens(keys.shape[0], keys.device)[:, 0]
-            stored, self._counts = SinkStates(first, keys, values), counts
-            self._stored = stored
+        if stored is None or stored.keys is not keys or stored.first is not counts:
+            stored = self._stored = SinkStates(counts, keys, values)
         return stored
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -95,4 +91,7 @@ class SinkTokens:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What is stored."""
-        yield from self._states or ()
+        if self._states is not None:
+            # Padding may have been told anew since, and what it was before is held no longer
+            self.stored()
+            yield from self._states

@@ -70,11 +70,12 @@ class SinkStates:
     Tokens that are exact though they are in slots.
 
     Attributes:
-        first (`torch.Tensor` of shape `[B]`, int64): slot of every item's first; the others follow.
+        first (`torch.Tensor` of shape `[B]`, int64, *optional*): slot of every item's first, the others follow; `None`
+            if that is slot 0 of all.
         keys, values (`torch.Tensor` of shape `[B, H, S, D]`, `[B, H, S, E]`): their states.
     """
 
-    first: torch.Tensor
+    first: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
 

@@ -275,7 +275,8 @@ class _Table:
     def __init__(self, tokens: "CodedTokens"):
         keys, values, sinks = tokens.keys, tokens.values, tokens.sinks
         batch_size, num_heads, _, key_dim = keys.scale.shape
-        stored = (keys.codes, keys.scale, keys.zero, sinks.first, sinks.keys, sinks.values, *values.pages)
+        first = torch.zeros(batch_size, dtype=torch.int64) if sinks.first is None else sinks.first.cpu()
+        stored = (keys.codes, keys.scale, keys.zero, first, sinks.keys, sinks.values, *values.pages)
         self._tensors = [tensor.contiguous() for tensor in stored]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         num_groups = values.head_dim // values.group_size
