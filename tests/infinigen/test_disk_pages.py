@@ -6,8 +6,8 @@ import errno
 import gc
 import mmap
 import os
-import time
 import tempfile
+import time
 from itertools import count
 
 import pytest
