@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
 
 from kvcache_plugins import create_cache, generate_with
+from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 HUB = Path(__file__).resolve().parents[1] / "hub"
@@ -123,8 +124,10 @@ def test_from_a_folder(model, tokenizer) -> None:
     tokens = model.generate(**inputs, streamer=streamer, **arguments)
     assert torch.equal(tokens, expected(model, inputs))
     assert streamer.text.strip() == tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :]).strip()
-    drafted = model.generate(**inputs, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **arguments)
-    assert drafted.past_key_values.stats()["tokens_compressed"] > 0
+    # Older releases draft of the prompt only where a token ends the text
+    if RECORDS_PAST:
+        drafted = model.generate(**inputs, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **arguments)
+        assert drafted.past_key_values.stats()["tokens_compressed"] > 0
     with pytest.raises(ValueError, match="Unknown option `rnak`"):
         model.generate(**inputs, cache_options={"rnak": 1}, **arguments)
     with pytest.raises(ValueError, match="leave out `past_key_values`"):
