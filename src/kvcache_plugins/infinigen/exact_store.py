@@ -89,8 +89,7 @@ class ExactStore(TokenStore):
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         assert self.pool is not None
         if self.pool.disk is not None:
-            slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
-            return [self.pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
+            return super().rows_on_host(selection)
         return self.pool.pages, selection.slots
 
     def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

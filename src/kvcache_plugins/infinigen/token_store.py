@@ -82,9 +82,15 @@ class TokenStore(ABC):
     def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
         """Keys and values `[B, H, slots, D or E]` of everything held, page by page, with the slots they span."""
 
-    @abstractmethod
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen."""
+        """
+        Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen: one page of
+        copies, where a store has nothing better.
+        """
+        assert self.pool is not None
+        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
+        rows = self.dense_rows(self.pool.gather(slots), slots)
+        return [rows], torch.arange(slots.shape[2]).expand_as(slots)
 
     def attend(
         self,

@@ -109,12 +109,6 @@ class CodedStore(TokenStore):
     def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._dense(rows, slots), dim=3)
 
-    def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
-        assert self.pool is not None
-        slots = selection.slots[:, :, : max(int(selection.count.max()), 1)]
-        rows = self.dense_rows(self.pool.gather(slots), slots)
-        return [rows], torch.arange(slots.shape[2]).expand_as(slots)
-
     def attend(
         self,
         query: torch.Tensor,
@@ -141,7 +135,7 @@ class CodedStore(TokenStore):
         assert self.pool is not None and self.scoring is not None
         keys, pages, sinks, tokens = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._tokens
         is_same = tokens is not None and tokens.keys is keys and tokens.values.pages is pages
-        if tokens is None or not is_same or tokens.sinks is not sinks:
+        if tokens is None or not is_same or not tokens.sinks.is_same(sinks):
             rows = self._value_rows
             values = ValuePages(pages, rows.head_dim, rows.config.nbits, rows.group_size)
             tokens = self._tokens = CodedTokens(keys, values, sinks)
@@ -164,7 +158,7 @@ class CodedStore(TokenStore):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().named_tensors()
         if self._tokens is not None:
-            # Holds nothing but what is held now
+            # Padding may have been told anew since, and what it was before is held no longer
             self._stored()
         for tensor in self.sinks.tensors():
             yield "residual", tensor

@@ -27,7 +27,6 @@ class SinkTokens:
         # Keys and values `[B, H, S, D or E]`
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._padding = LeftPadding()
-        self._stored: SinkStates | None = None
 
     def are_from(self, position: int, padding: LeftPadding) -> bool:
         """Whether any item has sink tokens from `position` on."""
@@ -75,23 +74,15 @@ class SinkTokens:
         return keys, values
 
     def stored(self) -> SinkStates:
-        """What is known of them, the same object until that changes."""
+        """What is known of them."""
         assert self._states is not None
-        keys, values = self._states
-        stored, counts = self._stored, self._padding.counts
-        if stored is None or stored.keys is not keys or stored.first is not counts:
-            stored = self._stored = SinkStates(counts, keys, values)
-        return stored
+        return SinkStates(self._padding.counts, *self._states)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
-        self._stored = None
         if self._states is not None:
             self._states = function(self._states[0]), function(self._states[1])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What is stored."""
-        if self._states is not None:
-            # Padding may have been told anew since, and what it was before is held no longer
-            self.stored()
-            yield from self._states
+        yield from self._states or ()

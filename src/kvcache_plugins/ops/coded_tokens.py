@@ -79,6 +79,10 @@ class SinkStates:
     keys: torch.Tensor
     values: torch.Tensor
 
+    def is_same(self, other: "SinkStates") -> bool:
+        """Whether it is the same tensors that are in both."""
+        return self.first is other.first and self.keys is other.keys and self.values is other.values
+
 
 @dataclass(frozen=True, eq=False)
 class CodedTokens:

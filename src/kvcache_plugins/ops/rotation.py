@@ -31,11 +31,8 @@ def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
 def rotate(states: torch.Tensor) -> torch.Tensor:
     """`states` `[..., head_dim]` rotated, or rotated back, in float32."""
     size = rotation_size(states.shape[-1])
-    matrix = hadamard_matrix(size, states.device)
-    if size == states.shape[-1]:
-        # A further dimension would make of one product of matrices as many as there are tokens
-        return turn_by(states, matrix)
-    return turn_by(states.unflatten(-1, (-1, size)), matrix).flatten(-2)
+    # With more dimensions it may be as many products of matrices as there are tokens
+    return turn_by(states.reshape(-1, size), hadamard_matrix(size, states.device)).view(states.shape)
 
 
 def turn_by(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def make_key_table(
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
         layouts (`Sequence[RotaryLayout]`): candidates.
         start (`int`): index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): what positions are counted from behind of.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): of every item; positions are counted from behind it.
         total (`int`): sum of a head's widths.
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
