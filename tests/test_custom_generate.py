@@ -78,9 +78,8 @@ def test_the_cache_is_in_the_output_and_of_the_options(model, tokenizer) -> None
 
 def test_a_cache_that_listens_lets_go_of_the_model(model, tokenizer) -> None:
     inputs = tokenizer(TEXT, return_tensors="pt")
-    output = model.generate(
-        **inputs, custom_generate=generate_with("infinigen", full_layers=()), return_dict_in_generate=True, **OPTIONS
-    )
+    custom = generate_with("infinigen", full_layers=(), speculate=True)
+    output = model.generate(**inputs, custom_generate=custom, return_dict_in_generate=True, **OPTIONS)
     assert output.past_key_values.stats()["speculated_calls"] > 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -37,7 +37,7 @@ WRONG = {
         ("pool_tokens", ["100", 100.0]),
         ("eviction", [None, 1]),
         ("full_layers", ["x", 5, (0.0,), (True,), ("0",)]),
-        ("speculate", [None, 1, "no"]),
+        ("speculate", [1, "no"]),
         ("track_hits", [0]),
         ("track_times", ["yes"]),
         ("calibration", [5, {}]),

@@ -14,6 +14,12 @@ from kvcache_plugins.registry import create_cache, describe_caches, list_caches
 NUM_THREADS = 4
 NUM_STEPS = 20
 # Transformers' own, which need other packages or a GPU
+# Every way to code, store and choose; the rest are the same with other bits
+USUAL = {
+    *("dynamic", "fp8", "gear", "gear-2bit", "gear-l-2bit", "gear-t16", "gear-t16-trellis", "gear-c16", "gear-k3v2"),
+    *("kivi-2bit", "kcvt-4bit", "per-token-2bit", "h2o", "infinigen", "infinigen-gear", "infinigen-paper"),
+    *("turboquant-3bit", "llamacpp-q4_0"),
+}
 FOREIGN = {"hqq-2bit", "hqq-4bit", "offloaded", "quanto-2bit", "quanto-4bit"}
 
 
@@ -81,7 +87,13 @@ def decode_together(model: PreTrainedModel, names: list[str]) -> list[torch.Tens
     return [result for result in results if result is not None]
 
 
-@pytest.mark.parametrize("name", sorted({*list_caches()} - FOREIGN))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in USUAL else pytest.param(name, marks=pytest.mark.long)
+        for name in sorted({*list_caches()} - FOREIGN)
+    ],
+)
 def test_every_cache_says_what_it_says_alone(name: str, model: PreTrainedModel, frequent_switches: None) -> None:
     if not describe_caches(name)[0].is_available:
         pytest.skip(f"`{name}` needs `{describe_caches(name)[0].requires}`")
@@ -91,7 +103,7 @@ def test_every_cache_says_what_it_says_alone(name: str, model: PreTrainedModel, 
 
 
 def test_different_caches_do_not_disturb_each_other(model: PreTrainedModel, frequent_switches: None) -> None:
-    names = ["infinigen", "dynamic", "infinigen-gear", "h2o"]
+    names = ["infinigen-paper", "dynamic", "infinigen-gear", "h2o"]
     alone = [decode(model, name, number + 1) for number, name in enumerate(names)]
     # Hooks come and go while others generate
     for _ in range(3):

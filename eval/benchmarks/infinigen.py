@@ -18,7 +18,6 @@ from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.infinigen import cache as cache_module
-from kvcache_plugins.infinigen import fetching as fetching_module
 from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
@@ -30,9 +29,9 @@ from .step import describe, step_rows, time_turns
 # What is timed, by name: where it stands, and what it is called there. Those of the second column contain others.
 _PARTS: dict[str, tuple[Any, str]] = {
     "hooks": (cache_module.InfiniGenCache, "on_attention_input"),
+    "choice": (InfiniGenLayer, "_start_fetch"),
     "speculation": (InfiniGenLayer, "speculate"),
     "scoring": (ScoringCodes, "scores"),
-    "choosing": (fetching_module, "select_tokens"),
     "attention": (layer_module, "attend_selected"),
 }
 
@@ -74,7 +73,7 @@ def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float
     parts = {
         "expected queries": seconds["hooks"] - seconds["speculation"],
         "scoring": seconds["scoring"],
-        "choosing": seconds["speculation"] - seconds["scoring"],
+        "choosing": seconds["choice"] - seconds["scoring"],
         "fetching and attention": seconds["attention"],
     }
     parts["the model"] = total - sum(parts.values())

@@ -49,10 +49,12 @@ def check_number(
         _refuse(name, f"a number {lower}{_OR_NONE if is_optional else ''}", value)
 
 
-def check_bool(name: str, value: object) -> None:
-    """`value` has to be `True` or `False`."""
+def check_bool(name: str, value: object, *, is_optional: bool = False) -> None:
+    """`value` has to be `True` or `False`; or `None` if that `is_optional`."""
+    if is_optional and value is None:
+        return
     if not isinstance(value, bool):
-        _refuse(name, "True or False", value)
+        _refuse(name, f"True{', False or None' if is_optional else ' or False'}", value)
 
 
 def check_choice(name: str, value: object, accepted: Sequence[object], *, is_optional: bool = False) -> None:

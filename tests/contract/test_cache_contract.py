@@ -45,9 +45,9 @@ LIKE_OTHERS = (
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
-# fetch too little to come near enough to `DynamicCache`
+# fetch too little to come near enough to `DynamicCache`. One speculates as on a GPU, one as on this CPU
 OPTIONS: dict[str, dict[str, object]] = {
-    "infinigen": {"full_layers": (), "max_fetch_ratio": 0.5},
+    "infinigen": {"full_layers": (), "max_fetch_ratio": 0.5, "speculate": True},
     "infinigen-gear": {"full_layers": (), "max_fetch_ratio": 0.5},
     "infinigen-paper": {"full_layers": (), "max_fetch_ratio": 0.5, "alpha": 8.0, "partial_ratio": 0.5},
 }

@@ -13,7 +13,7 @@ LENGTH = 100
 # The model has two layers, of which `infinigen` would keep the first whole
 LOSSY: dict[str, dict[str, object]] = {
     "gear-2bit": {},
-    "infinigen": {"full_layers": ()},
+    "infinigen": {"full_layers": (), "speculate": True},
     "h2o": {},
 }
 

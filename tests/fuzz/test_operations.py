@@ -33,7 +33,7 @@ KINDS = {
     # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
     "gear-t22-waiting": Kind(name="gear-t22", options={}, as_alone=1.5),
     "gear-t-8bit": Kind(name="gear-t22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
-    "infinigen": Kind(name="infinigen", options=WHOLE, **CHOOSES),
+    "infinigen": Kind(name="infinigen", options={**WHOLE, "speculate": True}, **CHOOSES),
     "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **{**CHOOSES, "as_alone": 1.5}),
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),
     "infinigen-exact": Kind(name="infinigen", options=EVERYTHING, exactness=EXACT),
@@ -59,7 +59,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
-@pytest.mark.parametrize("num_sequences", [10, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_sequences", [6, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_operations(kind: str, num_sequences: int) -> None:
     machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})

@@ -30,7 +30,7 @@ from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
-EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -118,7 +118,7 @@ def test_speculation_is_like_the_truth(name: str) -> None:
             # Gemma 3 norms what a block adds, whatever its size
             if name == "gemma3" and "post_" in parameter_name:
                 parameter.fill_(-0.98)
-    with InfiniGenCache(model, share=0.1, full_layers=(0,), track_hits=True) as cache:
+    with InfiniGenCache(model, share=0.1, full_layers=(0,), speculate=True, track_hits=True) as cache:
         decode_logits(model, cache, prompt, steps)
     stats = cache.stats()
     assert stats["speculated_calls"] == stats["selected_calls"] > 0
@@ -199,7 +199,7 @@ def test_memory_is_what_is_stored(llama: PreTrainedModel) -> None:
 
 def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
     prompt, steps = tokens(300), tokens(4, seed=1)
-    cache = InfiniGenCache(llama, full_layers=())
+    cache = InfiniGenCache(llama, full_layers=(), speculate=True)
     decode_logits(llama, cache, prompt, steps)
     speculated = cache.stats()["speculated_calls"]
     assert speculated > 0
@@ -225,7 +225,7 @@ def test_nothing_is_lost_with_the_hooks_that_are_not_used(llama: PreTrainedModel
 
 def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None:
     prompt, steps = tokens(300), tokens(4, seed=1)
-    cache = InfiniGenCache(llama, full_layers=())
+    cache = InfiniGenCache(llama, full_layers=(), speculate=True)
     with torch.no_grad():
         llama(prompt, past_key_values=cache)
     other = copy.deepcopy(cache)
@@ -345,7 +345,7 @@ def test_latent_attention_is_exact() -> None:
     model = build_family("deepseek_v3")
     prompt, steps = tokens(100).clamp(max=90), tokens(4, seed=1).clamp(max=90)
     with pytest.warns(UserWarning, match="multi-head latent attention"):
-        cache = InfiniGenCache(model, share=0.05, full_layers=())
+        cache = InfiniGenCache(model, share=0.05, full_layers=(), speculate=True)
     with pytest.warns(UserWarning, match="the whole cache is fetched"):
         logits = decode_logits(model, cache, prompt, steps)
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)

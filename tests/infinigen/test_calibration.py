@@ -49,7 +49,9 @@ def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibra
     shares = {}
     for given in (None, calibration):
         with (
-            InfiniGenCache(model, share=0.1, full_layers=(0,), track_hits=True, calibration=given) as cache,
+            InfiniGenCache(
+                model, share=0.1, full_layers=(0,), speculate=True, track_hits=True, calibration=given
+            ) as cache,
             torch.no_grad(),
         ):
             model(prompt, past_key_values=cache)

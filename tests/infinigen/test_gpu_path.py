@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
     eos_token_id=None,
     pad_token_id=0,
 )
-EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()}
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
 
 
 @pytest.fixture(params=["triton", "torch"])
@@ -126,7 +126,11 @@ def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kerne
         assert cache.memory().parts["staging"] == sum(staging.memory.nbytes for staging in stagings())
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": False}, {"max_fetch_ratio": 0.5, "full_layers": (2,)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"speculate": True}, {"speculate": False}, {"speculate": True, "max_fetch_ratio": 0.5, "full_layers": (2,)}],
+    ids=str,
+)
 def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options):
     cuda.use_kernel("torch")
     expected = InfiniGenCache(meta_llama, **options)

@@ -10,7 +10,7 @@ from kvcache_plugins import H2OCache, InfiniGenCache
 
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
-EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0}
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "speculate": True}
 LENGTHS = (400, 227, 73)
 NUM_NEW = 12
 

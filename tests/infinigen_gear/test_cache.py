@@ -128,7 +128,7 @@ def test_near_the_dense_cache_on_a_real_model(smollm2) -> None:
     ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :1220]
     prompt, steps = ids[:, :1200], ids[:, 1200:]
     dense = step_logits(model, DynamicCache(config=model.config), prompt, steps).log_softmax(-1)
-    with InfiniGenGEARCache(model) as cache:
+    with InfiniGenGEARCache(model, speculate=True) as cache:
         logits = step_logits(model, cache, prompt, steps).log_softmax(-1)
     kl = F.kl_div(logits, dense, reduction="none", log_target=True).sum(dim=-1).mean().item()
     stats = cache.stats()

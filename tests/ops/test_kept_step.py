@@ -143,7 +143,7 @@ def split(parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-k3v2", "gear-t25"])
+@pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k3v2", marks=pytest.mark.long), "gear-t25"])
 def test_kept_launches_are_those_prepared_anew(name):
     environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     finished = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True)

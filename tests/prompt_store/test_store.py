@@ -8,6 +8,7 @@ from kvcache_plugins import GEARCache, PromptStore, create_cache
 
 
 NAMES = ["gear", "gear-4bit", "gear-2bit", "kivi-2bit", "per-token-2bit", "gear-k3v2", "gear-t16", "gear-t30"]
+HYBRID_NAMES = ["gear", "gear-2bit"]
 
 
 def prompt(num_tokens: int) -> torch.Tensor:
@@ -18,8 +19,14 @@ def generate(model, input_ids, cache, **options):
     return model.generate(input_ids, past_key_values=cache, max_new_tokens=80, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("llama", name) for name in NAMES),
+        *(("gemma3-hybrid", name) for name in HYBRID_NAMES),
+        *(pytest.param("gemma3-hybrid", name, marks=pytest.mark.long) for name in NAMES if name not in HYBRID_NAMES),
+    ],
+)
 def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blocks, architecture, name):
     model, input_ids = tiny_model(architecture), prompt(900)
     PromptStore(tmp_path).read(model, input_ids, name)

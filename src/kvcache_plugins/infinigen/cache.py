@@ -25,8 +25,8 @@ from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 from .attention_inputs import AttentionInputs
-from .calibration import Calibration, resolve_calibration
-from .config import NUM_FIRST_LAYERS, InfiniGenConfig
+from .calibration import Calibration, choose_full_layers, resolve_calibration
+from .config import InfiniGenConfig
 from .exact_store import ExactStore
 from .hooks import Attachment, AttentionListener, attach, attachment_of, unknown_queries_warning
 from .layer import InfiniGenLayer
@@ -44,8 +44,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     Management](https://www.usenix.org/conference/osdi24/presentation/lee). Keys and values of full-attention layers
     live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
     next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
-    and fetched. Attention is over those and the newest tokens, be it `sdpa`'s or written out by the model. Several new
-    tokens at once, and latent attention, attend to everything: exact, and slower.
+    and fetched. A model on a CPU has nothing to fetch: a layer chooses by its own query there (see `speculate`).
+    Attention is over those and the newest tokens, be it `sdpa`'s or written out by the model. Several new tokens at
+    once, and latent attention, attend to everything: exact, and slower.
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
     does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
@@ -91,9 +92,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             as long as the disk has room for. For a model on a CPU. See `disk_pages`.
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
-        speculate (`bool`, *optional*, defaults to `True`):
-            `False` chooses by a layer's own query instead: nothing is fetched ahead, and nothing is guessed. Worth it
-            where pool and model share a memory.
+        speculate (`bool`, *optional*):
+            Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query.
+            By default they are ahead where they have to be brought from elsewhere: for a model on an accelerator, or
+            from a `pool_folder`. On a CPU with its pool in memory nothing has to be brought, so nothing is guessed.
         track_hits (`bool`, *optional*, defaults to `False`):
             Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
         track_times (`bool`, *optional*, defaults to `False`):
@@ -144,7 +146,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         eviction: str = "counter",
         pool_folder: str | Path | None = None,
         full_layers: tuple[int, ...] | None = None,
-        speculate: bool = True,
+        speculate: bool | None = None,
         track_hits: bool = False,
         track_times: bool = False,
         calibration: Calibration | str | Path | None = None,
@@ -182,7 +184,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
         config = decoder_config(model.config)
-        self._full_layers = self._choose_full_layers(config.num_hidden_layers)
+        self._full_layers = choose_full_layers(
+            self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
+        )
         layers = replace_full_attention(config, self._layer)
         if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(
@@ -195,12 +199,13 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = weakref.ref(model)
         self._announced: int | None = None
+        self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
         self._update_order = UpdateOrder(config, len(layers))
         attachment = attach(model, self)
         reason = attachment.why_unknown()
-        if reason is not None and self.infinigen_config.speculate:
+        if reason is not None and self._speculates:
             warnings.warn(unknown_queries_warning(reason), stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -209,19 +214,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model = self._model()
         if self._is_attached and model is not None:
             attach(model, self)
-
-    def _choose_full_layers(self, num_layers: int) -> set[int]:
-        """Layers that stay whole: those asked for, those that the calibration names, or the first ones."""
-        full = self.infinigen_config.full_layers
-        if full is not None:
-            wrong = [index for index in full if not isinstance(index, int) or not 0 <= index < num_layers]
-            if wrong:
-                raise ValueError(f"`full_layers` has to hold indices of the model's {num_layers} layers, not {wrong}")
-            return set(full)
-        if self.calibration is not None:
-            # The first layer has no layer before it, so nothing is known of it
-            return {0, *self.calibration.full_layers}
-        return set(range(min(NUM_FIRST_LAYERS, num_layers - 1)))
 
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
@@ -240,7 +232,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     @property
     def _speculates(self) -> bool:
         # A detached cache does not, even where the hooks of others are still there
-        return self._is_attached and self.infinigen_config.speculate
+        return self._is_attached and self._wants_speculation
 
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
@@ -251,7 +243,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # During a prefill by several ranks another layer stands there
         if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
             check_positions(inputs.position_ids, offloaded, inputs.attention_mask)
-        if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
+        if self._speculates and isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
         if target not in attachment.projections:
@@ -304,7 +296,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         ]
 
     def _warn_if_detached(self) -> None:
-        if self._is_attached or self._has_warned or not self.infinigen_config.speculate:
+        if self._is_attached or self._has_warned or not self._wants_speculation:
             return
         self._has_warned = True
         warnings.warn(
@@ -354,7 +346,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def _expected_staging(self) -> int:
         sizes = [layer.most_fetched_bytes() for layer in self.layers if isinstance(layer, InfiniGenLayer)]
-        return expected_staging_bytes(max(sizes), len(sizes), speculate=self.infinigen_config.speculate)
+        return expected_staging_bytes(max(sizes), len(sizes), speculate=self._wants_speculation)
 
     def stats(self) -> Mapping[str, float]:
         """

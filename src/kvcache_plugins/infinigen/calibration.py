@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .calibration_file import read_calibration, write_calibration
+from .config import NUM_FIRST_LAYERS
 from .observation import NUM_QUERIES, Observation, observe, observe_newest
 from .speculation_quality import captured_masses, low_rank_map
 
@@ -178,6 +179,24 @@ def resolve_calibration(calibration: Calibration | str | Path | None, model: Pre
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration, model)
     return calibration.to(model.device, model.dtype)
+
+
+def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration | None, num_layers: int) -> set[int]:
+    """
+    Layers that stay whole: those asked for, those that the calibration names, or the first ones.
+
+    Raises:
+        ValueError: if one that is asked for is not among the model's `num_layers`.
+    """
+    if asked_for is not None:
+        wrong = [index for index in asked_for if not isinstance(index, int) or not 0 <= index < num_layers]
+        if wrong:
+            raise ValueError(f"`full_layers` has to hold indices of the model's {num_layers} layers, not {wrong}")
+        return set(asked_for)
+    if calibration is not None:
+        # The first layer has no layer before it, so nothing is known of it
+        return {0, *calibration.full_layers}
+    return set(range(min(NUM_FIRST_LAYERS, num_layers - 1)))
 
 
 def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:

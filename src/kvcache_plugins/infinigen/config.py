@@ -5,6 +5,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
 from .eviction import EVICTIONS
@@ -38,7 +40,7 @@ class InfiniGenConfig:
     eviction: str = "counter"
     pool_folder: str | Path | None = None
     full_layers: tuple[int, ...] | None = None
-    speculate: bool = True
+    speculate: bool | None = None
     track_hits: bool = False
     track_times: bool = False
 
@@ -59,7 +61,8 @@ class InfiniGenConfig:
         self._check_full_layers()
         self._check_pool_folder()
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
-        for name in ("speculate", "track_hits", "track_times"):
+        check_bool("speculate", self.speculate, is_optional=True)
+        for name in ("track_hits", "track_times"):
             check_bool(name, getattr(self, name))
 
     def _check_scoring(self) -> None:
@@ -111,6 +114,16 @@ class InfiniGenConfig:
         for index in layers:
             check_integer("full_layers", index, 0)
         object.__setattr__(self, "full_layers", tuple(layers))
+
+    def speculates_on(self, device: torch.device) -> bool:
+        """
+        Whether layers choose their tokens ahead for a model on this device. Unless `speculate` says so, they do where
+        tokens have to be brought from elsewhere, which takes time that can be hidden: from host memory to an
+        accelerator, or from a disk.
+        """
+        if self.speculate is not None:
+            return self.speculate
+        return device.type != "cpu" or self.pool_folder is not None
 
     @property
     def folder(self) -> Path | None:

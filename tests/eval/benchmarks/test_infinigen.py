@@ -7,20 +7,21 @@ import torch
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.cli.bench import infinigen as command
 from kvcache_plugins.eval.benchmarks import infinigen as benchmark_infinigen
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
 
 
 def test_parts_add_up_to_the_step(tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     token_ids = torch.randint(3, 128, (1, 300))
-    with InfiniGenCache(model) as cache, torch.inference_mode():
+    with InfiniGenCache(model, speculate=True) as cache, torch.inference_mode():
         model(token_ids, past_key_values=cache)
-        select = benchmark_infinigen.fetching_module.select_tokens
+        start_fetch = InfiniGenLayer._start_fetch
         parts = benchmark_infinigen.time_parts(lambda number: model(token_ids[:, :1], past_key_values=cache), 5)
     assert list(parts) == ["expected queries", "scoring", "choosing", "fetching and attention", "the model"]
     assert all(seconds > 0 for seconds in parts.values())
     assert cache.stats()["speculated_calls"] == 5
     # What was wrapped is what it was
-    assert benchmark_infinigen.fetching_module.select_tokens is select
+    assert InfiniGenLayer._start_fetch is start_fetch
 
 
 def test_writes_rows(tiny_model, tmp_path, monkeypatch) -> None:

@@ -13,10 +13,10 @@ _EXACT = 0.02
 _LOSSY = 0.1
 _OWN: dict[str, tuple[str, dict[str, OptionValue | tuple[int, ...]], float]] = {
     "gear": ("gear-4bit", {"nbits": 8, "residual_length": 16}, _LOSSY),
-    # Everything is fetched: what it attends to is what the dense cache does
+    # Everything is fetched: what it attends to is what the dense cache does. Speculating as for a model on a GPU
     "infinigen": (
         "infinigen",
-        {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()},
+        {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": (), "speculate": True},
         _EXACT,
     ),
     "h2o": ("h2o", {"heavy_ratio": 0.5, "recent_ratio": 0.5}, _EXACT),
