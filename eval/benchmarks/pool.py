@@ -22,10 +22,9 @@ from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.console.loading import default_device, load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.eval.harness.filled_caches import States, read_states, repeat_states
+from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
 from kvcache_plugins.eval.harness.memory_limit import memory_limit
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -113,11 +112,7 @@ def _filled(network: PreTrainedModel, spec: str, states: States, length: int, fo
     cache = create_cache(name, network, **options)
     if not isinstance(cache, InfiniGenCache):
         raise ValueError(f"`cache` has to keep its tokens in a pool, as `infinigen` does, but got `{spec}`")
-    layers: list[Any] = cache.layers
-    for layer, sides in zip(layers, states, strict=True):
-        layer.update(*(repeat_states(side, length) for side in sides))
-        if isinstance(layer, InfiniGenLayer):
-            layer.settle_prompt()
+    fill_cache(cache, states, length)
     return cache
 
 

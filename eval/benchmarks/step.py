@@ -1,6 +1,9 @@
 """Time of a whole decode step of a model, for several caches that take turns in one process.
 
 kvcache-plugins bench step --context 4096 --cache dynamic --cache gear --text-file FILE
+
+The context is the text's, read by the model through each cache; or, with `read`, the states of its first tokens,
+repeated, where a prefill would take far longer than the steps.
 """
 
 import statistics
@@ -18,6 +21,7 @@ from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import cache_stats
+from kvcache_plugins.eval.harness.filled_caches import fill_cache, read_states
 from kvcache_plugins.eval.harness.timing import spread, time_call
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
@@ -92,6 +96,7 @@ def benchmark_steps(
     steps: int,
     num_threads: int | None,
     dtype: str | None,
+    read: int | None = None,
 ) -> dict[str, Any]:
     """A result of `bench step`: caches take turns, a row each for every context."""
     if num_threads is not None:
@@ -100,19 +105,27 @@ def benchmark_steps(
     text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model, dtype)
     token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
-    if token_ids.shape[1] < max(context) + steps:
-        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {max(context) + steps} are needed")
+    num_read = max(context) if read is None else read
+    if token_ids.shape[1] < num_read + steps:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_read + steps} are needed")
+    states = None if read is None else read_states(network, token_ids[:, :read])
     rows: list[dict[str, Any]] = []
     for length in context:
         caches: dict[str, Cache] = {}
         for spec in cache:
             name, options = parse_cache_spec(spec)
             caches[spec] = create_cache(name, network, **options)
-            network(token_ids[:, :length], past_key_values=caches[spec], logits_to_keep=1)
-            typer.echo(f"{length} tokens read through {spec}", err=True)
-        rows += step_rows(time_turns(network, caches, token_ids[:, length : length + steps]), caches, length)
+            if states is None:
+                network(token_ids[:, :length], past_key_values=caches[spec], logits_to_keep=1)
+            else:
+                fill_cache(caches[spec], states, length)
+            typer.echo(f"{length} tokens {'read through' if read is None else 'filled into'} {spec}", err=True)
+        start = length if read is None else read
+        rows += step_rows(time_turns(network, caches, token_ids[:, start : start + steps]), caches, length)
         for row in rows[-len(caches) :]:
             typer.echo(describe(row))
     precision = str(network.dtype).removeprefix("torch.")
     settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": precision}
+    if read is not None:
+        settings["read"] = read
     return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}

@@ -1,8 +1,7 @@
 """Caches that hold a long context which no model has read: the states of a short text, repeated.
 
 Reading 16384 tokens takes minutes and has no part in what a decode step costs. The repeated keys keep the positions
-that they were read at, and caches that code a prompt by its queries see none: no time depends on either. Caches that
-hook into the model, as InfiniGen, cannot be filled so: see `benchmarks.pool`.
+that they were read at, and caches that code a prompt by its queries see none: no time depends on either.
 """
 
 from collections.abc import Sequence
@@ -10,6 +9,9 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcache_plugins.infinigen import InfiniGenCache
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
 
 
 States = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -32,8 +34,16 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 @torch.inference_mode()
 def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
     """Has `cache` hold `context` tokens, `states` repeated as often as need be, in each of `batch_size` items."""
-    for index, (keys, values) in enumerate(states):
-        cache.update(repeat_states(keys, context), repeat_states(values, context), index)
+    # InfiniGen's hooks have announced no layer, which `cache.update` would refuse
+    layers: list[Any] | None = cache.layers if isinstance(cache, InfiniGenCache) else None
+    for index, sides in enumerate(states):
+        keys, values = (repeat_states(side, context) for side in sides)
+        if layers is None:
+            cache.update(keys, values, index)
+        else:
+            layers[index].update(keys, values)
+        if layers is not None and isinstance(layers[index], InfiniGenLayer):
+            layers[index].settle_prompt()
     if batch_size > 1:
         cache.batch_repeat_interleave(batch_size)
 

@@ -5,12 +5,14 @@ import torch
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval.harness.filled_caches import fill_cache, read_states
+from kvcache_plugins.registry import parse_cache_spec
 
 
-@pytest.mark.parametrize("name", ["dynamic", "gear-k4v3"])
+@pytest.mark.parametrize("name", ["dynamic", "gear-k4v3", "infinigen:share=1,max_fetch_ratio=1"])
 def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(name, tiny_llama):
     token_ids = torch.randint(3, 128, (1, 130))
-    read, filled = create_cache(name, tiny_llama), create_cache(name, tiny_llama)
+    name, options = parse_cache_spec(name)
+    read, filled = (create_cache(name, tiny_llama, **options) for _ in range(2))
     fill_cache(filled, read_states(tiny_llama, token_ids), 130)
     with torch.inference_mode():
         tiny_llama(token_ids, past_key_values=read)
