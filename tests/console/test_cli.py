@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli, list_caches, register_cache, registry
-from kvcache_plugins.console import loading
 from kvcache_plugins.console.json_output import prepare_file
 from kvcache_plugins.eval.measures import generation
+from kvcache_plugins.models import reference_model
 
 
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -296,7 +296,8 @@ def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str) -> None:
 
 @pytest.fixture
 def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_for_evaluation", lambda *_: pytest.fail("a model was loaded"))
+    # Not what modules of commands import by name: one that is first imported here would keep it
+    monkeypatch.setattr(reference_model, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 COMMANDS = {
