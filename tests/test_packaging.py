@@ -71,10 +71,13 @@ def test_every_package_has_an_init() -> None:
 def test_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     tasks = {f"kvcache_plugins/eval/tasks/{path.name}" for path in (PROJECT_ROOT / "eval" / "tasks").glob("*.yaml")}
-    # Calibrations of the reference models
-    tensors = {f"kvcache_plugins/{path.relative_to(SOURCES)}" for path in SOURCES.rglob("*.safetensors")}
-    assert tasks and tensors
-    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks, *tensors}
+    # Calibrations of the reference models, and what others are made of
+    tensors, texts = (
+        {f"kvcache_plugins/{path.relative_to(SOURCES)}" for path in SOURCES.rglob(f"*.{ending}")}
+        for ending in ("safetensors", "txt")
+    )
+    assert tasks and tensors and texts
+    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks, *tensors, *texts}
 
 
 def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:

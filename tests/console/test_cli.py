@@ -241,37 +241,6 @@ def test_console_script_on_a_real_model(smollm2: Reference) -> None:
     assert "\x1b" not in finished.stdout + finished.stderr
 
 
-def test_calibrate_writes_a_file_that_the_cache_takes(tiny_folder: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40, encoding="utf-8")
-    options = ["--model", tiny_folder, "--text-file", str(tmp_path / "text.txt"), "--windows", "2", "--length", "300"]
-    file = tmp_path / "calibration.safetensors"
-    result = run("calibrate", *options, "--rank", "8", "--min-recall", "0.01", "--out", str(file))
-    assert result.exit_code == 0, result.output
-    assert "oracle" in result.stdout
-    cache = f"infinigen:calibration={file}"
-    result = run("compare", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache)
-    assert result.exit_code == 0, result.output
-
-
-def test_calibrate_keeps_what_presets_of_gear_find(
-    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 40, encoding="utf-8")
-    options = ["--cache", "gear", "--model", tiny_folder, "--text-file", str(text), "--text-file", str(text)]
-    result = run("calibrate", *options, "--windows", "1", "--length", "200")
-    assert result.exit_code == 0, result.output
-    (file,) = (tmp_path / "home" / "calibrations").iterdir()
-    assert file.name in result.stdout.replace("\n", "")
-    for cache in ("gear-c16", f"gear-c12:calibration={file}"):
-        compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache]
-        result = run("compare", *compared)
-        assert result.exit_code == 0 and "no calibration" not in result.output, result.output
-    result = run("calibrate", "--cache", "infinigen", "--text-file", str(text))
-    assert result.exit_code == 2 and "`out` has to be given" in result.output
-
-
 def test_one_spelling_of_options_everywhere(tiny_folder: str) -> None:
     options = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--json"]
     spec = run("generate", *options, "--cache", "gear-2bit:rank=8,residual_length=32")

@@ -23,18 +23,29 @@ if TYPE_CHECKING:
 
 
 _CACHES = ("infinigen", "gear")
+# Windows of every text and their tokens; and without a text those of all that come with the package
+_WINDOWS, _LENGTH = 8, 1024
+_OWN_WINDOWS, _OWN_LENGTH = 18, 512
 
 
 def main(
-    text_file: Annotated[list[Path], typer.Option(help="Text that is like what the model will read; repeatable.")],
+    text_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text that is like what the model will read; repeatable. gear needs none."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="safetensors file to write; for gear by default where `create_cache` looks for it."),
     ] = None,
     cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
     model: ModelOption = "smollm2",
-    windows: Annotated[int, typer.Option(help="Windows of every text.", min=1)] = 8,
-    length: Annotated[int, typer.Option(help="Tokens a window.", min=4)] = 1024,
+    windows: Annotated[
+        int | None,
+        typer.Option(help=f"Windows of every text ({_WINDOWS}); without one in all ({_OWN_WINDOWS}).", min=1),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help=f"Tokens a window ({_LENGTH}, without a text {_OWN_LENGTH}).", min=4)
+    ] = None,
     rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
     min_recall: Annotated[
         float, typer.Option(help="infinigen: a layer of which less is captured stays whole.", min=0, max=1)
@@ -52,12 +63,14 @@ def main(
 
     GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
     errors cost. The first two thirds of a window are coded, the others say what an error does. Without --out the file
-    is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`.
+    is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`. Without a
+    text it goes by what comes with Python and this package, in turns: code, reference, and prose in eight languages.
 
     \b
     Examples:
         kvcache-plugins calibrate --model smollm2 --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
+        kvcache-plugins calibrate --cache gear --model smollm2
         kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt --windows 6 --length 1536
         kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
     """
@@ -66,18 +79,27 @@ def main(
     check_choice("cache", cache, _CACHES)
     if out is None and cache == "infinigen":
         raise ValueError("`out` has to be given with `cache` infinigen: a safetensors file to write")
-    texts = [read_text(path, "text_file") for path in text_file]
+    if not text_file and cache == "infinigen":
+        raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
+    windows = windows or (_WINDOWS if text_file else _OWN_WINDOWS)
+    length = length or (_LENGTH if text_file else _OWN_LENGTH)
+    texts = [read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
     from kvcache_plugins.console.loading import load_for_evaluation
     from kvcache_plugins.console.progress import track_progress
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
+    from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
     from kvcache_plugins.gear.transform.calibrations import calibration_path
     from kvcache_plugins.infinigen.calibration import calibrate
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    cut = _windows(tokenizer, texts, windows, length)
-    settings: dict[str, object] = {"model": model, "text_file": ",".join(path.name for path in text_file)}
+    if texts:
+        cut = [window for text in texts for window in _windows(tokenizer, text, windows, length)]
+    else:
+        cut = _windows_in_turns(tokenizer, list(calibration_texts().values()), windows, length)
+    names = ",".join(path.name for path in text_file) if text_file else None
+    settings: dict[str, object] = {"model": model, "text_file": names}
     settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
     layers: list[dict[str, object]] = []
     with track_progress(len(cut)) as announce:
@@ -100,15 +122,21 @@ def main(
         _show(f"{model}: {path}", calibration.reports)
 
 
-def _windows(tokenizer: PreTrainedTokenizerBase, texts: list[str], windows: int, length: int) -> list[torch.Tensor]:
-    """Windows of all texts, as many of each."""
+def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length: int) -> list[torch.Tensor]:
+    """Windows of a text, from all over it."""
     from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
 
-    cut = []
-    for text in texts:
-        token_ids, start_ids = encode_text(tokenizer, text)
-        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
-    return cut
+    token_ids, start_ids = encode_text(tokenizer, text)
+    return spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+
+
+def _windows_in_turns(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], windows: int, length: int
+) -> list[torch.Tensor]:
+    """So many of all texts together, each of another text than the one before it."""
+    counts = [len(range(number, windows, len(texts))) for number in range(len(texts))]
+    cut = [_windows(tokenizer, text, count, length) for text, count in zip(texts, counts, strict=True) if count > 0]
+    return [cut[number % len(texts)][number // len(texts)] for number in range(windows)]
 
 
 def _show(title: str, reports: tuple[LayerReport, ...]) -> None:

@@ -28,7 +28,7 @@ from .transform.calibration import TransformCalibration
 from .transform.calibrations import calibration_of_file
 from .transform.config import TransformConfig
 from .transform.layer import TransformLayer
-from .warm_up import exercise, sizes_of, warm_up_gear
+from .warm_up import Sizes, exercise, sizes_of, warm_up_gear
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -197,7 +197,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if isinstance(self.gear_config, TransformConfig):
             frequencies = None if config is None else rotary_frequencies(config, index)
             coder = None
-            # A calibration looks at layers that hold all tokens; those of a window go by their prompt
+            # Not all calibrations have looked at layers of a window, which then go by their prompt
             if self.calibration is not None and (window is None or index in self.calibration.layers):
                 key_nbits, quantizer = self.gear_config.key_nbits, self.gear_config.quantizer
                 coder = self.calibration.coder(index, key_nbits, quantizer, frequencies)
@@ -274,7 +274,21 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             if isinstance(self.gear_config, GEARConfig):
                 warm_up_gear(GEARLayer, self.gear_config, sizes)
             else:
-                exercise(self._make_layer(0, config), sizes)
+                for layer in self._layers_like(sizes, config):
+                    exercise(layer, sizes)
+
+    def _layers_like(self, sizes: Sizes, config: PreTrainedConfig) -> list[GEARLayer | TransformLayer]:
+        """Empty layers, as those of such states: one that its prompt codes, one that a calibration does."""
+        shapes = [(sizes.num_heads, sizes.key_dim), (sizes.num_heads, sizes.value_dim)]
+        kinds: dict[bool, GEARLayer | TransformLayer] = {}
+        for layer in self.layers:
+            if isinstance(layer, TransformLayer) and (
+                layer.calibrated is None or layer.calibrated.head_shapes == shapes
+            ):
+                known = layer.config, 0, self._given_mask, layer.frequencies, layer.calibrated
+                kinds.setdefault(layer.calibrated is None, TransformLayer(*known))
+        # Without a config layers are made when they are met
+        return list(kinds.values()) if self.layers else [self._make_layer(0, config)]
 
     def fork(self, count: int) -> list[GEARCache]:
         """

@@ -10,9 +10,15 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import run_contract
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
+from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -246,6 +252,31 @@ def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, 
             assert each.memory().shared == cache.memory().shared
     # Rows, exact tokens and counters, but no basis
     assert path.stat().st_size < cache.memory().total_bytes + 20_000 + given.stat().st_size // 4
+
+
+@pytest.mark.parametrize(("prompt", "num_decoded"), [(60, 30), (60, 200), (300, 9), (300, 250)], ids=str)
+def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(model, calibration, prompt, num_decoded):
+    frequencies = rotary_frequencies(model.config, 0)
+    config, coder = TransformConfig(key_nbits=3, value_nbits=3), calibration.coder(0, 3.0, "lloyd-max", frequencies)
+    layer, twin = (TransformLayer(config, 0, None, frequencies, coder, 100) for _ in range(2))
+
+    def attend(each, count, seed):
+        torch.manual_seed(seed)
+        each.update(*(torch.randn(1, 2, count, 20) for _ in range(2)))
+        hidden = each.lazy_length() - count
+        mask = torch.ones(count, hidden + count, dtype=torch.bool).tril(hidden).triu(max(hidden - 99, 0))
+        return each.attend(torch.randn(1, 4, count, 20), mask[None, None], is_causal=False, scale=None)
+
+    for step, count in enumerate((prompt, *[1] * num_decoded)):
+        attend(layer, count, step)
+    document, tensors = layer_to_document(layer.state())
+    assert (document["held_start"] > 0) == (prompt + num_decoded > 200) == ("prefix.keys" not in tensors)
+    stored = StoredTensors({name: tensor.clone() for name, tensor in tensors.items()})
+    known = config, frequencies, coder, layer.counter_names, 100
+    twin.restore(layer_from_document(Document(document), stored, *known), torch.device("cpu"))
+    for step in range(40):
+        assert torch.equal(attend(layer, 1, 1000 + step), attend(twin, 1, 1000 + step))
+    assert twin.get_seq_length() == prompt + num_decoded + 40
 
 
 def test_a_saved_cache_is_refused_without_its_calibration(

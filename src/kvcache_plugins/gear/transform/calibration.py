@@ -42,8 +42,11 @@ from .observation import LayerSums, observe_window
 _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
-# Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
-_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
+# Of the costs of keys, what is taken off beside the diagonal. They are estimated from few gradients, and what channels
+# cost together is of the texts that were seen more than what each costs: drawn so far they carry over to other kinds
+_KEY_SHRINKAGE = 0.6
+# The same of values, which depend less on where a text is from
+_VALUE_SHRINKAGE = 0.1
 # Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
 _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 # Heads and sides differ by this power of what they were seen to differ by
@@ -60,7 +63,7 @@ class TransformCalibration(nn.Module):
     Args:
         config (`str`): fingerprint of the model's config.
         weights (`torch.Tensor`): some of its weights, see `weight_samples`.
-        layers (`dict[int, LayerCalibration]`): by the index of the layer, those of full attention.
+        layers (`dict[int, LayerCalibration]`): by the index of the layer, those of full attention and of windows.
     """
 
     def __init__(self, config: str, weights: torch.Tensor, layers: dict[int, LayerCalibration]):
@@ -68,7 +71,7 @@ class TransformCalibration(nn.Module):
         self.config, self.weights, self.layers = config, weights, layers
         self.digest = calibration_digest(config, weights, layers)
         self._coders: dict[tuple[float, str, int], BasisCoder] = {}
-        self._shares: dict[tuple[float, str], list[int]] = {}
+        self._shares: dict[tuple[float, str, int | None], list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
@@ -79,7 +82,7 @@ class TransformCalibration(nn.Module):
 
         Args:
             layer_idx (`int`): the layer.
-            nbits (`float`): bits a number, on average over all layers, heads and both sides.
+            nbits (`float`): bits a number, on average over all heads and both sides of layers that see as much.
             quantizer (`str`): one of `QUANTIZERS`.
             frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding.
 
@@ -104,8 +107,8 @@ class TransformCalibration(nn.Module):
         ]
         if not found:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
-        sizes = self._bytes_of_heads(nbits, quantizer)
-        place = 2 * list(self.layers).index(layer_idx)
+        sizes = self._bytes_of_heads(nbits, quantizer, layer.window)
+        place = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
         tables = []
         for number, side in enumerate((layer.keys, layer.values)):
             errors = QUANTIZERS[quantizer].distortions
@@ -114,10 +117,16 @@ class TransformCalibration(nn.Module):
             tables.append(BasisTable(*own, widths, is_weighted=number == 0, quantizer=quantizer))
         return BasisCoder(DeviceTables(*tables), found[0])
 
-    def _bytes_of_heads(self, nbits: float, quantizer: str) -> list[int]:
-        """Bytes of a head's codes, of keys and values of every layer."""
-        if (nbits, quantizer) not in self._shares:
-            sides = [side for layer in self.layers.values() for side in (layer.keys, layer.values)]
+    def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
+        return [(index, layer) for index, layer in self.layers.items() if layer.window == window]
+
+    def _bytes_of_heads(self, nbits: float, quantizer: str, window: int | None) -> list[int]:
+        """
+        Bytes of a head's codes, of keys and values of every layer of a window. What a layer of a window saved would be
+        less and less of what one of full attention holds, so they share nothing.
+        """
+        if (nbits, quantizer, window) not in self._shares:
+            sides = [side for _, layer in self._layers_of(window) for side in (layer.keys, layer.values)]
             energies = [side.energies.double() for side in sides]
             mean = torch.cat([each.sum(dim=1).log() for each in energies]).mean()
             tempered = [
@@ -125,8 +134,8 @@ class TransformCalibration(nn.Module):
             ]
             total = sum(each.numel() for each in energies) * nbits
             errors = QUANTIZERS[quantizer].distortions
-            self._shares[nbits, quantizer] = share_bytes(tempered, round(total), LEAST_BYTES, errors)
-        return self._shares[nbits, quantizer]
+            self._shares[nbits, quantizer, window] = share_bytes(tempered, round(total), LEAST_BYTES, errors)
+        return self._shares[nbits, quantizer, window]
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""
@@ -227,7 +236,7 @@ def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
     cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
     # A sum of values would lose what their mean has lost as often as there are tokens in it
     values = _calibrate_side(cost, sums.values.products / sums.values.count, torch.zeros_like(sums.values.states))
-    return LayerCalibration((sums.layout.name, sums.layout.first), keys, values)
+    return LayerCalibration((sums.layout.name, sums.layout.first), keys, values, sums.window)
 
 
 def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tensor) -> SideCalibration:

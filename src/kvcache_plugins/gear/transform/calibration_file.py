@@ -50,11 +50,18 @@ class SideCalibration:
 
 @dataclass(frozen=True, eq=False)
 class LayerCalibration:
-    """Keys and values of a layer; `layout`: name and first channel of the keys' rotary embedding."""
+    """
+    Keys and values of a layer.
+
+    Attributes:
+        layout (`tuple[str, int]`): name and first channel of the keys' rotary embedding.
+        window (`int`, *optional*): tokens that its attention sees; all by default.
+    """
 
     layout: tuple[str, int]
     keys: SideCalibration
     values: SideCalibration
+    window: int | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them by side and name."""
@@ -68,7 +75,8 @@ def calibration_digest(config: str, weights: torch.Tensor, layers: Mapping[int, 
     digest = hashlib.sha256(config.encode())
     digest.update(weights.numpy().tobytes())
     for index, layer in layers.items():
-        digest.update(f"{index} {layer.layout}".encode())
+        known = layer.layout if layer.window is None else (*layer.layout, layer.window)
+        digest.update(f"{index} {known}".encode())
         for name, tensor in layer.named_tensors():
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.numpy().tobytes())
@@ -82,7 +90,8 @@ def write_calibration(
     rows, tensors = [], {"weights": weights}
     for index, layer in layers.items():
         name, first = layer.layout
-        rows.append({"layer_idx": index, "layout": name, "first_channel": first})
+        row: dict[str, object] = {"layer_idx": index, "layout": name, "first_channel": first}
+        rows.append(row if layer.window is None else {**row, "window": layer.window})
         tensors |= {f"layers.{index}.{part}": tensor for part, tensor in layer.named_tensors()}
     write_tensor_file(path, FORMAT, VERSION, {"config": config, "layers": rows}, tensors)
 
@@ -111,11 +120,12 @@ def read_calibration(path: str | Path) -> tuple[str, torch.Tensor, dict[int, Lay
 
 def _read_layer(row: Document, stored: StoredTensors) -> LayerCalibration:
     layout = row.choice("layout", _LAYOUTS), row.integer("first_channel", 0, _MAX_CHANNELS)
+    window = row.integer("window", 1) if row.has("window") else None
     row.finish()
     keys, values = (_read_side(stored.below(f"{side}.")) for side in ("keys", "values"))
     if keys.mean.shape[0] != values.mean.shape[0]:
         raise ValueError("keys and values have to have as many heads")
-    return LayerCalibration(layout, keys, values)
+    return LayerCalibration(layout, keys, values, window)
 
 
 def _read_side(stored: StoredTensors) -> SideCalibration:

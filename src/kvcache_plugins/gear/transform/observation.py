@@ -5,6 +5,9 @@ what it does to the distribution of the tokens that follow: to second order, the
 `F` the Fisher information, the mean outer product of gradients of the log-likelihood of tokens that the model itself
 draws. So one backward pass gives every layer and head at once.
 
+Layers of a window hold all tokens here, as masks say what is seen. What their keys cost is what those cost that the
+first of the following tokens sees: of those before no error is left in a cache.
+
 Legend: H key/value heads, D head dim, T tokens.
 """
 
@@ -58,8 +61,12 @@ class SideSums:
 
 @dataclass(eq=False)
 class LayerSums:
-    """What is known of a layer; `queries` `[H, D, D]` are products of queries, turned back by the angles of keys."""
+    """
+    What is known of a layer: `queries` `[H, D, D]` are products of queries, turned back by the angles of keys that
+    they see, and `window` is how many these are at most.
+    """
 
+    window: int | None
     layout: RotaryLayout
     keys: SideSums
     values: SideSums
@@ -89,36 +96,52 @@ def observe_window(
         generator (`torch.Generator`): draws tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
-    cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer()))
+    windows: dict[int, int] = {}
+
+    def listen_to_window(index: int, window: int) -> ListeningLayer:
+        windows[index] = window
+        return ListeningLayer()
+
+    cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer(), listen_to_window))
     window = window.to(model.device)[None]
     with torch.no_grad():
         model(window[:, :prefix_length], past_key_values=cache, use_cache=True)
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
     turned: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for index, layer in observed.items():
-        turned[index] = _add_states(layer, rotary_frequencies(config, index), num_sinks, sums, index)
+        known = rotary_frequencies(config, index), windows.get(index)
+        turned[index] = _add_states(layer, *known, num_sinks, sums, index)
     for _ in range(num_draws):
         gradients = _gradients(model, window[:, prefix_length:], cache, observed, generator)
         for index, (of_keys, of_values) in gradients.items():
-            sums[index].keys.add_gradients(turned[index](of_keys[0, :, num_sinks:].double()))
-            sums[index].values.add_gradients(of_values[0, :, num_sinks:].double())
+            own = sums[index]
+            seen = slice(_num_unseen(own.window, prefix_length, num_sinks), None)
+            own.keys.add_gradients(turned[index](of_keys[0, :, num_sinks:].double())[:, seen])
+            own.values.add_gradients(of_values[0, :, num_sinks:].double()[:, seen])
+
+
+def _num_unseen(window: int | None, length: int, num_sinks: int) -> int:
+    """How many tokens behind the sinks the one that follows them all does not see."""
+    return 0 if window is None else max(length - window + 1 - num_sinks, 0)
 
 
 def _add_states(
     layer: ListeningLayer,
     frequencies: tuple[float, ...] | None,
+    window: int | None,
     num_sinks: int,
     sums: dict[int, LayerSums],
     index: int,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Adds a layer's states and queries; returns what takes the rotary embedding off keys `[H, T, D]`."""
     if layer.keys is None or layer.values is None:
-        raise ValueError("`model` has layers of full attention that it did not call with a cache")
+        raise ValueError("`model` has layers of attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
     if index not in sums:
         square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
         own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
-        sums[index] = LayerSums(_find_layout(layer, frequencies, num_sinks), own_keys, own_values, 0, square)
+        layout = _find_layout(layer, frequencies, num_sinks)
+        sums[index] = LayerSums(window, layout, own_keys, own_values, 0, square)
     own = sums[index]
     angles = Angles.at(own.layout, num_sinks, keys.shape[1], None, keys.device)
     cosines, sines = angles.cosines[0].double(), -angles.sines[0].double()
@@ -134,7 +157,9 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     num_heads, head_dim = sums.queries.shape[0], queries.shape[2]
     queries = queries.unflatten(0, (num_heads, -1)).flatten(1, 2)
     products = queries.mT @ queries
-    positions = torch.linspace(0, num_keys - 1, min(_NUM_POSITIONS, num_keys), device=queries.device).long()
+    first = 0 if sums.window is None else max(num_keys - sums.window, 0)
+    count = min(_NUM_POSITIONS, num_keys - first)
+    positions = torch.linspace(first, num_keys - 1, count, device=queries.device).long()
     cosines, sines = (angles.double()[:, None] for angles in sums.layout.angles(positions))
     unit = torch.eye(head_dim, dtype=torch.float64, device=queries.device)
     # Rows of it are the unit vectors, turned back

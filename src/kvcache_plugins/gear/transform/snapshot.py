@@ -80,12 +80,13 @@ def layer_from_document(
         ValueError: if it is anything that no layer under these options can be.
     """
     sizes = read_sizes(document)
+    exact = read_exact_state(document, stored, sizes, config.residual_length)
     layouts = candidate_layouts(frequencies, sizes["key_head_dim"])
     coder: RowCoder | BasisCoder | None = None
     if calibrated is not None:
         _check_calibrated(document, sizes, calibrated)
-        # Coded from where the exact tokens in front end
-        coder = calibrated if stored.has("prefix.keys") else None
+        # Coded from where the exact tokens in front end, of which a window may have let go
+        coder = calibrated if exact["prefix"] is not None or exact["held_start"] else None
     elif not document.is_null("coder"):
         coder = read_coder(document.inner("coder"), stored.below("coder."), config, sizes, layouts)
     blocks = [
@@ -94,7 +95,7 @@ def layer_from_document(
     ]
     has_moments = stored.has("moments.squares")
     state = TransformLayerState(
-        **read_exact_state(document, stored, sizes, config.residual_length),
+        **exact,
         counters=read_counters(document.inner("counters"), counter_names),
         coder=coder,
         blocks=blocks,

@@ -1,0 +1,86 @@
+"""Texts that a calibration can be made of where nobody has one: of what is in every Python, and in this package.
+
+A calibration of one kind of text is worth less on others, so there are three: code and reference from the sources of
+Python's standard library, which are read and not run, and prose in several languages, with letters, lists, tables and
+records among it.
+"""
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+
+_PROSE = Path(__file__).with_name("calibration_prose.txt")
+# All of them in every Python since 3.10, each of them by another hand. `argparse` is what results are measured on
+_CODE = (
+    "calendar.py",
+    "configparser.py",
+    "csv.py",
+    "fractions.py",
+    "ftplib.py",
+    "heapq.py",
+    "http/cookies.py",
+    "queue.py",
+    "shutil.py",
+    "statistics.py",
+    "tempfile.py",
+    "tokenize.py",
+    "xml/etree/ElementTree.py",
+)
+_REFERENCE = (
+    "_pydecimal.py",
+    "bdb.py",
+    "codecs.py",
+    "difflib.py",
+    "doctest.py",
+    "email/message.py",
+    "mailbox.py",
+    "optparse.py",
+    "random.py",
+    "subprocess.py",
+    "turtle.py",
+    "unittest/case.py",
+)
+# Of a file, so that no long one makes up most of a text
+_MAX_CHARACTERS = 12_000
+_DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def calibration_texts() -> dict[str, str]:
+    """
+    Texts of several kinds, the same at every call.
+
+    Returns:
+        `dict[str, str]`: `code`, `reference` (what `help` says) and `prose`, tens of thousands of characters each.
+        What this Python does not bring along is left out, and a kind of which nothing is left.
+    """
+    code = [source[:_MAX_CHARACTERS] for source in _sources(_CODE)]
+    reference = ["".join(_help_of(ast.parse(source)))[:_MAX_CHARACTERS] for source in _sources(_REFERENCE)]
+    texts = {"code": "\n".join(code), "reference": "\n".join(reference), "prose": _PROSE.read_text(encoding="utf-8")}
+    return {kind: text for kind, text in texts.items() if text}
+
+
+def _sources(names: tuple[str, ...]) -> Iterator[str]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for name in names:
+        if (folder / name).is_file():
+            yield (folder / name).read_text(encoding="utf-8")
+
+
+def _help_of(node: ast.Module | _DEFINITIONS, name: str = "") -> Iterator[str]:
+    """What docstrings say of a module or a definition, and of those in it, each below its head."""
+    text = ast.get_docstring(node)
+    if text is not None:
+        yield f"{_head(node, name)}{text}\n\n"
+    for each in node.body:
+        if isinstance(each, _DEFINITIONS):
+            yield from _help_of(each, f"{name}.{each.name}" if name else each.name)
+
+
+def _head(node: ast.Module | _DEFINITIONS, name: str) -> str:
+    if isinstance(node, ast.Module):
+        return ""
+    if isinstance(node, ast.ClassDef):
+        return f"class {name}({', '.join(map(ast.unparse, node.bases))})\n"
+    return f"{name}({ast.unparse(node.args)})\n"
