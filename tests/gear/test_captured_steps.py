@@ -1,7 +1,10 @@
-"""Steps that are recorded and replayed, in Triton's interpreter: tokens and contents are those of the cache as it is."""
+"""Steps that are recorded and replayed, where there are no graphs: tokens and contents are those of the cache as it is.
+
+Kernels that read lengths on the device are tested in `tests/triton_kernels`, what a step asks of a GPU in
+`test_recorded_step.py`.
+"""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -10,46 +13,39 @@ from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.gear.fixed_storage import FixedBuffer
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="steps are recorded in Triton's interpreter here")
-# By preset: tokens of the prompt and decoded ones, and options with which chunks are short
-CASES = {
-    "gear": (45, 11, {"residual_length": 4}),
-    "gear-t16": (81, 6, {"residual_length": 3}),
-    "gear-2bit": (70, 11, {"residual_length": 8, "q_group_size": 8}),
-    "kivi-2bit": (67, 11, {"residual_length": 8, "q_group_size": 8}),
-    "gear-k4v3": (66, 10, {"residual_length": 8, "q_group_size": 8}),
-}
+PRESETS = ["gear", "gear-t16", "gear-2bit", "kivi-2bit", "gear-k4v3"]
 
 
-@pytest.fixture(autouse=True)
-def triton_kernels(monkeypatch):
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+def prompts(batch_size, length, padding=0):
+    ids = torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def prompts(batch_size, length):
-    return torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
+def generate(model, cache, inputs, num_tokens):
+    return model.generate(**inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
 
 
-def generate(model, cache, ids, num_tokens, mask=None):
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1
-    )
+def contents(cache):
+    """What a cache holds, room aside."""
+    tensors = [tensor for layer in cache.layers for part, tensor in layer.named_tensors() if part not in ("spare", "residual")]
+    return [*tensors, *(layer.materialize(side) for layer in cache.layers for side in ("keys", "values"))]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model("llama", num_hidden_layers=1)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_the_cache(name, model, monkeypatch):
-    length, num_tokens, options = CASES[name]
-    ids = prompts(1, length)
-    cache = create_cache(name, model, **options)
-    with cache.captured_steps(model, num_tokens) as steps:
-        got = generate(model, cache, ids, num_tokens)
-    print(steps.num_recorded, steps.num_replayed, steps.num_others, cache.stats())
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "auto")
-    assert torch.equal(got, generate(model, create_cache(name, model, **options), ids, num_tokens))
-    assert steps.num_recorded == 1
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("batch_size", "length", "padding"), [(1, 131, 0), (2, 97, 5)], ids=["alone", "padded"])
+def test_tokens_are_those_of_the_cache(name, batch_size, length, padding, tiny_llama):
+    inputs, num_tokens = prompts(batch_size, length, padding), 140
+    expected = create_cache(name, tiny_llama)
+    tokens = generate(tiny_llama, expected, inputs, num_tokens)
+    cache = create_cache(name, tiny_llama)
+    with cache.captured_steps(tiny_llama, num_tokens) as steps:
+        assert torch.equal(generate(tiny_llama, cache, inputs, num_tokens), tokens)
+    residual_length = cache.gear_config.residual_length
+    # The prompt, and the steps before which a chunk was compressed
+    assert (steps.num_recorded, steps.num_others) == (1, 1 + (num_tokens - 2) // residual_length)
+    assert steps.num_replayed == num_tokens - steps.num_others
+    assert cache.stats() == expected.stats()
+    for mine, theirs in zip(contents(cache), contents(expected), strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=1e-3)

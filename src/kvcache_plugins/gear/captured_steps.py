@@ -93,9 +93,7 @@ class CapturedSteps:
         self._check_model()
         self._check_layers()
         device = self.model.device
-        # Plain PyTorch and Numba have no use for it: there a step is what it is elsewhere
-        self._is_recording = choose_token_kernel(torch.empty(0, device=device))[0] == "triton"
-        if device.type == "cuda" and not self._is_recording:
+        if device.type == "cuda" and choose_token_kernel(torch.empty(0, device=device))[0] != "triton":
             raise ValueError(f"`captured_steps` needs Triton's kernels: {explain_kernel('cuda')[1] or 'not chosen'}")
         self._numbers = StepNumbers(device)
         self._forward = self.model.forward
@@ -121,7 +119,7 @@ class CapturedSteps:
         @functools.wraps(forward)
         def replaying_forward(*args: Any, **kwargs: Any) -> Any:
             # In a graph of `torch.compile` a layer is an operator: see `graph_states`
-            if torch.compiler.is_compiling() or not self._is_recording:
+            if torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
             arguments = dict(zip(self._names, args, strict=False)) | kwargs
             if arguments.get("past_key_values") is not self.cache:

@@ -94,9 +94,15 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         return [*parts, dataclasses.replace(last, length=block.room(), num_tokens=stored, kept={})]
 
     def attend_in_step(self, query: torch.Tensor, parts: Sequence[Any], scale: float | None) -> torch.Tensor:
-        """Attention over parts whose lengths are on the device."""
+        """Attention over parts whose lengths are on the device, which is read where that costs nothing."""
         if choose_kernel(query)[0] != "triton":
-            raise ValueError(f"`captured_steps` is not for attention of {query.shape[2]} queries a token")
+            if query.device.type != "cpu":
+                raise ValueError(f"`captured_steps` is not for attention of {query.shape[2]} queries a token")
+            parts = [
+                part if part.num_tokens is None else dataclasses.replace(part, length=int(part.num_tokens))
+                for part in parts
+            ]
+            parts = [part for part in parts if part.length]
         return self._attend_parts(query, iter(parts), scale)[0]
 
     def count_token(self) -> None:
