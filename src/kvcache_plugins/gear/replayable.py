@@ -12,6 +12,7 @@ import torch
 
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.dispatch import choose_kernel
+from kvcache_plugins.ops.masking import slice_mask
 
 from .block_layer import BlockLayerMixin
 from .stored_block import BlockT
@@ -91,7 +92,9 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         """All compressed parts, the last one with all its room, of which `stored` `[1]` tokens are in use."""
         parts, block = list(self._compressed_parts(None)), self.blocks[-1]
         last = parts.pop() if block.length else self._block_part(block, None)
-        return [*parts, dataclasses.replace(last, length=block.room(), num_tokens=stored, kept={})]
+        parts.append(dataclasses.replace(last, length=block.room(), num_tokens=stored, kept={}))
+        # With all columns, so that no step makes them
+        return [dataclasses.replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
 
     def attend_in_step(self, query: torch.Tensor, parts: Sequence[Any], scale: float | None) -> torch.Tensor:
         """Attention over parts whose lengths are on the device, which is read where that costs nothing."""
