@@ -146,9 +146,7 @@ def store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals):
 
 
 @triton.jit
-def store_nothing(
-    output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, channels, row_in_use, DIM: tl.constexpr
-):
+def store_nothing(output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, channels, row_in_use, DIM: tl.constexpr):
     """What a split is that has no tokens."""
     places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
     nothing = tl.zeros_like(places).to(tl.float32)

@@ -94,7 +94,7 @@ class FixedForm:
         return self.block.length, self.buffer.length, self.layer.get_seq_length()
 
     def parts(self, numbers: StepNumbers) -> list[Any]:
-        """All parts that attention goes over, with that of the token that is being stored, and lengths on the device."""
+        """All parts that attention goes over, with the token that is being stored, and lengths on the device."""
         keys, values = self.buffer.storage
         newest = DensePart(keys, values, keys.shape[2], None, numbers.exact)
         return [*self.layer.step_parts(numbers.stored), newest]

@@ -241,7 +241,9 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
 
     def state(self) -> GEARLayerState:
         """All that it holds, as it is: nothing is copied."""
-        return GEARLayerState(**self._exact_state(), is_open=self._open_block is not None and self._open_block.length > 0)
+        return GEARLayerState(
+            **self._exact_state(), is_open=self._open_block is not None and self._open_block.length > 0
+        )
 
     def restore(self, state: GEARLayerState, device: torch.device) -> None:
         """Takes over what `state()` of another layer gave, on a device."""

@@ -59,7 +59,7 @@ class StepLayer(LazyLayer):
         return batch_size, num_heads, self._length, head_dim
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
-        """Tokens before the new one, on the device, as in Transformers' own static layers: positions are made of it."""
+        """Tokens before the new one, on the device, as Transformers' own static layers have them for positions."""
         return self._numbers.total
 
     def lazy_length(self) -> int:
@@ -120,4 +120,6 @@ class StepCache(Cache):
 
 
 def _refuse() -> NoReturn:
-    raise ValueError("`captured_steps` is for models whose attention is `sdpa`, over keys and values as they are cached")
+    raise ValueError(
+        "`captured_steps` is for models whose attention is `sdpa`, over keys and values as they are cached"
+    )
