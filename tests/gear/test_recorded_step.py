@@ -125,7 +125,10 @@ def difference(got, expected, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "batch_size"), [("gear", 1), ("gear", 2), ("gear-2bit", 1), ("kivi-2bit", 2)])
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [("gear", 2), *(pytest.param(name, size, marks=pytest.mark.long) for name in NUM_TOKENS for size in (1, 2))],
+)
 def test_every_step_is_the_first_one_again(name, batch_size):
     environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, name, str(batch_size)]
