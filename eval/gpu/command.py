@@ -2,12 +2,13 @@
 
     kvcache-plugins bench gpu --out FOLDER
 
-Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
 - `checks`: the kernels' tests, on the GPU;
 - `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
+- `captured`: the same steps of GEAR caches as CUDA graphs, their tokens being those without, and beside those without;
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
@@ -31,7 +32,15 @@ from .plan import FULL, TINY
 
 
 # Shares of the time limit
-_SHARES = {"checks": 0.18, "presets": 0.16, "attention": 0.18, "step": 0.16, "infinigen": 0.16, "batch": 0.16}
+_SHARES = {
+    "checks": 0.16,
+    "presets": 0.15,
+    "attention": 0.16,
+    "step": 0.15,
+    "captured": 0.12,
+    "infinigen": 0.13,
+    "batch": 0.13,
+}
 # Seconds between the end of a part's time, when it begins nothing new, and the end of its process
 _GRACE = 15.0
 

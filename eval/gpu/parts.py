@@ -22,6 +22,7 @@ from kvcache_plugins.eval.harness.timing import time_call
 from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.registry import create_cache
 
+from .captured import time_captured
 from .infinigen import check_exact, time_offloading
 from .largest_batch import WAYS, Budget, measure_largest_batch
 from .models import DTYPE, build_llama
@@ -211,6 +212,7 @@ PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
     "presets": run_presets,
     "attention": time_attention,
     "step": time_steps,
+    "captured": time_captured,
     "infinigen": measure_offloading,
     "batch": search_largest_batches,
 }

@@ -23,6 +23,8 @@ class Plan:
         model (`Mapping[str, int]`): fields of a `LlamaConfig`.
         context, steps (`int`): tokens in the cache, and decoded.
         step_caches (`tuple[str, ...]`): what decodes, the first as the measure.
+        captured_caches (`tuple[str, ...]`): what decodes captured and not, the most wanted first.
+        captured_tokens (`int`): decoded tokens that have to be the same.
         budget (`int`): bytes for the largest batch.
         batch_context (`int`): tokens of each sequence of the largest batch.
         batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
@@ -42,6 +44,8 @@ class Plan:
     context: int
     steps: int
     step_caches: tuple[str, ...]
+    captured_caches: tuple[str, ...]
+    captured_tokens: int
     budget: int
     batch_context: int
     batch_caches: tuple[str, ...]
@@ -91,6 +95,8 @@ FULL = Plan(
         "tests/triton_kernels/test_attention.py",
         "tests/triton_kernels/test_transform_attention.py",
         "tests/triton_kernels/test_transform_basis_attention.py",
+        "tests/triton_kernels/test_device_lengths.py",
+        "tests/gear/test_captured_on_gpu.py",
         "tests/triton_kernels/test_compression.py",
         "tests/ops/test_triton_compression.py",
         "tests/triton_kernels/test_gather.py",
@@ -142,6 +148,8 @@ FULL = Plan(
         "hqq-4bit",
         "hqq-2bit",
     ),
+    captured_caches=("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3"),
+    captured_tokens=150,
     budget=40 * 2**30,
     batch_context=4096,
     batch_caches=("dynamic", "gear-2bit", "gear"),
@@ -189,6 +197,8 @@ TINY = Plan(
     context=128,
     steps=3,
     step_caches=("dynamic", "gear", "gear-2bit", "static", "no-such-cache"),
+    captured_caches=("gear", "gear-2bit"),
+    captured_tokens=24,
     # One dense sequence and a half
     budget=26_000,
     batch_context=64,

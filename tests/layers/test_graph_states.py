@@ -48,6 +48,19 @@ def test_whole_steps_are_compiled_once(name, tiny_llama):
     assert cache.stats()["dense_reads"] == 0
 
 
+@pytest.mark.slow
+def test_whole_steps_are_compiled_once_where_steps_are_captured(tiny_llama):
+    expected = decode(tiny_llama, tiny_llama, prompt(100), create_cache("gear", tiny_llama), NUM_STEPS)
+    cache = create_cache("gear", tiny_llama)
+    cache.compile_whole_steps()
+    with cache.captured_steps(tiny_llama, NUM_STEPS):
+        compiled = torch.compile(tiny_llama, backend="eager", fullgraph=True, dynamic=True)
+        assert torch.equal(decode(tiny_llama, compiled, prompt(100), cache, NUM_STEPS), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert cache.stats()["dense_reads"] == 0
+
+
 def test_caches_share_a_graph(tiny_llama):
     compiled = torch.compile(tiny_llama, backend="eager", fullgraph=True, dynamic=True)
     for length in (40, 90):

@@ -29,8 +29,8 @@ def tokens_of_2_bits(axis):
     return CompressedTensors(codes, scale, scale, None, None, None, None, None, nbits=2, axis=axis, group_size=64)
 
 
-def main(architecture):
-    """Writes a line of JSON for each kernel."""
+def main(architecture, num_tokens=None):
+    """Writes a line of JSON for each kernel, of lengths that the host knows, or that are read on the device."""
     from kvcache_plugins.triton_kernels.attention.attend import attend_kernel, prepare
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel, prepare_combination
     from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
@@ -39,10 +39,18 @@ def main(architecture):
     torch.version.hip = "7.0"
     query = torch.empty(1, 8, 4, 128, dtype=torch.bfloat16)
     sides = tokens_of_2_bits("channel"), tokens_of_2_bits("token")
-    sizes = {"num_chunks": 1, "length": 1000, "mask": None, "scale": 0.1, "value_head_dim": 128, "num_sms": 104}
+    sizes = {
+        "num_chunks": 1,
+        "length": 1000,
+        "num_tokens": num_tokens,
+        "mask": None,
+        "scale": 0.1,
+        "value_head_dim": 128,
+        "num_sms": 104,
+    }
     attending = prepare(query, *sides, packed=False, **sizes)
     states = torch.empty(1, 8, 100, 128, dtype=torch.bfloat16)
-    combining = prepare_combination([attending.partials], [DensePart(states, states)], query, 0.1)
+    combining = prepare_combination([attending.partials], [DensePart(states, states, None, num_tokens)], query, 0.1)
     for name, kernel, launch in (("attend", attend_kernel, attending), ("combine", combine_kernel, combining)):
         compiled = compile_for(kernel, launch.arguments, architecture, **launch.options)
         row = {"kernel": name, "bytes": len(compiled.asm["hsaco"]), "shared": compiled.metadata.shared}
@@ -50,12 +58,12 @@ def main(architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gfx942", "gfx90a"])
-def test_kernels_compile(architecture):
+@pytest.mark.parametrize(
+    "arguments", [["gfx942"], ["gfx90a"], pytest.param(["gfx942", "device"], marks=pytest.mark.long)], ids="-".join
+)
+def test_kernels_compile(arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run(
-        [sys.executable, __file__, architecture], env=environment, capture_output=True, text=True
-    )
+    finished = subprocess.run([sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     rows = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [row["kernel"] for row in rows] == ["attend", "combine"]
@@ -63,4 +71,4 @@ def test_kernels_compile(architecture):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], torch.empty(1, dtype=torch.int64) if sys.argv[2:] == ["device"] else None)

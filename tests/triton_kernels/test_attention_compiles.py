@@ -53,6 +53,9 @@ NAMES = {
         "gear-2bit-d256",
     ],
 }
+# With lengths that are read on the device
+DEVICE = "-device"
+DEVICE_NAMES = {80: ["gear-2bit-d128-device"], 86: ["kivi-2bit-d128-device"], 90: ["kivi-2bit-d128-device"]}
 # Bytes a thread. Where 168 or 128 registers let one more program run at once, the assembler itself puts a few into
 # local memory rather than use another register
 MAX_SPILLED = 32
@@ -115,7 +118,8 @@ def compile_variant(name, capability):
     """What each kernel of a variant uses on a GPU of that compute capability."""
     from kvcache_plugins.triton_kernels.attention import attend
 
-    keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name]
+    num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith(DEVICE) else None
+    keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name.removesuffix(DEVICE)]
     query = torch.empty(2, 8, num_rows, head_dim, dtype=dtype)
     mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
     launch = attend.prepare(
@@ -124,6 +128,7 @@ def compile_variant(name, capability):
         compressed(values, head_dim),
         num_chunks=1,
         length=1000,
+        num_tokens=num_tokens,
         mask=mask,
         scale=0.1,
         value_head_dim=head_dim,
@@ -132,11 +137,11 @@ def compile_variant(name, capability):
     )
     compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **launch.options)
     result = {"attend": resources(compiled)}
-    result["combine"] = compile_combination(launch.partials, query, mask, capability)
+    result["combine"] = compile_combination(launch.partials, query, mask, capability, num_tokens)
     return result
 
 
-def compile_combination(partials, query, mask, capability):
+def compile_combination(partials, query, mask, capability, num_tokens=None):
     """What merging two blocks and attending to two exact parts uses."""
     from kvcache_plugins.triton_kernels.attention import combine
     from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
@@ -145,7 +150,8 @@ def compile_combination(partials, query, mask, capability):
     combine.combine_kernel = recorder
     states = torch.empty(2, 8, 100, query.shape[-1], dtype=query.dtype)
     part = DensePart(states, states, None if mask is None else mask[..., :100])
-    combine.combine([partials, partials], [part, part], query, 0.1)
+    newest = part._replace(num_tokens=num_tokens)
+    combine.combine([partials, partials], [part, newest], query, 0.1)
     combine.combine_kernel = kernel
     options = {"num_warps": 4, "num_stages": recorder.arguments["num_stages"]}
     return resources(compile_for(kernel, recorder.arguments, capability, **options))
@@ -188,12 +194,25 @@ def run_main(capability, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", NAMES)
 def test_decode_kernels_stay_in_registers(capability):
-    lines = run_main(capability, NAMES[capability])
-    assert [line["name"] for line in lines] == NAMES[capability]
+    check(capability, NAMES[capability])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(86, marks=pytest.mark.long), 90]
+)
+def test_they_compile_with_lengths_on_the_device(capability):
+    check(capability, DEVICE_NAMES[capability])
+
+
+def check(capability, names):
+    lines = run_main(capability, names)
+    assert [line["name"] for line in lines] == names
     for line in lines:
-        _, _, head_dim, _, num_rows, _ = VARIANTS[line["name"]]
+        name = line["name"].removesuffix(DEVICE)
+        _, _, head_dim, _, num_rows, _ = VARIANTS[name]
         if head_dim <= 128 and num_rows <= 16:
-            assert line["attend"]["spilled"] <= KNOWN_SPILLS.get(line["name"], MAX_SPILLED), line
+            assert line["attend"]["spilled"] <= KNOWN_SPILLS.get(name, MAX_SPILLED), line
             assert line["attend"]["shared"] <= MAX_SHARED[86], line
             assert line["combine"]["spilled"] <= MAX_SPILLED, line
 

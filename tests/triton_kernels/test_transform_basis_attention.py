@@ -1,5 +1,6 @@
 """Triton's attention over rows in calibrated bases against float64, in Triton's interpreter or on a GPU."""
 
+import dataclasses
 import os
 
 import pytest
@@ -99,3 +100,15 @@ def test_padding_exact_parts_and_room_behind_the_rows():
     cut = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, 43, None)
     exact = [DensePart(*torch.randn(2, 2, 1, 9, 32, device=DEVICE), length, None) for length in (7, 9)]
     check("widest", [exact[0], cut, exact[1]])
+
+
+def test_length_on_the_device():
+    part = make_part("widest", padding=[0, 40], start=300)
+    exact = DensePart(*torch.randn(2, 2, 1, 9, 32, device=DEVICE), 9, None)
+    counts = [torch.tensor([count], device=DEVICE) for count in (43, 7)]
+    batch_size, num_heads, groups, _, key_dim, *_, num_queries = CASES["widest"]
+    query = torch.randn(batch_size, groups * num_heads, num_queries, key_dim, device=DEVICE)
+    cut = [dataclasses.replace(each, length=int(count)) for each, count in zip((part, exact), counts, strict=True)]
+    read = [dataclasses.replace(each, num_tokens=count) for each, count in zip((part, exact), counts, strict=True)]
+    output, expected = (attend(query, iter(parts), num_heads, None, "triton") for parts in (read, cut))
+    torch.testing.assert_close(output, expected)

@@ -106,13 +106,17 @@ def prepare(
     *,
     num_chunks: int,
     length: int,
+    num_tokens: torch.Tensor | None = None,
     mask: torch.Tensor | None,
     scale: float,
     value_head_dim: int | None,
     num_sms: int | None = None,
     packed: bool,
 ) -> Launch:
-    """The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs."""
+    """
+    The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs. `num_tokens`
+    `[1]` are the tokens in use where the host does not know them, as it replays the launch: the grid is for `length`.
+    """
     batch_size, num_heads, num_rows, key_dim = query.shape
     value_dim = key_dim if value_head_dim is None else value_head_dim
     chunk_length = keys.codes.shape[3]
@@ -157,6 +161,7 @@ def prepare(
         "num_heads": num_heads,
         "num_rows": num_rows,
         "length": length,
+        "length_ptr": num_tokens,
         "chunk_length": chunk_length,
         "num_tiles": num_tiles,
         "tiles_per_chunk": tiles_per_chunk,

@@ -46,7 +46,7 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(
     do_not_specialize=_NOT_SPECIALIZED,
-    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr"],
+    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr", "num_tokens_0_ptr", "num_tokens_1_ptr"],
 )
 def combine_kernel(
     query_ptr,
@@ -77,6 +77,7 @@ def combine_kernel(
     mask_0_stride_t,
     mask_0_num_queries,
     num_tokens_0,
+    num_tokens_0_ptr,
     keys_1_ptr,
     keys_1_stride_b,
     keys_1_stride_h,
@@ -92,6 +93,7 @@ def combine_kernel(
     mask_1_stride_t,
     mask_1_num_queries,
     num_tokens_1,
+    num_tokens_1_ptr,
     num_heads,
     num_rows,
     scale,
@@ -122,6 +124,10 @@ def combine_kernel(
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     output = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    if num_tokens_0_ptr is not None:
+        num_tokens_0 = tl.load(num_tokens_0_ptr).to(tl.int32)
+    if num_tokens_1_ptr is not None:
+        num_tokens_1 = tl.load(num_tokens_1_ptr).to(tl.int32)
     if NUM_PARTS > 0:
         key_channels = tl.arange(0, BLOCK_K)
         query_ptr += batch * query_stride_b + head * query_stride_h

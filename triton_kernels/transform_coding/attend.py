@@ -42,6 +42,7 @@ def prepare_rows(
     *,
     start: int,
     length: int,
+    num_tokens: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     scale: float,
@@ -62,6 +63,8 @@ def prepare_rows(
             Index of the first token.
         length (`int`):
             Tokens in use, T, at least one; there may be room for more.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*):
+            Tokens in use where the host does not know them, as it replays the launch; the grid is for `length`.
         padding (`torch.Tensor` of shape `[B]`, *optional*):
             Tokens at the start of every item that have no position.
         mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
@@ -104,6 +107,7 @@ def prepare_rows(
         "num_rows": num_rows,
         "position": start,
         "length": length,
+        "length_ptr": num_tokens,
         "tokens_per_split": tiles_per_split * block_tokens,
         "scale": scale,
         "TRELLIS": keys.is_trellis,

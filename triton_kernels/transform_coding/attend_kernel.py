@@ -17,7 +17,7 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
 from .hadamard import store_rotated
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, store_sums
+from .tiles import WEIGHT_FACTOR, attend_tile, store_nothing, store_sums
 from .turned_queries import load_turned_queries
 
 
@@ -33,7 +33,7 @@ _NOT_SPECIALIZED = [
 ]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr", "length_ptr"])
 def attend_kernel(
     query_ptr,
     query_stride_b,
@@ -70,6 +70,7 @@ def attend_kernel(
     num_queries,
     position,
     length,
+    length_ptr,
     tokens_per_split,
     scale,
     KEY_DIM: tl.constexpr,
@@ -95,6 +96,13 @@ def attend_kernel(
     batch, head = matrix // num_heads, matrix % num_heads
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
+    if length_ptr is not None:
+        length = tl.load(length_ptr).to(tl.int32)
+        if tl.program_id(1) * tokens_per_split >= length:
+            store_nothing(
+                output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, row_slots(BLOCK_V), row_in_use, VALUE_DIM
+            )
+            return
     key_slots = row_slots(BLOCK_K)
     channel_in_use = key_slots < KEY_DIM
     table_places = matrix * KEY_DIM + key_slots

@@ -14,7 +14,7 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
 from .basis_tiles import attend_basis_tile, load_basis
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, store_outputs, store_sums
+from .tiles import WEIGHT_FACTOR, store_nothing, store_outputs, store_sums
 from .turned_queries import load_turned_queries
 
 
@@ -30,7 +30,7 @@ _NOT_SPECIALIZED = [
 ]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr", "length_ptr"])
 def attend_basis_kernel(
     query_ptr,
     query_stride_b,
@@ -67,6 +67,7 @@ def attend_basis_kernel(
     num_queries,
     position,
     length,
+    length_ptr,
     tokens_per_split,
     scale,
     KEY_DIM: tl.constexpr,
@@ -92,6 +93,21 @@ def attend_basis_kernel(
     batch, head = matrix // num_heads, matrix % num_heads
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
+    if length_ptr is not None:
+        length = tl.load(length_ptr).to(tl.int32)
+        if tl.program_id(1) * tokens_per_split >= length:
+            store_nothing(
+                output_ptr,
+                maximum_ptr,
+                total_ptr,
+                matrix,
+                rows,
+                num_rows,
+                row_slots(BLOCK_V),
+                row_in_use,
+                VALUE_COMPONENTS,
+            )
+            return
     channels = tl.arange(0, BLOCK_D)
     channel_in_use = channels < KEY_DIM
     # Of a channel that is none anything will do that is there

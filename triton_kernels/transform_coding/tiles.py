@@ -146,6 +146,17 @@ def store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals):
 
 
 @triton.jit
+def store_nothing(output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, channels, row_in_use, DIM: tl.constexpr):
+    """What a split is that has no tokens."""
+    places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
+    nothing = tl.zeros_like(places).to(tl.float32)
+    tl.store(maximum_ptr + places, nothing - float("inf"), mask=row_in_use)
+    tl.store(total_ptr + places, nothing, mask=row_in_use)
+    nothings = nothing[None, :] + tl.zeros_like(channels).to(tl.float32)[:, None]
+    store_outputs(output_ptr, places, channels, row_in_use, nothings, DIM)
+
+
+@triton.jit
 def store_outputs(output_ptr, places, channels, row_in_use, output, DIM: tl.constexpr):
     """Outputs `[channels, rows]` of a split, or components."""
     in_use = row_in_use[None, :] & (channels < DIM)[:, None]

@@ -11,7 +11,7 @@ once no query to come can see them.
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import torch
 
@@ -24,39 +24,13 @@ from .layer_state import LayerState
 from .settled_parts import SettledParts, SettledPartsMixin
 from .sliding_window import SlidingWindowMixin
 from .storage import ExactPrefix
+from .stored_block import BlockT, BufferConfig
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
 # Columns that a mask which is kept is a multiple of: one column alone would stand for all
 _MASK_STEP = 8
-
-
-class BufferConfig(Protocol):
-    """What is asked of the options of a layer."""
-
-    @property
-    def residual_length(self) -> int:
-        """Decoded tokens that wait in exact form."""
-
-
-class StoredBlock(Protocol):
-    """Consecutive tokens, compressed."""
-
-    start: int
-    length: int
-
-    def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
-
-    def drop_first(self, count: int) -> None:
-        """Forgets the first `count` tokens, as many as can be dropped."""
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every stored tensor by `function` of it."""
-
-
-BlockT = TypeVar("BlockT", bound=StoredBlock)
 
 
 class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
@@ -206,7 +180,7 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
             yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
         for number, block in enumerate(self.blocks):
             stop = block.start + block.length
-            if stop <= first:
+            if stop <= first or not block.length:
                 continue
             mask = self._columns(attn_mask, block.start, stop)
             if prefix is not None and self._may_overlap(number, block, prefix):
@@ -269,6 +243,10 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
         states = buffer.append_to_all(keys, values)
         prefix.keys, prefix.values = buffer.in_front()
         return states
+
+    def _release_buffer(self) -> None:
+        """Lets go of the buffer's tokens, which are stored in another form."""
+        self.buffer = None if self.buffer is None else self.buffer.released()
 
     def _is_buffer_full(self) -> bool:
         """Whether the next update compresses what is in the buffer."""
@@ -371,7 +349,7 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
             "length": self._length,
             "counters": dict(self._counters),
             "prefix": self.prefix,
-            "blocks": self.blocks,
+            "blocks": [block for block in self.blocks if block.length],
             "buffer": self.buffer,
             "padding": self.padding,
             "held_start": self._held_start,

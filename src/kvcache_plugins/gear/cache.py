@@ -19,6 +19,7 @@ from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
+from .captured_steps import CapturedSteps
 from .choice import PresetChoice
 from .config import GEARConfig
 from .forms import resolve_form
@@ -289,6 +290,28 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
                 kinds.setdefault(layer.calibrated is None, TransformLayer(*known))
         # Without a config layers are made when they are met
         return list(kinds.values()) if self.layers else [self._make_layer(0, config)]
+
+    def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
+        """
+        A context in which, on a GPU, a decode step of one token is one CUDA graph, from one compression to the next
+        and on: see [Design](../../design.md). Elsewhere steps are what they are outside of it.
+
+        Args:
+            model (`PreTrainedModel`): the model that uses the cache, with `sdpa` attention.
+            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens that room is kept for, which a recorded
+                step needs to stay of use; after them it is recorded anew.
+
+        Raises:
+            ValueError: if `num_tokens` is no positive integer, or the model or a layer cannot be captured.
+
+        Example:
+
+        ```python
+        >>> with cache.captured_steps(model):
+        ...     outputs = model.generate(**inputs, past_key_values=cache)
+        ```
+        """
+        return CapturedSteps(self, unwrap_model(model), num_tokens)
 
     def fork(self, count: int) -> list[GEARCache]:
         """

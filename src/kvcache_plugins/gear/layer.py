@@ -16,10 +16,10 @@ from kvcache_plugins.ops.attention import attend, prepare_tokens
 from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.ops.parts import CompressedPart
 
-from .block_layer import BlockLayerMixin
 from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .layer_state import GEARLayerState
+from .replayable import ReplayableMixin
 from .settled_parts import TokenCall
 from .storage import CompressedBlock, ExactPrefix
 from .warm_up import Sizes, warm_up_gear
@@ -37,7 +37,7 @@ _PART_NAMES = {
 }
 
 
-class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
+class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
     """
     Keys and values of one layer, compressed as in [GEAR](https://huggingface.co/papers/2403.05527).
 
@@ -162,7 +162,7 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
             self.blocks = []
             self._forget_before(start)
         self.blocks.append(block)
-        self.buffer = None
+        self._release_buffer()
         if count < keys.shape[2]:
             self._append(keys[:, :, count:], values[:, :, count:])
 
@@ -183,6 +183,21 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += block.num_chunks
         self._counters["fused_compressions"] += block.is_fused * block.num_chunks
+
+    def open_block(self) -> CompressedBlock:
+        """See `ReplayableMixin.open_block`."""
+        if self._open_block is None:
+            sizes = self.batch_size, self._shapes["keys"][1], self.config.residual_length
+            # Of a chunk of zeros, which all others are like
+            states = [
+                torch.zeros(*sizes, self._shapes[side][3], dtype=self.dtype, device=self.device)
+                for side in ("keys", "values")
+            ]
+            block = compress_tokens(*states, None, 0, 1, self.config, self.layer_idx, is_prompt=False)
+            block.start, block.length, block.num_chunks = self._exact_start, 0, 0
+            self._open_block = block
+            self.blocks.append(block)
+        return self._open_block
 
     def _tiled_blocks(self) -> Sequence[CompressedBlock]:
         return self.blocks
@@ -226,7 +241,9 @@ class GEARLayer(BlockLayerMixin[CompressedBlock], PromptLayer):
 
     def state(self) -> GEARLayerState:
         """All that it holds, as it is: nothing is copied."""
-        return GEARLayerState(**self._exact_state(), is_open=self._open_block is not None)
+        return GEARLayerState(
+            **self._exact_state(), is_open=self._open_block is not None and self._open_block.length > 0
+        )
 
     def restore(self, state: GEARLayerState, device: torch.device) -> None:
         """Takes over what `state()` of another layer gave, on a device."""

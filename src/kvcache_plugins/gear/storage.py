@@ -79,6 +79,16 @@ class CompressedBlock:
             self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
             self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
 
+    def give_room(self, num_tokens: int) -> None:
+        """Moves to storage with room for so many tokens in all, and no less than are in use."""
+        capacity = max(-(-num_tokens // self.chunk_length), self.num_chunks)
+        self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
+        self.values = _with_capacity(self.values, self.num_chunks, capacity)
+
+    def room(self) -> int:
+        """For how many tokens in all there is room."""
+        return self.keys.num_chunks * self.chunk_length
+
     def num_droppable(self, count: int) -> int:
         """
         How many of the first `count` tokens can be dropped: whole chunks, or of a single chunk whole groups and tiles.

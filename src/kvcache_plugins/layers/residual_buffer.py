@@ -86,6 +86,10 @@ class ResidualBuffer:
         capacity = min(-(-max(self.length, 1) // _STEP) * _STEP, max(self.limit, self.length))
         self._keys, self._values = (_with_room(states, capacity) for states in (keys, values))
 
+    def released(self) -> "ResidualBuffer | None":
+        """What is left of it when all of its tokens are stored elsewhere: nothing, as the next ones make another."""
+        return None
+
     def drop_last(self, count: int) -> None:
         self.length -= count
 

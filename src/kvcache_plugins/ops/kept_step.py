@@ -86,7 +86,7 @@ def attend_parts(
 
 
 def _exact(dense: Sequence[DensePart]) -> list[KernelDensePart]:
-    return [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
+    return [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length), part.num_tokens) for part in dense]
 
 
 class KeptStep:
@@ -193,10 +193,14 @@ def _padded(count: int) -> int:
 
 
 def _can_keep(rows: torch.Tensor, dense: Sequence[DensePart], parts: Sequence[PartStep]) -> bool:
-    """Whether a step's launches can be kept: without a mask that every token has anew, and where Triton compiles."""
+    """
+    Whether a step's launches can be kept: without a mask that every token has anew, where Triton compiles, and where
+    no graph keeps them.
+    """
     return (
         0 < len(dense) <= _MAX_PARTS
         and dense[-1].mask is None
+        and dense[-1].num_tokens is None
         and can_keep(combine_kernel)
         and len(parts) <= _MAX_PARTS
         and all(part.length for part in dense)

@@ -23,12 +23,15 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
 
     def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens in use."""
@@ -45,6 +48,8 @@ class CompressedPart:
         length (`int`): tokens in use, T; the chunks may have room for more.
         mask (`torch.Tensor`, *optional*): as in `DensePart`. It may have fewer columns, but several: what they do not
             cover is attended to.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
         kept (`dict[str, Any]`): what a kernel keeps of a step over this very part for the next one.
     """
 
@@ -52,6 +57,7 @@ class CompressedPart:
     values: CompressedStates
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[DensePart]:

@@ -54,6 +54,7 @@ def prepare_part(rows: torch.Tensor, part: CompressedPart, scale: float, packed:
         _tensors(part.values),
         num_chunks=-(-part.length // part.keys.chunk_length),
         length=part.length,
+        num_tokens=part.num_tokens,
         mask=slice_mask(part.mask, 0, part.length),
         scale=scale,
         value_head_dim=part.values.head_dim,

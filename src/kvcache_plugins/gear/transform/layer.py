@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.gear.block_layer import BlockLayerMixin
+from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.settled_parts import TokenCall
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.finite_states import check_finite
@@ -36,7 +36,7 @@ from .waiting_items import join_prefix, shorten_prefix
 _NUM_QUERIES = 256
 
 
-class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
+class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
     """
     Keys and values of one layer, every token of them coded by itself.
 
@@ -185,7 +185,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         start = self._skip_passed(start)
         tail = keys.shape[2] - (length - start)
         self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
-        self.buffer = None
+        self._release_buffer()
         return True
 
     def _skip_passed(self, start: int) -> int:
@@ -263,6 +263,26 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
 
+    def open_block(self) -> CodedBlock:
+        """See `ReplayableMixin.open_block`."""
+        if not self._is_open:
+            assert self.coder is not None
+            heads = self.batch_size, self._shapes["keys"][1], 0
+            keys, values = (
+                torch.zeros(*heads, size, dtype=torch.uint8, device=self.device) for size in self.coder.row_sizes
+            )
+            self.blocks.append(CodedBlock(keys, values, 0, self._exact_start))
+            self._is_open = True
+        return self.blocks[-1]
+
+    def coded_by(self) -> object:
+        """See `ReplayableMixin.coded_by`."""
+        return self.coder
+
+    def is_replayable(self) -> bool:
+        """See `ReplayableMixin.is_replayable`."""
+        return super().is_replayable() and not self._waiting
+
     def _tiled_blocks(self) -> Sequence[DecodableBlock]:
         return [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
 
@@ -332,7 +352,7 @@ class TransformLayer(BlockLayerMixin[CodedBlock], PromptLayer):
         return TransformLayerState(
             **exact,
             coder=self.coder,
-            is_open=self._is_open,
+            is_open=self._is_open and self.blocks[-1].length > 0,
             moments=self._moments,
             waiting_items=self._waiting_items,
         )

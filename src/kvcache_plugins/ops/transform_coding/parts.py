@@ -82,7 +82,7 @@ class CodedPart:
         padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
         length (`int`): tokens in use, T.
         mask (`torch.Tensor`, *optional*): as in `CompressedPart`.
-        kept (`dict[str, Any]`): the same.
+        num_tokens (`torch.Tensor`, *optional*), kept (`dict[str, Any]`): the same.
     """
 
     keys: torch.Tensor
@@ -92,6 +92,7 @@ class CodedPart:
     padding: torch.Tensor | None
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[DensePart]:

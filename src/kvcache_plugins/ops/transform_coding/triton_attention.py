@@ -67,6 +67,7 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
     where: dict[str, Any] = {
         "start": part.start,
         "length": part.length,
+        "num_tokens": part.num_tokens,
         "padding": None if part.padding is None else part.padding.to(rows.device),
         "mask": slice_mask(part.mask, 0, part.length),
         "scale": scale,

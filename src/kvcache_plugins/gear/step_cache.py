@@ -1,0 +1,125 @@
+"""The cache that a model is given while a step of it is recorded: lengths stand on the device, and nothing is moved.
+
+It stores the new token where `StepNumbers` says, and attends to the parts of a `FixedForm`. What the cache itself
+counts is brought up to date by whoever replays the step.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers import Cache
+
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import stored_states
+
+from .fixed_storage import FixedForm
+from .step_numbers import StepNumbers
+
+
+class StepLayer(LazyLayer):
+    """
+    A layer of it.
+
+    Args:
+        form (`FixedForm`): of the layer that it stands for.
+        numbers (`StepNumbers`): of the step.
+    """
+
+    def __init__(self, form: FixedForm, numbers: StepNumbers):
+        super().__init__()
+        self._layer, self._numbers = form.layer, numbers
+        self._storage = form.buffer.storage
+        self._parts = form.parts(numbers)
+        # States have to look as if they were of some length, and it is the same in every step
+        self._length = form.layer.get_seq_length() + 1
+        self._shapes = self.states_shape("keys"), self.states_shape("values")
+        self.dtype, self.device = form.layer.dtype, form.layer.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a token `[B, H, 1, D]` in the buffer, and returns all states, lazily."""
+        for storage, states in zip(self._storage, (key_states, value_states), strict=True):
+            storage.index_copy_(2, self._numbers.place, states.to(storage.dtype))
+        return stored_states(self, self._shapes, self.dtype, self.device, (None, None))
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """See `LazyLayer.attend`."""
+        if attn_mask is not None:
+            raise ValueError("`captured_steps` is not for models that add to the scores of attention")
+        return self._layer.attend_in_step(query, self._parts, scale)
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """See `LazyLayer.states_shape`."""
+        batch_size, num_heads, _, head_dim = self._layer.states_shape(side)
+        return batch_size, num_heads, self._length, head_dim
+
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
+        """Tokens before the new one, on the device, as Transformers' own static layers have them for positions."""
+        return self._numbers.total
+
+    def lazy_length(self) -> int:
+        """See `LazyLayer.lazy_length`."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is made of it, as one token sees all; padding is hidden by masks of the parts."""
+        return self._length, 0
+
+    def materialize(self, side: str) -> torch.Tensor:
+        """Refused, as is all that follows from it."""
+        _refuse()
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[Any]:
+        """See `materialize`."""
+        _refuse()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """It has been."""
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refused."""
+        _refuse()
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing of its own."""
+        return iter(())
+
+    def num_values(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+    def stats(self) -> dict[str, float]:
+        """Nothing of its own."""
+        return {}
+
+    def crop_tokens(self, count: int) -> None:
+        """Refused."""
+        _refuse()
+
+
+class StepCache(Cache):
+    """
+    The layers of a step.
+
+    Args:
+        forms (`Sequence[FixedForm]`): of the cache's layers.
+        numbers (`StepNumbers`): of the step.
+    """
+
+    def __init__(self, forms: Sequence[FixedForm], numbers: StepNumbers):
+        super().__init__(layers=[StepLayer(form, numbers) for form in forms])
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Only masks are made of it, and none is."""
+        return self.layers[layer_idx].lazy_length() - 1  # type: ignore[no-any-return]
+
+
+def _refuse() -> NoReturn:
+    raise ValueError(
+        "`captured_steps` is for models whose attention is `sdpa`, over keys and values as they are cached"
+    )
