@@ -28,8 +28,8 @@ from .snapshot import read_snapshot, write_snapshot
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import calibration_of_file
 from .transform.config import TransformConfig
-from .transform.layer import TransformLayer
-from .warm_up import Sizes, exercise, sizes_of, warm_up_gear
+from .transform.layer import TransformLayer, empty_layers_like
+from .warm_up import exercise, sizes_of, warm_up_gear
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -248,13 +248,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         for layer in layers:
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
-        compressing = sum(1 for layer in layers if layer.blocks)
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
         if self.calibration is not None:
             choice["calibration_bytes"] = sum(self.memory().shared.values())
         kinds = {
             "num_layers": len(self.layers),
-            "layers_compressing": compressing,
+            "layers_compressing": sum(1 for layer in layers if layer.blocks),
             "layers_windowed": sum(layer.is_sliding for layer in layers),
             "layers_left": len(self.layers) - len(layers),
         }
@@ -275,21 +274,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             if isinstance(self.gear_config, GEARConfig):
                 warm_up_gear(GEARLayer, self.gear_config, sizes)
             else:
-                for layer in self._layers_like(sizes, config):
+                # Without a config layers are made when they are met
+                layers = empty_layers_like(self.layers, sizes.num_heads, sizes.key_dim, sizes.value_dim)
+                for layer in layers if self.layers else [self._make_layer(0, config)]:
                     exercise(layer, sizes)
-
-    def _layers_like(self, sizes: Sizes, config: PreTrainedConfig) -> list[GEARLayer | TransformLayer]:
-        """Empty layers, as those of such states: one that its prompt codes, one that a calibration does."""
-        shapes = [(sizes.num_heads, sizes.key_dim), (sizes.num_heads, sizes.value_dim)]
-        kinds: dict[bool, GEARLayer | TransformLayer] = {}
-        for layer in self.layers:
-            if isinstance(layer, TransformLayer) and (
-                layer.calibrated is None or layer.calibrated.head_shapes == shapes
-            ):
-                known = layer.config, 0, self._given_mask, layer.frequencies, layer.calibrated
-                kinds.setdefault(layer.calibrated is None, TransformLayer(*known))
-        # Without a config layers are made when they are met
-        return list(kinds.values()) if self.layers else [self._make_layer(0, config)]
 
     def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
         """
