@@ -136,16 +136,16 @@ def code_rows_kernel(
     # fmt: on
 
 
-def code_rows(
+def prepare_coding(
     states: torch.Tensor,
     table: CodingTable,
     angles: RotaryAngles | None = None,
     *,
     start: int = 0,
     padding: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> CodingLaunch:
     """
-    Rows of keys or values.
+    The launch that codes keys or values.
 
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`):
@@ -158,24 +158,7 @@ def code_rows(
             Index of the first token.
         padding (`torch.Tensor` of shape `[B]`, *optional*):
             Tokens at the start of every item that have no position.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, T, R]`, uint8.
     """
-    launch = prepare_coding(states, table, angles, start=start, padding=padding)
-    launch()
-    return launch.rows
-
-
-def prepare_coding(
-    states: torch.Tensor,
-    table: CodingTable,
-    angles: RotaryAngles | None = None,
-    *,
-    start: int = 0,
-    padding: torch.Tensor | None = None,
-) -> CodingLaunch:
-    """The launch that codes, with the arguments of `code_rows`."""
     num_channels, is_rotated = block_channels(table.head_dim), table.signs is not None
     block_tokens, num_warps = _tile_shape(num_channels, is_rotated=is_rotated)
     rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)

@@ -158,6 +158,41 @@ class CodingTable(NamedTuple):
     is_weighted: bool
 
 
+class BasisCodingTable(NamedTuple):
+    """
+    How keys or values become rows in calibrated bases; all tensors are contiguous.
+
+    Args:
+        widths, basis, steps, factors, mean (`torch.Tensor`):
+            See `BasisRows`.
+        inverse (`torch.Tensor` of shape `[H, K, D]`, int8):
+            Columns of the inverse, in units such that products with rows of the basis are 1.
+        codebook (`Codebook`):
+            Of the side.
+        row_size (`int`):
+            R.
+        num_components, head_dim (`int`):
+            K and D.
+        is_weighted (`bool`):
+            Whether a token's scale is the one of least weighted error, or shrinks nothing.
+        num_refits (`int`):
+            Times that codes are found anew for the scale that was found, at most.
+    """
+
+    widths: torch.Tensor
+    basis: torch.Tensor
+    steps: torch.Tensor
+    factors: torch.Tensor
+    mean: torch.Tensor
+    inverse: torch.Tensor
+    codebook: Codebook
+    row_size: int
+    num_components: int
+    head_dim: int
+    is_weighted: bool
+    num_refits: int
+
+
 class CodingLaunch(NamedTuple):
     """
     A launch that codes, and what it fills.
