@@ -2,10 +2,11 @@
 
     kvcache-plugins bench gpu --out FOLDER
 
-Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
 - `checks`: the kernels' tests, on the GPU;
 - `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
+- `coding`: prompts and chunks of tokens coded as rows, by kernels, in plain PyTorch, and states only copied;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
@@ -31,7 +32,15 @@ from .plan import FULL, TINY
 
 
 # Shares of the time limit
-_SHARES = {"checks": 0.18, "presets": 0.16, "attention": 0.18, "step": 0.16, "infinigen": 0.16, "batch": 0.16}
+_SHARES = {
+    "checks": 0.18,
+    "presets": 0.14,
+    "coding": 0.04,
+    "attention": 0.16,
+    "step": 0.16,
+    "infinigen": 0.16,
+    "batch": 0.16,
+}
 # Seconds between the end of a part's time, when it begins nothing new, and the end of its process
 _GRACE = 15.0
 

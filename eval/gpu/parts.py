@@ -22,6 +22,7 @@ from kvcache_plugins.eval.harness.timing import time_call
 from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.registry import create_cache
 
+from .coding import time_coding
 from .infinigen import check_exact, time_offloading
 from .largest_batch import WAYS, Budget, measure_largest_batch
 from .models import DTYPE, build_llama
@@ -209,6 +210,7 @@ def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox
 PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
     "checks": run_tests,
     "presets": run_presets,
+    "coding": time_coding,
     "attention": time_attention,
     "step": time_steps,
     "infinigen": measure_offloading,
