@@ -2,10 +2,11 @@
 
     kvcache-plugins bench gpu --out FOLDER
 
-Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+Eight parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
 - `checks`: the kernels' tests, on the GPU;
 - `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
+- `coding`: prompts and chunks of tokens coded as rows, by kernels, in plain PyTorch, and states only copied;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: the same steps of GEAR caches as CUDA graphs, their tokens being those without, and beside those without;
@@ -34,12 +35,13 @@ from .plan import FULL, TINY
 # Shares of the time limit
 _SHARES = {
     "checks": 0.16,
-    "presets": 0.15,
+    "presets": 0.14,
+    "coding": 0.04,
     "attention": 0.16,
-    "step": 0.15,
-    "captured": 0.12,
+    "step": 0.14,
+    "captured": 0.11,
     "infinigen": 0.13,
-    "batch": 0.13,
+    "batch": 0.12,
 }
 # Seconds between the end of a part's time, when it begins nothing new, and the end of its process
 _GRACE = 15.0

@@ -23,6 +23,7 @@ from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.registry import create_cache
 
 from .captured import time_captured
+from .coding import time_coding
 from .infinigen import check_exact, time_offloading
 from .largest_batch import WAYS, Budget, measure_largest_batch
 from .models import DTYPE, build_llama
@@ -210,6 +211,7 @@ def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox
 PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
     "checks": run_tests,
     "presets": run_presets,
+    "coding": time_coding,
     "attention": time_attention,
     "step": time_steps,
     "captured": time_captured,

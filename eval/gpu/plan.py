@@ -17,6 +17,8 @@ class Plan:
         presets (`tuple[str, ...]`): what is attended to once, to be checked, the most wanted first.
         preset_model (`Mapping[str, int]`): fields of a `LlamaConfig`.
         preset_tokens (`tuple[int, ...]`): tokens of each of its calls.
+        coding_caches (`tuple[str, ...]`): presets that code tokens, by the layers of `preset_model`.
+        coding_tokens (`tuple[int, ...]`): tokens that are coded at once, of a prompt and of a chunk.
         shapes (`Mapping[str, Shape]`): attention alone, by the name of the result.
         attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
         rounds (`int`): times that each attention is timed.
@@ -37,6 +39,8 @@ class Plan:
     presets: tuple[str, ...]
     preset_model: Mapping[str, int]
     preset_tokens: tuple[int, ...]
+    coding_caches: tuple[str, ...]
+    coding_tokens: tuple[int, ...]
     shapes: Mapping[str, Shape]
     attention_caches: tuple[str, ...]
     rounds: int
@@ -97,6 +101,9 @@ FULL = Plan(
         "tests/triton_kernels/test_transform_basis_attention.py",
         "tests/triton_kernels/test_device_lengths.py",
         "tests/gear/test_captured_on_gpu.py",
+        "tests/triton_kernels/test_code_rows.py",
+        "tests/triton_kernels/test_code_basis.py",
+        "tests/gear/transform/test_coding_kernels.py",
         "tests/triton_kernels/test_compression.py",
         "tests/ops/test_triton_compression.py",
         "tests/triton_kernels/test_gather.py",
@@ -115,6 +122,8 @@ FULL = Plan(
     },
     # A prompt, decoded tokens at once, and the one that finds them compressed
     preset_tokens=(600, 64, 1),
+    coding_caches=("gear-t25", "gear-t16", "gear-c16", "gear-t22", "gear-t30"),
+    coding_tokens=(8192, 20),
     # The acceptance's shape first: what time is left goes to the others
     shapes={
         "large": Shape(batch_size=16, context=32768),
@@ -182,6 +191,8 @@ TINY = Plan(
         "max_position_embeddings": 1024,
     },
     preset_tokens=(70, 64, 1),
+    coding_caches=("gear-t25", "gear-c16"),
+    coding_tokens=(70, 9),
     shapes={"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
     attention_caches=("gear-2bit", "gear-l-2bit", "gear-t25"),
     rounds=3,

@@ -5,6 +5,7 @@ and one more. What attention makes of that is held against plain PyTorch from th
 """
 
 import time
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .partial_report import PartialReport, TimeBox
 from .plan import Plan
 
 
-# Those in calibrated bases share a calibration of the model, made of so many tokens
+# Those in calibrated bases, and the tokens that a calibration is made of
 _CALIBRATED = "gear-c"
 _CALIBRATION_TOKENS = 96
 
@@ -29,22 +30,24 @@ _CALIBRATION_TOKENS = 96
 def check_presets(plan: Plan, report: PartialReport, device: torch.device, box: TimeBox) -> None:
     """Adds a row for each preset of the plan that is right, and a failure for each other."""
     model = build_llama(plan.preset_model, device)
-    calibration = None
     longest = 0.0
     for name in plan.presets:
         with report.attempt(name):
             box.require(1.5 * longest)
             start = time.monotonic()
-            options: dict[str, Any] = {}
-            if name.startswith(_CALIBRATED):
-                calibration = calibration or _calibrate(model)
-                options["calibration"] = calibration
-            error = _check(name, create_cache(name, model, **options), model, plan)
+            error = _check(name, create_preset(name, model), model, plan)
             longest = max(longest, time.monotonic() - start)
             report.add({"cache": name, "relative_error": error, "seconds": time.monotonic() - start})
             typer.echo(f"{name}: relative error {error:.1e}")
 
 
+def create_preset(name: str, model: PreTrainedModel) -> Cache:
+    """A preset's cache; those in calibrated bases share a calibration of the model."""
+    options: dict[str, Any] = {"calibration": _calibrate(model)} if name.startswith(_CALIBRATED) else {}
+    return create_cache(name, model, **options)
+
+
+@lru_cache(maxsize=1)
 def _calibrate(model: PreTrainedModel) -> Any:
     tokens = torch.randint(model.config.vocab_size, (_CALIBRATION_TOKENS,), device=model.device)
     return calibrate_transform(model, [tokens], num_draws=1)

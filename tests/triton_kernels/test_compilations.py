@@ -26,6 +26,8 @@ MOST = {
     "gear-k3v2": _CODES | {"attend_kernel": 2, "_quantize_channels_kernel": 2, "_quantize_tokens_kernel": 2},
     "gear-2bit": _CODES | _OUTLIERS,
     "gear-4bit": _CODES | _OUTLIERS,
+    # Of keys and of values
+    "gear-t25": {"attend_kernel": 1, "combine_kernel": 1, "code_rows_kernel": 2},
 }
 # Of a batch with padding too: whether a chunk has any is another kernel for codes without outliers
 PADDED: dict[str, dict[str, int]] = {
@@ -34,17 +36,26 @@ PADDED: dict[str, dict[str, int]] = {
 }
 
 
+# A layer of rows compiles attention over them when it first attends to them, which is the first decode step
+AT_FIRST_STEP = {"gear-t25": ["attend_kernel", "combine_kernel"]}
+
+
 def describe(key):
     return {name: str(value) for name, value in key.items()}
 
 
-def count(name, num_prompts, num_steps, is_padded):
-    """Compilations by kernel, after prompts of many lengths and after the steps that follow the first."""
+def count(name, num_prompts, num_steps, mode=""):
+    """
+    Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
+    `"padded"`, `"warm"` for a cache that is warmed up before its first prompt, or neither.
+    """
     from kvcache_plugins.eval.machine_code.stand_in_driver import stand_in_driver
     from kvcache_plugins.registry import create_cache
 
     lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]
+    is_padded = mode == "padded"
     batch_size = 2 if is_padded else 1
+    model = make_model() if mode == "warm" else None
 
     def update(cache, num_new, length):
         states = torch.zeros(batch_size, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)
@@ -59,13 +70,16 @@ def count(name, num_prompts, num_steps, is_padded):
         )
 
     def generate(length, num_steps):
-        cache = create_cache(name)
+        cache = create_cache(name, model)
         update(cache, length, length)
         for step in range(num_steps):
             update(cache, 1, length + step + 1)
 
     with stand_in_driver() as stand_in, torch.inference_mode():
-        generate(lengths[0], 0)
+        if model is None:
+            generate(lengths[0], 0)
+        else:
+            create_cache(name, model).warm_up(model)
         first = len(stand_in.compilations)
         for length in lengths:
             generate(length, 1)
@@ -77,22 +91,40 @@ def count(name, num_prompts, num_steps, is_padded):
     }
 
 
+def make_model():
+    """A model of one layer with the heads of what is stored."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=NUM_QUERY_HEADS * HEAD_DIM,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=NUM_QUERY_HEADS,
+        num_key_value_heads=NUM_HEADS,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+MODES = [*((name, "") for name in MOST), *((name, "padded") for name in PADDED), ("gear-t25", "warm")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "padding"), [*((name, "") for name in MOST), *((name, "padded") for name in PADDED)])
-def test_lengths_do_not_matter(name, padding):
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_lengths_do_not_matter(name, mode):
     environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, name, padding]
+    command = [sys.executable, __file__, name, mode]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     counted = json.loads(finished.stdout)
     assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
     assert counted["kernels"].keys() == MOST[name].keys()
-    most = MOST[name] | (PADDED[name] if padding else {})
-    assert [kernel for kernel, _ in counted["later"]] == []
+    most = MOST[name] | (PADDED[name] if mode == "padded" else {})
+    assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
     assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
 
 
 if __name__ == "__main__":
     # One thread: the steps are many and small
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(count(sys.argv[1], NUM_PROMPTS, NUM_STEPS, sys.argv[2:] == ["padded"])))
+    sys.stdout.write(json.dumps(count(sys.argv[1], NUM_PROMPTS, NUM_STEPS, *sys.argv[2:])))

@@ -3,9 +3,10 @@
 Legend: B batch, H key/value heads, T tokens, D head dim, N blocks of eight channels, R bytes of a row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
 
 
 class CodedRows(NamedTuple):
@@ -98,3 +99,118 @@ class RotaryAngles(NamedTuple):
     partners: torch.Tensor
     near: torch.Tensor
     far: torch.Tensor
+
+
+class Codebook(NamedTuple):
+    """
+    What numbers become, by the width of their block, see `coding_tiles`.
+
+    Args:
+        coefficients (`torch.Tensor` of shape `[9, 6]`, float32):
+            See `CodedRows`.
+        cell_codes (`torch.Tensor` of shape `[9, cells]`, uint8):
+            How many bounds lie below all of a cell.
+        cell_bounds (`torch.Tensor` of shape `[9, cells]`, float32):
+            The bound that lies in a cell, infinite where there is none.
+    """
+
+    coefficients: torch.Tensor
+    cell_codes: torch.Tensor
+    cell_bounds: torch.Tensor
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The kernel arguments."""
+        return {
+            "coefficient_ptr": self.coefficients,
+            "cell_code_ptr": self.cell_codes,
+            "cell_bound_ptr": self.cell_bounds,
+        }
+
+
+class CodingTable(NamedTuple):
+    """
+    How keys or values become rows by the tables of a prompt; all tensors are contiguous.
+
+    Args:
+        widths, order, mean, deviation (`torch.Tensor`):
+            See `CodedRows`.
+        signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*):
+            What states are multiplied with before: a Hadamard matrix of ones, of their dtype or else of float16, its
+            columns at their places of a tile.
+        codebook (`Codebook`):
+            Of the side.
+        row_size (`int`):
+            R.
+        head_dim (`int`):
+            D.
+        is_weighted (`bool`):
+            Whether a token's scale is the one of least weighted error, or shrinks nothing.
+    """
+
+    widths: torch.Tensor
+    order: torch.Tensor | None
+    mean: torch.Tensor | None
+    deviation: torch.Tensor
+    signs: torch.Tensor | None
+    codebook: Codebook
+    row_size: int
+    head_dim: int
+    is_weighted: bool
+
+
+class BasisCodingTable(NamedTuple):
+    """
+    How keys or values become rows in calibrated bases; all tensors are contiguous.
+
+    Args:
+        widths, basis, steps, factors, mean (`torch.Tensor`):
+            See `BasisRows`.
+        inverse (`torch.Tensor` of shape `[H, K, D]`, int8):
+            Columns of the inverse, in units such that products with rows of the basis are 1.
+        codebook (`Codebook`):
+            Of the side.
+        row_size (`int`):
+            R.
+        num_components, head_dim (`int`):
+            K and D.
+        is_weighted (`bool`):
+            Whether a token's scale is the one of least weighted error, or shrinks nothing.
+        num_refits (`int`):
+            Times that codes are found anew for the scale that was found, at most.
+    """
+
+    widths: torch.Tensor
+    basis: torch.Tensor
+    steps: torch.Tensor
+    factors: torch.Tensor
+    mean: torch.Tensor
+    inverse: torch.Tensor
+    codebook: Codebook
+    row_size: int
+    num_components: int
+    head_dim: int
+    is_weighted: bool
+    num_refits: int
+
+
+class CodingLaunch(NamedTuple):
+    """
+    A launch that codes, and what it fills.
+
+    Args:
+        kernel (`triton.JITFunction`): the kernel.
+        arguments (`dict[str, Any]`): all of its parameters by name.
+        options (`dict[str, int]`): warps and stages.
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): what is filled.
+    """
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    rows: torch.Tensor
+
+    def __call__(self) -> None:
+        """Launches on the current stream of the current device."""
+        num_tiles = triton.cdiv(self.arguments["length"], self.arguments["BLOCK_T"])
+        if num_tiles:
+            self.kernel[(num_tiles * self.arguments["num_matrices"],)](**self.arguments, **self.options)

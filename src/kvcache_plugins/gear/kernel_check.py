@@ -4,16 +4,21 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import Cache
 
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
+from kvcache_plugins.ops.transform_coding.parts import RowCoder
 
 
 # Of an attention's output, relative RMS error
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+# Rows that may differ, where a number lies at a bound to rounding; and of all rows' error the relative difference
+_MOST_DIFFERENT, _SAME_ERROR = 0.005, 1e-3
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 
 
@@ -47,6 +52,37 @@ def plain_pytorch() -> Iterator[None]:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = before
+
+
+def require_same_rows(
+    name: str, coder: RowCoder | BasisCoder, keys: torch.Tensor, values: torch.Tensor, start: int
+) -> float:
+    """
+    The share of rows of keys and values `[B, H, T, D]` from index `start` on that are not the bytes of plain PyTorch,
+    which to rounding they are.
+
+    Raises:
+        MismatchError: if there are more than rounding explains, or what they decode to is further off.
+    """
+    rows = coder.encode(keys, values, start, None)
+    with plain_pytorch():
+        expected = coder.encode(keys, values, start, None)
+        shares = []
+        for states, own, other, decode in zip(
+            (keys, values),
+            rows,
+            expected,
+            (partial(coder.decode_keys, start=start, padding=None), coder.decode_values),
+            strict=True,
+        ):
+            shares.append((own != other).any(dim=-1).float().mean().item())
+            error, known = ((decode(each) - states).norm().item() for each in (own, other))
+            # Not `>=`: NaN has to fail
+            if not abs(error / known - 1) < _SAME_ERROR:
+                raise MismatchError(f"{name}: rows decode to an error of {error:.3e}, not {known:.3e}: not timed")
+    if max(shares) > _MOST_DIFFERENT and max(shares) * rows[0][..., 0].numel() > 1:
+        raise MismatchError(f"{name}: {max(shares):.2%} of the rows differ: not timed")
+    return max(shares)
 
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:

@@ -86,10 +86,15 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
 
 
 def choose_coding_kernel(states: torch.Tensor) -> str:
-    """What codes tokens one by one: `"compiled"` or, on other devices and where asked for, `"torch"`."""
-    if states.device.type != "cpu" or requested_kernel() not in ("auto", "compiled"):
+    """
+    What codes tokens one by one, and decodes them: `"triton"`, which only codes, `"compiled"` or `"torch"`.
+
+    Where nothing is compiled that is plain PyTorch, and not less than was wanted.
+    """
+    requested, device_type = requested_kernel(), _device_type(states)
+    if requested == "compiled" and device_type != "cpu" or _wanted_kernel(device_type, requested) == "torch":
         return "torch"
-    return _kernel_on("cpu", requested_kernel())[0]
+    return _kernel_on(device_type, requested)[0]
 
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache_plugins.cli.bench import gpu as gpu_command
-from kvcache_plugins.eval.gpu import parts
+from kvcache_plugins.eval.gpu import command, parts
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
 from kvcache_plugins.eval.gpu.plan import FULL, TINY
 from kvcache_plugins.gear.kernel_check import MismatchError
@@ -62,6 +62,21 @@ def test_every_preset_is_checked(tmp_path, triton_kernels):
     assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
     ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith("create_gear")]
     assert sorted(FULL.presets) == sorted(ours)
+
+
+def test_coding(tmp_path, triton_kernels):
+    run_tiny("coding", tmp_path)
+    content = read(tmp_path, "gpu_coding")
+    assert content["failures"] == []
+    ways = [(row["cache"], row["tokens"], row["way"]) for row in content["rows"]]
+    expected = [(name, count) for name in TINY.coding_caches for count in TINY.coding_tokens]
+    assert ways == [(*each, way) for each in expected for way in ("kernels", "plain", "copy")]
+    assert all(row["different_rows"] < 0.005 and row["median_s"] > 0 for row in content["rows"])
+
+
+def test_shares_of_the_time_are_all_of_it():
+    assert sum(command._SHARES.values()) == pytest.approx(1.0)
+    assert list(command._SHARES) == list(parts.PARTS)
 
 
 def test_steps_of_a_model(tmp_path, triton_kernels):
@@ -151,7 +166,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
     content = read(tmp_path, "gpu_run")
     assert [row["part"] for row in content["rows"]] == list(parts.PARTS)
     # What a part leaves goes to the next one
-    assert [round(row["limit"]) for row in content["rows"]] == [80, 155, 235, 310, 370, 435, 500]
+    assert [round(row["limit"]) for row in content["rows"]] == [80, 150, 170, 250, 320, 375, 440, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")

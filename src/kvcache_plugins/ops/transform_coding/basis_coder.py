@@ -23,11 +23,11 @@ from torch import nn
 
 from .allocation import BLOCK
 from .rotary import RotaryLayout
-from .rows import RowTable
+from .rows import RowTable, is_coded_by_triton
 from .turning import turn
 
 
-# Times that a key's scale and codes are fitted to each other, at most
+# Of keys
 _NUM_REFITS = 5
 # Of a number in eight bits
 _MOST = 127
@@ -93,6 +93,11 @@ class BasisTable(nn.Module):
         return self
 
     @property
+    def num_refits(self) -> int:
+        """Times that a token's scale and codes are fitted to each other, at most."""
+        return _NUM_REFITS if self.is_weighted else 0
+
+    @property
     def row_table(self) -> RowTable:
         """How components become rows, all items of a batch one behind the other."""
         return RowTable(
@@ -104,7 +109,7 @@ class BasisTable(nn.Module):
             head_dim=self.num_components,
             is_weighted=self.is_weighted,
             by_energy=not self.is_weighted,
-            num_refits=_NUM_REFITS if self.is_weighted else 0,
+            num_refits=self.num_refits,
             quantizer=self.quantizer,
         )
 
@@ -205,9 +210,24 @@ class BasisCoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on."""
         key_table, value_table = self.tables.on(keys.device)
-        if not keys.is_meta:
-            keys = turn(keys, self.layout, start, padding, is_back=True)
-        return key_table.encode(keys), value_table.encode(values)
+        return self._encode_keys(key_table, keys, start, padding), self._encode_values(value_table, values)
+
+    def _encode_keys(
+        self, table: BasisTable, keys: torch.Tensor, start: int, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        if is_coded_by_triton(keys, table.quantizer):
+            # Imported late, as it needs a package that may not be there
+            from .triton_coding import encode_keys
+
+            return encode_keys(keys, table, self.layout, start, padding)
+        return table.encode(keys if keys.is_meta else turn(keys, self.layout, start, padding, is_back=True))
+
+    def _encode_values(self, table: BasisTable, values: torch.Tensor) -> torch.Tensor:
+        if is_coded_by_triton(values, table.quantizer):
+            from .triton_coding import encode_values
+
+            return encode_values(values, table)
+        return table.encode(values)
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""

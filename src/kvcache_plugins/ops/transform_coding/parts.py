@@ -15,7 +15,7 @@ from kvcache_plugins.ops.rotation import rotate
 
 from .basis_coder import BasisCoder
 from .rotary import RotaryLayout
-from .rows import RowTable
+from .rows import RowTable, is_coded_by_triton
 from .turning import turn
 
 
@@ -44,8 +44,22 @@ class RowCoder:
         Rows `[B, H, T, R]` of keys and of values `[B, H, T, D]` from index `start` on, given the tokens `[B]` at the
         start of every item that have no position.
         """
-        keys = turn(keys, self.layout, start, padding, is_back=True)
-        return self.keys.encode(keys), self.values.encode(rotate(values))
+        return self._encode_keys(keys, start, padding), self._encode_values(values)
+
+    def _encode_keys(self, keys: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
+        if is_coded_by_triton(keys, self.keys.quantizer):
+            # Imported late, as it needs a package that may not be there
+            from .triton_coding import encode_keys
+
+            return encode_keys(keys, self.keys, self.layout, start, padding)
+        return self.keys.encode(turn(keys, self.layout, start, padding, is_back=True))
+
+    def _encode_values(self, values: torch.Tensor) -> torch.Tensor:
+        if is_coded_by_triton(values, self.values.quantizer):
+            from .triton_coding import encode_values
+
+            return encode_values(values, self.values)
+        return self.values.encode(rotate(values))
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""

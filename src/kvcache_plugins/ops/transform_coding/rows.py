@@ -32,6 +32,9 @@ _SCALE_OFFSET = 128
 _NUMBERS_AT_A_TIME = 2**18
 # Below that share of what it would be without error, `z.q` says nothing
 _LEAST_GAIN = 0.3
+# Of kernels: more channels would not fit into registers
+_MAX_KERNEL_DIM = 256
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TENSOR_NAMES = ("order", "mean", "deviation", "widths")
 
 
@@ -172,6 +175,13 @@ class RowTable:
         if self.is_weighted:
             return points
         return points * unshrunk(self.quantizer).to(points.device)[self.widths.long()][:, :, None, :, None]
+
+
+def is_coded_by_triton(states: torch.Tensor, quantizer: str) -> bool:
+    """Whether Triton's kernels code states `[B, H, T, D]`: see `triton_coding` for what they do not cover."""
+    if states.is_meta or states.shape[3] > _MAX_KERNEL_DIM or states.dtype not in _KERNEL_DTYPES:
+        return False
+    return quantizer == "lloyd-max" and choose_coding_kernel(states) == "triton"
 
 
 def order_dtype(head_dim: int) -> torch.dtype:

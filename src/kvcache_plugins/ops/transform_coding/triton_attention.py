@@ -4,7 +4,6 @@ One launch a coded part, and one at the end that merges them and attends to the 
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,19 +13,14 @@ from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.triton_kernels.transform_coding.attend import has_pairs, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
-from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows
 
-from . import codebooks, trellis
 from .basis_coder import BasisCoder, BasisTable
 from .parts import CodedPart
-from .quantizers import unshrunk
-from .rotary import RotaryLayout
 from .rows import RowTable
+from .triton_tables import coefficients_of, rotary_angles
 
 
-# Positions whose angles are held one by one; of others the multiples, at least so many of them
-_NUM_NEAR = 256
-_LEAST_FAR = 64
 # Exact parts that `combine` takes
 _MAX_EXACT = 2
 
@@ -73,7 +67,7 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
         "scale": scale,
         "packed": has_pairs(rows.device.type) if packed is None else packed,
     }
-    angles = _rotary_angles(layout, part.start + part.length, rows.device) if layout.frequencies else None
+    angles = rotary_angles(layout, part.start + part.length, rows.device)
     if isinstance(part.coder, BasisCoder):
         key_table, value_table = part.coder.tables.on(rows.device)
         keys, values = _basis_rows(part.keys, key_table), _basis_rows(part.values, value_table)
@@ -85,44 +79,14 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
 
 
 def _coded_rows(rows: torch.Tensor, table: RowTable) -> CodedRows:
-    coefficients = _coefficients(table.quantizer, table.is_weighted, rows.device)
+    coefficients = coefficients_of(table.quantizer, table.is_weighted, rows.device)
     is_trellis = table.quantizer == "trellis"
     tables = table.widths, table.order, table.mean, table.deviation
     return CodedRows(rows, *tables, coefficients, table.head_dim, is_trellis)
 
 
 def _basis_rows(rows: torch.Tensor, table: BasisTable) -> BasisRows:
-    coefficients = _coefficients(table.quantizer, table.is_weighted, rows.device)
+    coefficients = coefficients_of(table.quantizer, table.is_weighted, rows.device)
     tables = table.widths, table.basis, table.steps, table.factors, table.mean
     sizes = table.num_components, table.head_dim
     return BasisRows(rows, *tables, coefficients, *sizes, table.quantizer == "trellis")
-
-
-@cache
-def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
-    """Those of `CodedRows`, whose points are larger where scales shrink nothing."""
-    is_trellis = quantizer == "trellis"
-    with torch.inference_mode(False):
-        points = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS, dtype=torch.float64)
-        if not is_weighted:
-            points = points * unshrunk(quantizer)[:, None]
-        widths = torch.full((len(points),), trellis.STATE_BITS) if is_trellis else torch.arange(len(points))
-        factor = 0.5 ** widths.double()
-        multipliers = torch.tensor(trellis.MULTIPLIERS) if is_trellis else torch.ones(len(points))
-        columns = [factor, -1023 * factor - 1, *points.unbind(dim=1), multipliers.double()]
-        return torch.stack(columns, dim=1).float().to(device)
-
-
-def _rotary_angles(layout: RotaryLayout, num_positions: int, device: torch.device) -> RotaryAngles:
-    num_far = max(_LEAST_FAR, 1 << (-(-num_positions // _NUM_NEAR)).bit_length())
-    return _angles_of(layout, num_far, device)
-
-
-@cache
-def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> RotaryAngles:
-    with torch.inference_mode(False):
-        near, far = (
-            torch.stack(layout.angles(torch.arange(count) * step), dim=1).to(device)
-            for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
-        )
-        return RotaryAngles(layout.partners(device).int(), near, far)

@@ -1,0 +1,105 @@
+"""A cache whose rows kernels code holds the bytes of one whose rows plain PyTorch codes."""
+
+import os
+
+import pytest
+import torch
+
+from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.gear import calibrate_transform
+from kvcache_plugins.ops import dispatch
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable
+from kvcache_plugins.ops.transform_coding.rows import RowTable
+
+
+# Triton reads the variable when it is imported, which is before this file is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
+)
+# Tokens of the calls: a prompt, more at once than attention has a kernel for, and those that have them coded
+CALLS = (80, 21, 17)
+# Rows that may differ: where a number lies at a bound to rounding, or a scale between two steps
+MOST_DIFFERENT = 0.005
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Chooses what codes; what Triton is to code must not come by plain PyTorch."""
+    classes = RowTable, BasisTable
+    plain = [each.encode for each in classes]
+
+    def choose(kernel):
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+        for each, encode in zip(classes, plain, strict=True):
+            monkeypatch.setattr(each, "encode", refuse if kernel == "triton" else encode)
+
+    def refuse(table, states):
+        raise AssertionError("coded by plain PyTorch")
+
+    return choose
+
+
+def fill(model, cache, batch_size=2):
+    """Caches with the rows of a prompt, with padding, and of the tokens after it."""
+    torch.manual_seed(0)
+    mask = torch.ones(batch_size, sum(CALLS), dtype=torch.long, device=model.device)
+    mask[0, :5] = 0
+    first = 0
+    with torch.inference_mode():
+        for count in CALLS:
+            tokens = torch.randint(model.config.vocab_size, (batch_size, count)).to(model.device)
+            model(tokens, attention_mask=mask[:, : first + count], past_key_values=cache)
+            first += count
+    return cache
+
+
+def check_same_rows(model, make, kernels):
+    kernels("torch")
+    expected = fill(model, make())
+    kernels("triton")
+    cache = fill(model, make())
+    assert cache.stats()["kernel_fallbacks"] == 0
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert layer.stats()["tokens_compressed"] == other.stats()["tokens_compressed"] >= sum(CALLS[:2]) - 4
+        for block, known in zip(layer.blocks, other.blocks, strict=True):
+            for own, rows in ((block.keys, known.keys), (block.values, known.values)):
+                own, rows = own[:, :, : block.length].clone(), rows[:, :, : block.length].clone()
+                # What padding is coded as is nobody's
+                own[0, :, : 5 - block.start], rows[0, :, : 5 - block.start] = 0, 0
+                assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "name", ["gear", *(pytest.param(f"gear-t{bits}", marks=pytest.mark.long) for bits in (16, 22, 30))]
+)
+def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    check_same_rows(model, lambda: create_cache(name, model), kernels)
+
+
+@pytest.mark.parametrize("head_dim", [20, pytest.param(64, marks=pytest.mark.long)])
+def test_calibrated_rows_are_those_of_pytorch(head_dim, tiny_model, random_windows, kernels):
+    model = tiny_model("llama", num_hidden_layers=1, head_dim=head_dim).to(DEVICE)
+    kernels("torch")
+    calibration = calibrate_transform(model, [window.to(DEVICE) for window in random_windows(1, 96)], num_draws=1)
+    check_same_rows(model, lambda: GEARCache(model, backbone="transform", nbits=2.5, calibration=calibration), kernels)
+
+
+def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    kernels("triton")
+    with pytest.raises(AssertionError, match="plain PyTorch"):
+        fill(model, create_cache("gear-t16-trellis", model))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+def test_the_choice(monkeypatch):
+    states = torch.randn(1, 1, 1, 8)
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    assert dispatch.choose_coding_kernel(states) == "triton"
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+    assert dispatch.choose_coding_kernel(states) == "torch"
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
+    assert dispatch.choose_coding_kernel(states.to("meta")) == "torch"

@@ -1,0 +1,184 @@
+"""What the kernels that code do with a tile of tokens: states are loaded, numbers become codes, and these rows.
+
+A number's code is how many bounds of its block's width lie below it. Its cell of a grid says how many lie below all
+of the cell, and which one lies in it: two loads, where looking for it among all bounds would take eight.
+
+Legend: BLOCK_T tokens of one head, BLOCK_K numbers in the order of a row, an eighth as many blocks of them.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from .turned_queries import load_angles
+
+
+# A grid over numbers from `-GRID_END` to `GRID_END`, in cells of `1 / GRID_STEPS`. Every bound is nearer to 0, and
+# bounds of 8 bits are further apart
+GRID_END = tl.constexpr(4.5)
+GRID_STEPS = tl.constexpr(64)
+# The last one is what lies at the end
+NUM_CELLS = tl.constexpr(577)
+# Below that share of what it would be without error, `z.q` says nothing
+_LEAST_GAIN = tl.constexpr(0.3)
+# Added and taken off again it rounds to whole numbers, halves to even ones
+_ROUNDING = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def row_places(BLOCK_K: tl.constexpr):
+    """
+    Which number of a row stands at every place of a tile: the first ones of all blocks, the second ones, and so on, so
+    that a thread has numbers of one block.
+    """
+    numbers = tl.arange(0, BLOCK_K)
+    return numbers % (BLOCK_K // 8) * 8 + numbers // (BLOCK_K // 8)
+
+
+@triton.jit
+def head_states(states_ptr, stride_t, batch, head, stride_b, stride_h, ALIGNED: tl.constexpr):
+    """Where the states of a head begin, and how far its tokens are apart, as the compiler may take them."""
+    states_ptr += batch * stride_b + head * stride_h
+    if ALIGNED:
+        states_ptr, stride_t = tl.multiple_of(states_ptr, 16), tl.multiple_of(stride_t, 16)
+    return states_ptr, stride_t
+
+
+@triton.jit
+def tile_tokens(tile, length, BLOCK_T: tl.constexpr):
+    """Tokens of a tile, the last one again and again behind it, and which of them are in use."""
+    tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    return tl.minimum(tokens, length - 1), tokens < length
+
+
+@triton.jit
+def load_states(
+    states_ptr,
+    stride_t,
+    tokens,
+    channels,
+    channel_in_use,
+    positions,
+    partner_ptr,
+    near_ptr,
+    far_ptr,
+    HEAD_DIM: tl.constexpr,
+    NUM_NEAR: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """Some channels of tokens, `[BLOCK_T, channels]`, float32; with `ROTARY` turned back from their positions."""
+    token_ptrs = states_ptr + tokens.to(tl.int64)[:, None] * stride_t
+    in_use = channel_in_use[None, :]
+    states = tl.load(token_ptrs + channels[None, :], mask=in_use, other=0.0).to(tl.float32)
+    if ROTARY:
+        partners = tl.load(partner_ptr + channels, mask=channel_in_use, other=0)
+        others = tl.load(token_ptrs + partners[None, :], mask=in_use, other=0.0).to(tl.float32)
+        cosines, sines = load_angles(near_ptr, far_ptr, positions[:, None], channels[None, :], HEAD_DIM, NUM_NEAR)
+        states = states * cosines - others * sines
+    return states
+
+
+@triton.jit
+def store_rows(
+    normal,
+    tokens,
+    token_in_use,
+    width_ptr,
+    coefficient_ptr,
+    cell_code_ptr,
+    cell_bound_ptr,
+    rows_ptr,
+    ROW_SIZE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BY_ENERGY: tl.constexpr,
+    NUM_REFITS: tl.constexpr,
+):
+    """
+    Codes tokens `[BLOCK_T, BLOCK_K]`, whose numbers are about normal and stand as `row_places` says, and stores their
+    rows of a head.
+    """
+    BLOCK_T: tl.constexpr = normal.shape[0]
+    BLOCK_K: tl.constexpr = normal.shape[1]
+    places = row_places(BLOCK_K)
+    widths = tl.load(width_ptr + places // 8, mask=places < 8 * NUM_BLOCKS, other=0).to(tl.int32)
+    has_bits = (widths > 0).to(tl.float32)
+    weights = has_bits * (1 << 2 * widths).to(tl.float32)
+    book = _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr)
+    squares = normal * normal
+    energy = tl.sum(squares * weights[None, :] if BY_ENERGY else squares, axis=1)
+    coded_energy = tl.sum(squares * has_bits[None, :], axis=1)
+    found = _scale_of(_stored_scale(tl.sqrt(coded_energy / tl.maximum(tl.sum(has_bits, axis=0), 1.0))))
+    if NUM_REFITS > 0:
+        num_fitted, num_changed = 0, 1
+        while (num_fitted < NUM_REFITS) & (num_changed > 0):
+            scale = found
+            codes = _find_codes(normal, scale, book)
+            found = _scale_of(_fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED, BY_ENERGY))
+            num_changed = tl.sum((found != scale).to(tl.int32), axis=0)
+            num_fitted += 1
+    codes = _find_codes(normal, found, book)
+    stored = _fitting_scale(normal, codes, weights, energy, found, book, WEIGHTED, BY_ENERGY)
+    rows_ptr += tokens.to(tl.int64) * ROW_SIZE
+    tl.store(rows_ptr, stored.to(tl.uint8), mask=token_in_use)
+
+    shifted = codes.to(tl.int64) << ((places & 7) * widths).to(tl.int64)[None, :]
+    words = tl.sum(tl.reshape(shifted, [BLOCK_T, 8, BLOCK_K // 8]), axis=1)
+    blocks, lanes = tl.arange(0, BLOCK_K // 8), tl.arange(0, 8)[:, None]
+    block_widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
+    first_bytes = 1 + tl.cumsum(block_widths, axis=0) - block_widths
+    bytes_of_words = ((words[:, None, :] >> (8 * lanes).to(tl.int64)[None, :, :]) & 255).to(tl.uint8)
+    in_row = (first_bytes[None, :] + lanes)[None, :, :]
+    in_use = token_in_use[:, None, None] & (lanes < block_widths[None, :])[None, :, :]
+    tl.store(rows_ptr[:, None, None] + in_row, bytes_of_words, mask=in_use)
+
+
+@triton.jit
+def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
+    """Of every number's width: coefficients of its points, `[1, BLOCK_K]` each, and where its cells begin."""
+    own_ptr = (coefficient_ptr + widths * 6)[None, :]
+    factor, first = tl.load(own_ptr), tl.load(own_ptr + 2)
+    second, third = tl.load(own_ptr + 3), tl.load(own_ptr + 4)
+    cells = (widths * NUM_CELLS)[None, :]
+    return factor, first, second, third, cell_code_ptr + cells, cell_bound_ptr + cells
+
+
+@triton.jit
+def _find_codes(normal, scale, book):
+    """The codes `[BLOCK_T, BLOCK_K]` of numbers over their tokens' scales `[BLOCK_T]`."""
+    _, _, _, _, code_ptrs, bound_ptrs = book
+    numbers = normal * (1.0 / scale)[:, None]
+    near = tl.minimum(tl.maximum(tl.where(numbers == numbers, numbers, 0.0), -GRID_END), GRID_END)
+    cells = ((near + GRID_END) * GRID_STEPS).to(tl.int32)
+    return tl.load(code_ptrs + cells).to(tl.int32) + (numbers > tl.load(bound_ptrs + cells)).to(tl.int32)
+
+
+@triton.jit
+def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.constexpr, BY_ENERGY: tl.constexpr):
+    """The scale for codes that were found with `scale`, as the byte that is stored."""
+    factor, first, second, third, _, _ = book
+    centred = (2 * codes + 1).to(tl.float32) * factor - 1.0
+    square = centred * centred
+    points = centred * (first + square * (second + square * third))
+    counted = points * weights[None, :] if WEIGHTED or BY_ENERGY else points
+    over = tl.sum(normal * counted, axis=1)
+    if WEIGHTED:
+        fitting = over / tl.maximum(tl.sum(points * counted, axis=1), 1e-9)
+    else:
+        says_something = over > _LEAST_GAIN * energy / scale
+        fitting = tl.where(says_something, energy / tl.where(says_something, over, 1.0), scale)
+    return _stored_scale(fitting)
+
+
+@triton.jit
+def _stored_scale(scale):
+    """The bytes of scales, as numbers; that of what is no number is 0."""
+    steps = tl.log2(tl.where(scale > 1e-6, scale, 1e-6)) * 16.0
+    return tl.minimum(tl.maximum(((steps + _ROUNDING) - _ROUNDING) + 128.0, 0.0), 255.0)
+
+
+@triton.jit
+def _scale_of(stored):
+    return tl.exp2(stored * 0.0625 - 8.0)
