@@ -281,8 +281,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
         """
-        A context in which, on a GPU, a decode step of one token is one CUDA graph, from one compression to the next
-        and on: see [Design](../../design.md). Elsewhere steps are what they are outside of it.
+        A context in which, on a GPU, a decode step of one token is one CUDA graph. Prompts, several tokens at once and
+        the steps before which tokens are compressed run as ever; the graph is of use after them too.
 
         Args:
             model (`PreTrainedModel`): the model that uses the cache, with `sdpa` attention.

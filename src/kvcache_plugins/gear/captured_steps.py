@@ -149,12 +149,10 @@ class CapturedSteps:
     def _stand_still(self) -> bool:
         """Whether all layers stand still and have room for another token; has them do so, if that is all."""
         if not self._forms or not all(form.stays() for form in self._forms):
-            layers = self.cache.layers
-            if not layers or not all(isinstance(layer, ReplayableMixin) for layer in layers):
-                return False
-            if not all(layer.is_waiting() and layer.is_replayable() for layer in layers):
-                return False
             self._check_layers()
+            layers = [layer for layer in self.cache.layers if isinstance(layer, ReplayableMixin)]
+            if not layers or not all(layer.is_waiting() and layer.is_replayable() for layer in layers):
+                return False
             self._count_move()
             self._step = None
             with torch.inference_mode(False), torch.no_grad():

@@ -71,8 +71,10 @@ class FixedForm:
 
     def __init__(self, layer: ReplayableMixin[Any], num_tokens: int):
         shapes = [layer.states_shape(side) for side in ("keys", "values")]
-        empty = [torch.empty(*shape[:2], 0, shape[3], dtype=layer.dtype, device=layer.device) for shape in shapes]
-        self.layer, self.buffer = layer, FixedBuffer(*empty, layer.config.residual_length)
+        keys, values = (
+            torch.empty(*shape[:2], 0, shape[3], dtype=layer.dtype, device=layer.device) for shape in shapes
+        )
+        self.layer, self.buffer = layer, FixedBuffer(keys, values, layer.config.residual_length)
         self.block = layer.stand_still(self.buffer, num_tokens)
         self._places, self._closed_lengths = self._all_places(), layer.closed_lengths()
 

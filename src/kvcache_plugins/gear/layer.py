@@ -189,11 +189,11 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         if self._open_block is None:
             sizes = self.batch_size, self._shapes["keys"][1], self.config.residual_length
             # Of a chunk of zeros, which all others are like
-            states = [
+            keys, values = (
                 torch.zeros(*sizes, self._shapes[side][3], dtype=self.dtype, device=self.device)
                 for side in ("keys", "values")
-            ]
-            block = compress_tokens(*states, None, 0, 1, self.config, self.layer_idx, is_prompt=False)
+            )
+            block = compress_tokens(keys, values, None, 0, 1, self.config, self.layer_idx, is_prompt=False)
             block.start, block.length, block.num_chunks = self._exact_start, 0, 0
             self._open_block = block
             self.blocks.append(block)

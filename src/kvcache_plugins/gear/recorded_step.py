@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from .step_cache import StepCache
 from .step_numbers import StepNumbers
@@ -45,7 +45,9 @@ class RecordedStep:
         self._constants = dict(constants)
         self.num_replays = 0
         device = next(iter(inputs.values())).device
-        self._graph, self._outputs = _record(self._run, numbers, device) if device.type == "cuda" else (None, None)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._graph, self._outputs = _record(self._run, numbers, device)
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], cache: object) -> Any:
         """
@@ -70,15 +72,15 @@ class RecordedStep:
 
 def _record(run: Callable[[], Any], numbers: StepNumbers, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of a step, and its outputs."""
+    graph = torch.cuda.CUDAGraph()
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         # Kernels are compiled and libraries choose theirs. The token that it stores is stored there again
         run()
     current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(device), torch.cuda.graph(graph):
             outputs = run()
             numbers.advance()
     except RuntimeError as error:

@@ -113,10 +113,11 @@ class StepCache(Cache):
 
     def __init__(self, forms: Sequence[FixedForm], numbers: StepNumbers):
         super().__init__(layers=[StepLayer(form, numbers) for form in forms])
+        self._length = forms[0].layer.get_seq_length()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Only masks are made of it, and none is."""
-        return self.layers[layer_idx].lazy_length() - 1  # type: ignore[no-any-return]
+        return self._length
 
 
 def _refuse() -> NoReturn:

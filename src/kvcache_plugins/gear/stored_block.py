@@ -17,9 +17,12 @@ class BufferConfig(Protocol):
 class StoredBlock(Protocol):
     """Consecutive tokens, compressed."""
 
-    keys: object
     start: int
     length: int
+
+    @property
+    def keys(self) -> object:
+        """What is stored of one side: another object where it stands elsewhere."""
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens."""
