@@ -84,9 +84,9 @@ def _in_plain_pytorch(function: Callable[[], Any]) -> None:
 
 
 def _time(function: Callable[[], Any], device: torch.device) -> list[float]:
-    function()
     if device.type != "cuda":
-        return [time_call(function, device) for _ in range(3)]
+        return [time_call(function, device)]
+    function()
     source = torch.empty(_AHEAD_BYTES // 4, device=device)
     ahead = partial(torch.empty_like(source).copy_, source)
     return [time_on_gpu(function, ahead) for _ in range(_ROUNDS)]
