@@ -46,14 +46,14 @@ def _time_cache(
     assert layer.coder is not None
     start, rows = layer.blocks[0].start, []
     for count in plan.coding_tokens:
-        states = [each[:, :, start : start + count] for each in (keys, values)]
+        states = keys[:, :, start : start + count], values[:, :, start : start + count]
         encode = partial(layer.coder.encode, *states, start, None)
         found = require_same_rows(f"{name}, {count} tokens", layer.coder, *states, start)
         targets = [torch.empty_like(each) for each in states]
         ways: dict[str, Callable[[], Any]] = {
             "kernels": encode,
             "plain": partial(_in_plain_pytorch, encode),
-            "copy": partial(torch._foreach_copy_, targets, states),
+            "copy": partial(torch._foreach_copy_, targets, list(states)),
         }
         for way, function in ways.items():
             seconds = _time(function, device)
@@ -84,9 +84,9 @@ def _in_plain_pytorch(function: Callable[[], Any]) -> None:
 
 
 def _time(function: Callable[[], Any], device: torch.device) -> list[float]:
-    function()
     if device.type != "cuda":
-        return [time_call(function, device) for _ in range(3)]
+        return [time_call(function, device)]
+    function()
     source = torch.empty(_AHEAD_BYTES // 4, device=device)
     ahead = partial(torch.empty_like(source).copy_, source)
     return [time_on_gpu(function, ahead) for _ in range(_ROUNDS)]

@@ -191,7 +191,7 @@ TINY = Plan(
         "max_position_embeddings": 1024,
     },
     preset_tokens=(70, 64, 1),
-    coding_caches=("gear-t25", "gear-c16"),
+    coding_caches=("gear-t25",),
     coding_tokens=(70, 9),
     shapes={"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
     attention_caches=("gear-2bit", "gear-l-2bit", "gear-t25"),

@@ -32,8 +32,15 @@ VARIANTS = {
     "calibrated-values-d128-float32": (128, 36, SINGLE, False, True),
     "calibrated-keys-d256": (256, 72, BRAIN, True, True),
 }
-_FEW = ["keys-d128", "values-d256", "calibrated-keys-d128"]
-NAMES = {"90": _FEW, "80": _FEW, "86": _FEW, "120": _FEW, "gfx942": _FEW, "90, all": list(VARIANTS)}
+_FEW = ["keys-d128", "values-d128", "values-d256", "calibrated-keys-d128"]
+NAMES = {
+    "90": ["keys-d128", "values-d256"],
+    "80": _FEW,
+    "86": _FEW,
+    "120": _FEW,
+    "gfx942": _FEW,
+    "90, all": list(VARIANTS),
+}
 # The least that any GPU since sm_80 has for a program, in bytes, and AMD's
 MAX_SHARED, MAX_SHARED_AMD = 99 * 1024, 65536
 

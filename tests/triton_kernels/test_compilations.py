@@ -106,11 +106,12 @@ def make_model():
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-MODES = [*((name, "") for name in MOST), *((name, "padded") for name in PADDED), ("gear-t25", "warm")]
+_LONG = pytest.param("gear-t25", "", marks=pytest.mark.long)
+MODES = [*((name, "") for name in MOST if name != "gear-t25"), *((name, "padded") for name in PADDED)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), MODES)
+@pytest.mark.parametrize(("name", "mode"), [*MODES, ("gear-t25", "warm"), _LONG])
 def test_lengths_do_not_matter(name, mode):
     environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, name, mode]

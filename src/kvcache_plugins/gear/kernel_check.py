@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -64,17 +64,14 @@ def require_same_rows(
     Raises:
         MismatchError: if there are more than rounding explains, or what they decode to is further off.
     """
-    rows = coder.encode(keys, values, start, None)
+    decoders: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        partial(coder.decode_keys, start=start, padding=None),
+        coder.decode_values,
+    )
+    rows, shares = coder.encode(keys, values, start, None), []
     with plain_pytorch():
         expected = coder.encode(keys, values, start, None)
-        shares = []
-        for states, own, other, decode in zip(
-            (keys, values),
-            rows,
-            expected,
-            (partial(coder.decode_keys, start=start, padding=None), coder.decode_values),
-            strict=True,
-        ):
+        for states, own, other, decode in zip((keys, values), rows, expected, decoders, strict=True):
             shares.append((own != other).any(dim=-1).float().mean().item())
             error, known = ((decode(each) - states).norm().item() for each in (own, other))
             # Not `>=`: NaN has to fail

@@ -79,7 +79,8 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     check_same_rows(model, lambda: create_cache(name, model), kernels)
 
 
-@pytest.mark.parametrize("head_dim", [20, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", [20, 64])
 def test_calibrated_rows_are_those_of_pytorch(head_dim, tiny_model, random_windows, kernels):
     model = tiny_model("llama", num_hidden_layers=1, head_dim=head_dim).to(DEVICE)
     kernels("torch")
