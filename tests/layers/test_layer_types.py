@@ -64,7 +64,7 @@ def test_layers_of_a_form_of_their_own_are_refused() -> None:
 def test_layers_whose_queries_are_not_known_choose_by_their_own() -> None:
     model = build_family("bert")
     with pytest.warns(UserWarning, match="has no attention modules.* own query"):
-        cache = InfiniGenCache(model, full_layers=(0,), recent=4)
+        cache = InfiniGenCache(model, full_layers=(0,), recent=4, speculate=True)
     run = generate(model, cache, prompt(model, 60, 1), None, 6, None)
     stats = cache.stats()
     assert (stats["layers_offloaded"], stats["layers_speculating"], stats["layers_by_own_query"]) == (1, 0, 1)
