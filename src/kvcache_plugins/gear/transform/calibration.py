@@ -44,7 +44,8 @@ _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
 # Of the costs of keys, what is taken off beside the diagonal. They are estimated from few gradients, and what channels
-# cost together is of the texts that were seen more than what each costs: drawn so far they carry over to other kinds
+# cost together is of the texts that were seen more than what each costs: drawn so far, costs seen on prose alone carry
+# over better to code. It is no gain everywhere: `docs/methods/transform_coding.md` has both beside 0.3
 _KEY_SHRINKAGE = 0.6
 # The same of values, which depend less on where a text is from
 _VALUE_SHRINKAGE = 0.1
