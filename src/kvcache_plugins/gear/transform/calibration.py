@@ -43,12 +43,8 @@ from .observation import LayerSums, observe_window
 _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
-# Of the costs of keys, what is taken off beside the diagonal. They are estimated from few gradients, and what channels
-# cost together is of the texts that were seen more than what each costs: drawn so far, costs seen on prose alone carry
-# over better to code. It is no gain everywhere: `docs/methods/transform_coding.md` has both beside 0.3
-_KEY_SHRINKAGE = 0.6
-# The same of values, which depend less on where a text is from
-_VALUE_SHRINKAGE = 0.1
+# Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
+_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
 # Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
 _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 # Heads and sides differ by this power of what they were seen to differ by
