@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from kvcache_plugins.gear.kernel_check import plain_pytorch
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, round_basis
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 

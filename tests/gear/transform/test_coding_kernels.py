@@ -8,7 +8,7 @@ import torch
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.gear import calibrate_transform
 from kvcache_plugins.ops import dispatch
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
 from kvcache_plugins.ops.transform_coding.rows import RowTable
 
 

@@ -5,7 +5,8 @@ import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, round_basis
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts

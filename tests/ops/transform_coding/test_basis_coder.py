@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvcache_plugins.ops.transform_coding.allocation import allocate_widths
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisTable, DeviceTables, round_basis
+from kvcache_plugins.ops.transform_coding.basis_coder import DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, round_basis
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable, DeviceTables, round_basis
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, DeviceTables
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, round_basis
 from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts

@@ -7,7 +7,8 @@ import torch
 
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotation_size
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder, BasisTable
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 
 from .basis_attention import attend_basis_parts

@@ -15,7 +15,8 @@ from kvcache_plugins.triton_kernels.transform_coding.attend import has_pairs, pr
 from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
 from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows
 
-from .basis_coder import BasisCoder, BasisTable
+from .basis_coder import BasisCoder
+from .basis_table import BasisTable
 from .parts import CodedPart
 from .rows import RowTable
 from .triton_tables import coefficients_of, rotary_angles

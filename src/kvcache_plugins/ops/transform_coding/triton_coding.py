@@ -14,7 +14,7 @@ from kvcache_plugins.triton_kernels.transform_coding.coded_rows import (
     CodingTable,
 )
 
-from .basis_coder import BasisTable
+from .basis_table import BasisTable
 from .rotary import RotaryLayout
 from .rows import RowTable
 from .triton_tables import codebook_of, rotary_angles, signs_of
