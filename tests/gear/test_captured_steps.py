@@ -60,6 +60,7 @@ def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.long
 def test_in_calibrated_bases(tiny_llama, random_windows):
     calibration, inputs = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1), prompts(1, 97)
     tokens = generate(tiny_llama, create_cache("gear-c16", tiny_llama, calibration=calibration), inputs, 30)
