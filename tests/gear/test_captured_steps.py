@@ -11,6 +11,7 @@ import torch
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.gear.fixed_storage import FixedBuffer
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
 
 
 PRESETS = ["gear", "gear-t16", "gear-2bit", "kivi-2bit", "gear-k4v3"]
@@ -57,6 +58,36 @@ def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama):
     assert cache.stats() == expected.stats()
     for mine, theirs in zip(contents(cache), contents(expected), strict=True):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.long
+def test_in_calibrated_bases(tiny_llama, random_windows):
+    calibration, inputs = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1), prompts(1, 97)
+    tokens = generate(tiny_llama, create_cache("gear-c16", tiny_llama, calibration=calibration), inputs, 30)
+    cache = create_cache("gear-c16", tiny_llama, calibration=calibration)
+    with cache.captured_steps(tiny_llama) as steps:
+        assert torch.equal(generate(tiny_llama, cache, inputs, 30), tokens)
+    assert steps.num_recorded == 1 and steps.num_replayed > 20
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama-mqa"])
+def test_other_models(architecture, tiny_model):
+    model, inputs = tiny_model(architecture), prompts(1, 97)
+    tokens = generate(model, GEARCache(model), inputs, 50)
+    cache = GEARCache(model)
+    with cache.captured_steps(model) as steps:
+        assert torch.equal(generate(model, cache, inputs, 50), tokens)
+    assert steps.num_recorded == 1 and steps.num_replayed > 40
+
+
+def test_guesses_that_are_taken_back(tiny_llama):
+    ids = prompts(1, 20)["input_ids"].repeat(1, 5)
+    options = {"max_new_tokens": 60, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    tokens = tiny_llama.generate(ids, past_key_values=GEARCache(tiny_llama), **options)
+    cache = GEARCache(tiny_llama)
+    with cache.captured_steps(tiny_llama) as steps:
+        assert torch.equal(tiny_llama.generate(ids, past_key_values=cache, **options), tokens)
+    assert steps.num_recorded == 1 and min(steps.num_replayed, steps.num_others) > 3
 
 
 @torch.no_grad()

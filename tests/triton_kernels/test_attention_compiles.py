@@ -197,10 +197,8 @@ def test_decode_kernels_stay_in_registers(capability):
     check(capability, NAMES[capability])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(86, marks=pytest.mark.long), 90]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("capability", DEVICE_NAMES)
 def test_they_compile_with_lengths_on_the_device(capability):
     check(capability, DEVICE_NAMES[capability])
 

@@ -25,7 +25,7 @@ from .step_numbers import StepNumbers
 
 
 # Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway
-_INPUTS = ("input_ids", "position_ids")
+_INPUTS = ("input_ids", "position_ids", "cache_position")
 _CONSTANTS = (bool, int, float, str, type(None))
 # Times in a row that a recording was of use once or never
 _MOST_MOVES = 4
