@@ -1,7 +1,7 @@
 """Bases, means and widths that a calibration gives one side of a layer, and what codes and decodes by them.
 
-    channels times their factors, their mean taken off -> components in the basis of a head, in standard deviations
-    -> a row, see `rows`
+    token, its mean taken off -> channels times their factors -> components in the basis of its head,
+    in standard deviations -> a row, see `rows`
 
 Components without bits vanish, in the order of the basis the last ones. Bases, means and widths are a model's, like
 its weights: all caches of the model share them, so they are modules, and no cache counts them as what it holds.
