@@ -46,9 +46,10 @@ def _time_cache(
     assert layer.coder is not None
     start, rows = layer.blocks[0].start, []
     for count in plan.coding_tokens:
-        states = [each[:, :, start : start + count] for each in (keys, values)]
-        encode = partial(layer.coder.encode, *states, start, None)
-        found = require_same_rows(f"{name}, {count} tokens", layer.coder, *states, start)
+        own_keys, own_values = (each[:, :, start : start + count] for each in (keys, values))
+        encode = partial(layer.coder.encode, own_keys, own_values, start, None)
+        found = require_same_rows(f"{name}, {count} tokens", layer.coder, own_keys, own_values, start)
+        states = [own_keys, own_values]
         targets = [torch.empty_like(each) for each in states]
         ways: dict[str, Callable[[], Any]] = {
             "kernels": encode,
