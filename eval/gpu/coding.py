@@ -46,14 +46,15 @@ def _time_cache(
     assert layer.coder is not None
     start, rows = layer.blocks[0].start, []
     for count in plan.coding_tokens:
-        states = keys[:, :, start : start + count], values[:, :, start : start + count]
-        encode = partial(layer.coder.encode, *states, start, None)
-        found = require_same_rows(f"{name}, {count} tokens", layer.coder, *states, start)
+        own_keys, own_values = (each[:, :, start : start + count] for each in (keys, values))
+        encode = partial(layer.coder.encode, own_keys, own_values, start, None)
+        found = require_same_rows(f"{name}, {count} tokens", layer.coder, own_keys, own_values, start)
+        states = [own_keys, own_values]
         targets = [torch.empty_like(each) for each in states]
         ways: dict[str, Callable[[], Any]] = {
             "kernels": encode,
             "plain": partial(_in_plain_pytorch, encode),
-            "copy": partial(torch._foreach_copy_, targets, list(states)),
+            "copy": partial(torch._foreach_copy_, targets, states),
         }
         for way, function in ways.items():
             seconds = _time(function, device)
