@@ -12,8 +12,7 @@ from kvcache_plugins import create_cache
 
 
 NUM_CYCLES, NUM_WARM = 30, 6
-CACHES = ("gear-t22",)
-LONG_CACHES = ("infinigen-gear", "gear-2bit", "h2o", "gear-k3v2", "kcvt-4bit", "infinigen", "infinigen-paper")
+CACHES = ("gear-t22", "infinigen-gear", "gear-2bit", "h2o", "gear-k3v2", "kcvt-4bit", "infinigen", "infinigen-paper")
 WHOLE = {"full_layers": ()}
 PAGE = 4096
 # A cycle's cache is of 2 MiB and more: were each kept, or one in ten, it would show
@@ -29,7 +28,8 @@ def num_hooks(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("name", [*CACHES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CACHES)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", CACHES)
 def test_nothing_stays(name: str, contract_model: PreTrainedModel) -> None:
     model, before = contract_model, num_hooks(contract_model)
     prompt = torch.randint(1, 200, (4, 300))
