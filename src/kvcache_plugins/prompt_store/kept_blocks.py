@@ -13,15 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.utils import logging
-
 from .block_files import PromptBlock, read_block, write_block
 from .folder import Lease, StoreFolder
+from .patience import with_patience
 from .statistics import StoreStatistics
 
 
-# A bar of what takes longer is shown
-_PATIENCE_S = 2.0
 # Beside the tensors of a block
 _DOCUMENT_BYTES = 64 * 1024
 
@@ -64,8 +61,7 @@ class KeptBlocks:
                 with suppress(OSError):
                     lease = self.folder.lease(known)
                 self.folder.touch(known)
-                progress = logging.tqdm(known, desc="Loading a prompt", unit="block", delay=_PATIENCE_S, leave=False)
-                for number, key in enumerate(progress):
+                for number, key in enumerate(with_patience(known, "Loading a prompt")):
                     path = self.folder.path_of(key)
                     status = path.stat()
                     try:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.utils import logging
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.gear import GEARCache
@@ -22,14 +21,13 @@ from .block_keys import block_keys, block_length, root_key
 from .cache import PromptCache
 from .folder import Lease, StoreFolder
 from .kept_blocks import KeptBlocks, PromptKeys
+from .patience import with_patience
 from .pieces import check_layers, cut_pieces, fill_cache
 from .statistics import StoreStatistics
 
 
 DEFAULT_BLOCK_TOKENS = 256
 DEFAULT_MAX_BYTES = "20GB"
-# A bar of what takes longer is shown
-_PATIENCE_S = 2.0
 # What says nothing of states that the tokens do not say
 _KNOWN_INPUTS = {"attention_mask", "past_key_values", "position_ids", "logits_to_keep"}
 
@@ -290,7 +288,7 @@ class PromptStore:
         if held % length or cache.record.num_blocks * length != held:
             raise ValueError(f"`cache` has to hold whole blocks of {length} tokens and no more, but holds {held}")
         stops = range(held + length, most + 1, length)
-        for stop in logging.tqdm(stops, desc="Reading a prompt", unit="block", delay=_PATIENCE_S, leave=False):
+        for stop in with_patience(stops, "Reading a prompt"):
             _forward(model, cache, input_ids[:, :stop])
             self.keep(cache, input_ids[:, :stop])
 
