@@ -34,15 +34,15 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 @torch.inference_mode()
 def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
     """Has `cache` hold `context` tokens, `states` repeated as often as need be, in each of `batch_size` items."""
-    # InfiniGen's hooks have announced no layer, which `cache.update` would refuse
-    layers: list[Any] | None = cache.layers if isinstance(cache, InfiniGenCache) else None
+    layers: list[Any] = cache.layers
     for index, sides in enumerate(states):
         keys, values = (repeat_states(side, context) for side in sides)
-        if layers is None:
+        if not isinstance(cache, InfiniGenCache):
             cache.update(keys, values, index)
-        else:
-            layers[index].update(keys, values)
-        if layers is not None and isinstance(layers[index], InfiniGenLayer):
+            continue
+        # Its hooks have announced no layer, which `cache.update` would refuse
+        layers[index].update(keys, values)
+        if isinstance(layers[index], InfiniGenLayer):
             layers[index].settle_prompt()
     if batch_size > 1:
         cache.batch_repeat_interleave(batch_size)

@@ -54,7 +54,7 @@ def check_bool(name: str, value: object, *, is_optional: bool = False) -> None:
     if is_optional and value is None:
         return
     if not isinstance(value, bool):
-        _refuse(name, f"True{', False or None' if is_optional else ' or False'}", value)
+        _refuse(name, "True, False or None" if is_optional else "True or False", value)
 
 
 def check_choice(name: str, value: object, accepted: Sequence[object], *, is_optional: bool = False) -> None:
