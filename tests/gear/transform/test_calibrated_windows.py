@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.contract.subject import RECORDS_PAST
@@ -34,18 +34,6 @@ def make_cache(
     model: PreTrainedModel, calibration: object, sliding: str = "compressed", **options: object
 ) -> GEARCache:
     return GEARCache(model, backbone="transform", nbits=3.0, sliding=sliding, calibration=calibration, **options)
-
-
-@torch.no_grad()
-def divergence(model: PreTrainedModel, cache: GEARCache, window: torch.Tensor) -> float:
-    """Mean KL to the dense cache of a window's second half."""
-    logarithms = []
-    for each in (DynamicCache(config=model.config), cache):
-        half = window.numel() // 2
-        model(window[None, :half], past_key_values=each)
-        logarithms.append(model(window[None, half:], past_key_values=each).logits[0].double().log_softmax(dim=-1))
-    dense, coded = logarithms
-    return float((dense.exp() * (dense - coded)).sum(dim=-1).mean())
 
 
 def test_layers_of_a_window_take_part(model, calibration, tmp_path):
@@ -88,7 +76,7 @@ def test_layers_share_bytes_with_those_that_see_as_much(model, calibration, quan
         assert sum(map(sum, sizes[0])) == len(own) * 2 * (1 + 3 * 3)
 
 
-def test_it_is_nearer_to_dense_than_by_prompts_alone(model, calibration, window):
+def test_it_is_nearer_to_dense_than_by_prompts_alone(model, calibration, window, divergence):
     full_only = TransformCalibration(
         calibration.config,
         calibration.weights,

@@ -61,19 +61,7 @@ def make_cache(model: PreTrainedModel, calibration: object, nbits: float = 3.0, 
     return GEARCache(model, backbone="transform", nbits=nbits, calibration=calibration, **options)
 
 
-@torch.no_grad()
-def divergence(model: PreTrainedModel, cache: GEARCache, window: torch.Tensor) -> float:
-    """Mean KL to the dense cache of a window's second half."""
-    logarithms = []
-    for each in (DynamicCache(config=model.config), cache):
-        half = window.numel() // 2
-        model(window[None, :half], past_key_values=each)
-        logarithms.append(model(window[None, half:], past_key_values=each).logits[0].double().log_softmax(dim=-1))
-    dense, coded = logarithms
-    return float((dense.exp() * (dense - coded)).sum(dim=-1).mean())
-
-
-def test_a_file_holds_what_was_found(model, calibration, window, tmp_path):
+def test_a_file_holds_what_was_found(model, calibration, window, tmp_path, divergence):
     path = tmp_path / "calibration.safetensors"
     calibration.save(path)
     read = TransformCalibration.load(path, model)
@@ -172,7 +160,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
     assert measure_memory(GEARCache(model, backbone="transform")).shared == {}
 
 
-def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration, window):
+def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration, window, divergence):
     few, some, many = (divergence(model, make_cache(model, calibration, nbits), window) for nbits in (1.5, 3.0, 6.0))
     assert many < some / 4 < few / 16
     plain = divergence(model, GEARCache(model, backbone="transform", nbits=3.0), window)
@@ -319,7 +307,7 @@ def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, 
     assert predict_memory(model, "gear-c16", 150, device="cpu") == cache.memory()
 
 
-def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch):
+def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch, divergence):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, tokenizer = smollm2
     cache = packaged_cache("smollm2", model)
@@ -348,7 +336,7 @@ def packaged_cache(name, model):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_real_models_calibration_carries_over_to_another_text(smollm2):
+def test_a_real_models_calibration_carries_over_to_another_text(smollm2, divergence):
     """At the same bits the KL is far from what it is where prompts alone say how they are coded."""
     model, tokenizer = smollm2
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("LICENSE", "CONTRIBUTING.md")]
