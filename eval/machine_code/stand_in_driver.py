@@ -80,7 +80,13 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
         function.device_caches[device][0][key] = kernel
         return kernel
 
-    zeros, zeros_like, new_zeros = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    empty, zeros_like, new_zeros = torch.empty, torch.zeros_like, torch.Tensor.new_zeros
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        # Not `torch.zeros`: of the meta device that calls `torch.empty` itself
+        made = empty(*size, **options)
+        return made if made.is_meta else made.zero_()
+
     before = driver._active
     driver.set_active(stand_in)
     try:
@@ -89,7 +95,7 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
             patch.object(dispatch, "_kernel_on", lambda device_type, requested: ("triton", False)),
             patch.object(dispatch, "_device_type", lambda tensor: "cuda"),
             # What no kernel fills would be anything
-            patch.object(torch, "empty", zeros),
+            patch.object(torch, "empty", filled),
             patch.object(torch, "empty_like", zeros_like),
             patch.object(torch.Tensor, "new_empty", new_zeros),
         ):
