@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.cli.calibrate import _windows_in_turns
 
 
 PROMPT = "It was the best of times, it was the worst of times. " * 3
@@ -59,17 +58,14 @@ def test_calibrate_needs_no_text_for_gear(tiny_folder: str, tmp_path: Path) -> N
     assert files[0].read_bytes() == files[1].read_bytes()
     settings = json.loads(result.stdout)["settings"]
     assert (settings["text_file"], settings["windows"], settings["length"]) == (None, 4, 90)
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT * 8, encoding="utf-8")
+    result = run(*options, "--text-file", str(text), "--out", str(tmp_path / "more.safetensors"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "more.safetensors").read_bytes() != files[0].read_bytes()
     compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4"]
     result = run("compare", *compared, "--cache", f"gear-c16:calibration={files[0]}")
     assert result.exit_code == 0, result.output
-
-
-def test_windows_of_texts_are_taken_in_turns(tiny_folder: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    texts = ["a" * 50 + "b" * 50, "c" * 25 + "e" * 25, "d" * 80]
-    cut = _windows_in_turns(tokenizer, texts, 5, 20)
-    assert [tokenizer.decode(window) for window in cut] == [each * 20 for each in "acdbe"]
-    assert [tokenizer.decode(window) for window in _windows_in_turns(tokenizer, texts, 1, 20)] == ["a" * 20]
 
 
 @pytest.mark.long

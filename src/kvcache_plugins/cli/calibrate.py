@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 
 _CACHES = ("infinigen", "gear")
-# Windows of every text and their tokens; and without a text those of all that come with the package
-_WINDOWS, _LENGTH = 8, 1024
-_OWN_WINDOWS, _OWN_LENGTH = 18, 512
+# Windows of every text, and tokens of a window
+_WINDOWS = {"infinigen": 8, "gear": 6}
+_LENGTHS = {"infinigen": 1024, "gear": 512}
 
 
 def main(
     text_file: Annotated[
         list[Path] | None,
-        typer.Option(help="Text that is like what the model will read; repeatable. gear needs none."),
+        typer.Option(
+            help="Text like what the model will read; repeatable. For gear besides those that it brings along."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -41,10 +43,10 @@ def main(
     model: ModelOption = "smollm2",
     windows: Annotated[
         int | None,
-        typer.Option(help=f"Windows of every text ({_WINDOWS}); without one in all ({_OWN_WINDOWS}).", min=1),
+        typer.Option(help="Windows of every text (6 for gear, 8 for infinigen).", min=1),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help=f"Tokens a window ({_LENGTH}, without a text {_OWN_LENGTH}).", min=4)
+        int | None, typer.Option(help="Tokens a window (512 for gear, 1024 for infinigen).", min=4)
     ] = None,
     rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
     min_recall: Annotated[
@@ -62,16 +64,16 @@ def main(
     `InfiniGenCache(model, calibration="FILE")`.
 
     GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
-    errors cost. The first two thirds of a window are coded, the others say what an error does. Without --out the file
-    is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`. Without a
-    text it goes by what comes with Python and this package, in turns: code, reference, and prose in eight languages.
+    errors cost. The first half of a window fills a cache, the other says what an error does. It goes by what comes
+    with Python and this package, code, reference, and prose in eight languages, and by the texts given. Without --out
+    the file is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`.
 
     \b
     Examples:
         kvcache-plugins calibrate --model smollm2 --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
         kvcache-plugins calibrate --cache gear --model smollm2
-        kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt --windows 6 --length 1536
+        kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt
         kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
     """
     from kvcache_plugins.option_checks import check_choice
@@ -81,8 +83,8 @@ def main(
         raise ValueError("`out` has to be given with `cache` infinigen: a safetensors file to write")
     if not text_file and cache == "infinigen":
         raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
-    windows = windows or (_WINDOWS if text_file else _OWN_WINDOWS)
-    length = length or (_LENGTH if text_file else _OWN_LENGTH)
+    windows = windows or _WINDOWS[cache]
+    length = length or _LENGTHS[cache]
     texts = [read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
@@ -94,10 +96,9 @@ def main(
     from kvcache_plugins.infinigen.calibration import calibrate
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    if texts:
-        cut = [window for text in texts for window in _windows(tokenizer, text, windows, length)]
-    else:
-        cut = _windows_in_turns(tokenizer, list(calibration_texts().values()), windows, length)
+    if cache == "gear":
+        texts = [*calibration_texts().values(), *texts]
+    cut = [window for text in texts for window in _windows(tokenizer, text, windows, length)]
     names = ",".join(path.name for path in text_file) if text_file else None
     settings: dict[str, object] = {"model": model, "text_file": names}
     settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
@@ -128,15 +129,6 @@ def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length
 
     token_ids, start_ids = encode_text(tokenizer, text)
     return spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
-
-
-def _windows_in_turns(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], windows: int, length: int
-) -> list[torch.Tensor]:
-    """So many of all texts together, each of another text than the one before it."""
-    counts = [len(range(number, windows, len(texts))) for number in range(len(texts))]
-    cut = [_windows(tokenizer, text, count, length) for text, count in zip(texts, counts, strict=True) if count > 0]
-    return [cut[number % len(texts)][number // len(texts)] for number in range(windows)]
 
 
 def _show(title: str, reports: tuple[LayerReport, ...]) -> None:

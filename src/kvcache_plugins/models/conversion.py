@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock, Timeout
+from packaging.version import Version
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +25,11 @@ def convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
     """Convert into a folder beside `folder` and rename it: `folder` is either whole or not there."""
     if find_spec("gguf") is None:
         raise ImportError(f"Reading `{name}` from its package needs gguf: `pip install kvcache-plugins[reference]`.")
+    if Version(transformers.__version__) < Version(packaged.oldest_reader):
+        raise ImportError(
+            f"Transformers {transformers.__version__} misreads the tokenizer of `{name}` in its package: "
+            f"`pip install 'transformers>={packaged.oldest_reader}'`."
+        )
     # Bound to today's stream: `_convert` silences the name `sys.stderr` while the console goes on drawing.
     console = Console(file=sys.stderr)
     partial = folder.with_name(f"{folder.name}.partial")

