@@ -8,6 +8,7 @@ After it the recording still holds, as nothing has moved and lengths stand on th
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.layers.recurrent_states import RecurrentStates
-from kvcache_plugins.ops.dispatch import choose_token_kernel, explain_kernel
+from kvcache_plugins.ops.dispatch import choose_token_kernel, compiles_kernels, explain_kernel
 
 from .fixed_storage import FixedForm
 from .recorded_step import RecordedStep
@@ -73,16 +74,18 @@ class CapturedSteps:
         cache (`Cache`): a cache of `ReplayableMixin`s.
         model (`PreTrainedModel`): the model.
         num_tokens (`int`): decoded tokens that there is room for before anything is moved.
+        warm_up (`Callable`): compiles what steps run, captured ones too, of a model and of whether there is padding
+            (`padded=`).
 
     Attributes:
         num_recorded, num_replayed, num_others (`int`): steps that were recorded, that were replayed, and all other
             calls of the model.
     """
 
-    def __init__(self, cache: Cache, model: PreTrainedModel, num_tokens: int):
+    def __init__(self, cache: Cache, model: PreTrainedModel, num_tokens: int, warm_up: Callable[..., None]):
         if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
             raise ValueError(f"`num_tokens` has to be an integer of at least 1 but got {num_tokens!r}")
-        self.cache, self.model, self.num_tokens = cache, model, num_tokens
+        self.cache, self.model, self.num_tokens, self._warm_up = cache, model, num_tokens, warm_up
         self.num_recorded = self.num_replayed = self.num_others = 0
         self._forms: list[FixedForm] = []
         self._step: RecordedStep | None = None
@@ -96,6 +99,9 @@ class CapturedSteps:
         if device.type == "cuda" and choose_token_kernel(torch.empty(0, device=device))[0] != "triton":
             raise ValueError(f"`captured_steps` needs Triton's kernels: {explain_kernel('cuda')[1] or 'not chosen'}")
         self._numbers = StepNumbers(device)
+        # With and without padding
+        self._is_warm = dict.fromkeys((False, True), not compiles_kernels(torch.empty(0, device=device)))
+        self._compile()
         self._forward = self.model.forward
         self._names = list(inspect.signature(self._forward).parameters)
         self._own_forward = vars(self.model).get("forward")
@@ -127,10 +133,20 @@ class CapturedSteps:
             call = StepCall.of(arguments)
             if call is None or not self._can_replay(call):
                 self.num_others += 1
-                return forward(*args, **kwargs)
+                outputs = forward(*args, **kwargs)
+                self._compile()
+                return outputs
             return self._replay(call)
 
         return replaying_forward
+
+    def _compile(self) -> None:
+        """Compiles what all steps to come will run, once a prompt has told whether there is padding."""
+        layers = [layer for layer in self.cache.layers if isinstance(layer, ReplayableMixin) and layer.is_initialized]
+        is_padded = any(layer.padding is not None for layer in layers)
+        if layers and not self._is_warm[is_padded]:
+            self._warm_up(self.model, padded=is_padded)
+            self._is_warm[is_padded] = True
 
     def _can_replay(self, call: StepCall) -> bool:
         """Whether the call is one for the recording, or for one that can be made."""
