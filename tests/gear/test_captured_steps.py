@@ -175,6 +175,36 @@ def test_another_mask_is_not_ignored(tiny_llama):
     assert (steps.num_replayed, steps.num_others) == (0, 1)
 
 
+def read_with_masks(model, cache, padding, hidden, num_tokens=24):
+    """Decodes with masks of its own, the ninth of which on hide tokens `hidden` too, or nothing any more."""
+    inputs = prompts(2, 97, padding)
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    with torch.no_grad():
+        for step in range(num_tokens):
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            call = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+            ids = model(**call, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            if step == 8:
+                mask[:, hidden] = hidden.start == 0
+
+
+@pytest.mark.parametrize(
+    ("padding", "hidden"),
+    [(0, slice(50, 52)), (0, slice(105, 106)), (5, slice(50, 51)), (5, slice(0, 5))],
+    ids=["prompt", "decoded", "beside-padding", "padding-shown"],
+)
+@pytest.mark.parametrize("num_tokens", [12, 40], ids=["at-the-end", "at-the-next-chunk"])
+def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama):
+    cache = create_cache("gear", tiny_llama)
+    steps = cache.captured_steps(tiny_llama)
+    with pytest.raises(ValueError, match="`attention_mask` hides other tokens than the padding"), steps:
+        read_with_masks(tiny_llama, cache, padding, hidden, num_tokens)
+    # Its chunk is of 20 tokens
+    assert steps.num_recorded == 1 and steps.num_replayed == min(num_tokens - 1, 20)
+    assert "forward" not in vars(tiny_llama)
+
+
 def test_short_prompts_wait_until_something_is_compressed(tiny_llama):
     expected, cache = (create_cache("gear", tiny_llama) for _ in range(2))
     tokens = generate(tiny_llama, expected, prompts(1, 9), 75)

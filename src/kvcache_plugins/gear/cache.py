@@ -288,11 +288,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
         Args:
             model (`PreTrainedModel`): the model that uses the cache, with `sdpa` attention.
-            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens that room is kept for, which a recorded
-                step needs to stay of use; after them it is recorded anew.
+            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens after which a step is recorded anew.
 
         Raises:
-            ValueError: if `num_tokens` is no positive integer, or the model or a layer cannot be captured.
+            ValueError: if `num_tokens` is no positive integer, the model or a layer cannot be captured, or, when a
+                chunk is compressed and in the end, if masks of replayed steps hid anything but padding.
 
         Example:
 

@@ -22,10 +22,11 @@ from .fixed_storage import FixedForm
 from .recorded_step import RecordedStep
 from .replayable import ReplayableMixin
 from .step_cache import StepCache
+from .step_masks import StepMasks
 from .step_numbers import StepNumbers
 
 
-# Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway
+# Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway (`step_masks`)
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 _CONSTANTS = (bool, int, float, str, type(None))
 # Times in a row that a recording was of use once or never
@@ -91,6 +92,7 @@ class CapturedSteps:
         self._step: RecordedStep | None = None
         self._kind: tuple[object, ...] = ()
         self._num_moves = 0
+        self._masks = StepMasks(None)
 
     def __enter__(self) -> "CapturedSteps":
         self._check_model()
@@ -118,6 +120,8 @@ class CapturedSteps:
         forms, self._forms, self._step = self._forms, [], None
         for form in forms:
             form.end()
+        if error is None:
+            self._masks.check()
 
     def _replaying_forward(self) -> Any:
         forward = self._forward
@@ -132,6 +136,7 @@ class CapturedSteps:
                 return forward(*args, **kwargs)
             call = StepCall.of(arguments)
             if call is None or not self._can_replay(call):
+                self._masks.check()
                 self.num_others += 1
                 outputs = forward(*args, **kwargs)
                 self._compile()
@@ -157,8 +162,14 @@ class CapturedSteps:
             return False
         if self._step is not None and call.kind == self._kind:
             return True
-        if not _hides_padding_alone(call, self._forms[0].layer.padding, length + 1):
-            return False
+        self._masks.check()
+        padding = self._forms[0].layer.padding
+        self._masks = StepMasks(padding)
+        if call.mask is not None:
+            # Some models count positions by the mask
+            is_counted = padding is not None and "position_ids" not in call.inputs
+            if is_counted or not self._masks.fits(call.mask):
+                return False
         self._step, self._kind = None, call.kind
         return True
 
@@ -193,6 +204,8 @@ class CapturedSteps:
             constants = call.constants if call.mask is None else {**call.constants, "attention_mask": None}
             self._step = RecordedStep(self._forward, cache, self._numbers, call.inputs, constants)
             self.num_recorded += 1
+        if call.mask is not None:
+            self._masks.add(call.mask)
         outputs = self._step(call.inputs, self.cache)
         for form in self._forms:
             form.layer.count_token()
@@ -224,16 +237,3 @@ class CapturedSteps:
                 reason = layer.why_never_replayed()
             if reason is not None:
                 raise ValueError(f"`captured_steps` is not for {reason}, such as layer {index}")
-
-
-def _hides_padding_alone(call: StepCall, padding: torch.Tensor | None, length: int) -> bool:
-    """Whether what a mask hides is the padding that the cache knows of. The host waits for the device."""
-    if call.mask is None:
-        return True
-    if padding is None:
-        return bool(call.mask.all())
-    # Some models count positions by the mask
-    if "position_ids" not in call.inputs:
-        return False
-    expected = torch.arange(length, device=call.mask.device) >= padding.to(call.mask.device)[:, None]
-    return bool((call.mask.bool() == expected).all())
