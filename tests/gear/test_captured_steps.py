@@ -5,6 +5,7 @@ Kernels that read lengths on the device are tested in `tests/triton_kernels`, wh
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -149,6 +150,21 @@ def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(replayed, ordinary, strict=True))
     assert 3 <= steps.num_recorded <= 5
     assert cache.stats() == expected.stats()
+
+
+def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama):
+    cache, seen = GEARCache(tiny_llama.config), []
+    with cache.captured_steps(tiny_llama), pytest.MonkeyPatch.context() as patch:
+        forward = tiny_llama.forward
+
+        @functools.wraps(forward)
+        def seeing(*args, **kwargs):
+            seen.append((cache.is_compileable, kwargs["attention_mask"].dim()))
+            return forward(*args, **kwargs)
+
+        patch.setattr(tiny_llama, "forward", seeing)
+        generate(tiny_llama, cache, prompts(2, 97, 5), 4)
+    assert seen == 4 * [(False, 2)]
 
 
 def test_outputs_stay_as_they_are(tiny_llama):
