@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins.layers.recurrent_states import RecurrentStates
 from kvcache_plugins.ops.dispatch import choose_token_kernel, compiles_kernels, explain_kernel
@@ -228,12 +228,19 @@ class CapturedSteps:
         if refused is not None:
             raise ValueError(f"`captured_steps` is not for {refused}")
 
+        # A cache without a config does not know of the model's windows, which the model hides by masks that grow
+        own = DynamicCache(config=config).layers
+        windowed = next((index for index, layer in enumerate(own) if getattr(layer, "is_sliding", False)), None)
+        if windowed is not None:
+            raise ValueError(
+                f"`captured_steps` is not for layers with a sliding window, such as layer {windowed} of the model: "
+                "decode outside of it, where caches take them"
+            )
+
     def _check_layers(self) -> None:
         for index, layer in enumerate(self.cache.layers):
             reason: str | None = "layers that keep states of another kind"
-            if getattr(layer, "is_sliding", False):
-                reason = "layers with a sliding window"
-            elif isinstance(layer, ReplayableMixin) and not isinstance(layer, RecurrentStates):
+            if isinstance(layer, ReplayableMixin) and not isinstance(layer, RecurrentStates):
                 reason = layer.why_never_replayed()
             if reason is not None:
-                raise ValueError(f"`captured_steps` is not for {reason}, such as layer {index}")
+                raise ValueError(f"`captured_steps` is not for {reason}, such as layer {index}: decode outside of it")
