@@ -6,8 +6,6 @@ between two, where a chunk is compressed.
 In a process of its own, as Triton decides when it is imported whether it interprets.
 """
 
-import os
-import subprocess
 import sys
 from unittest.mock import patch
 
@@ -144,11 +142,8 @@ def difference(got, expected, number):
         for size in (1, 2)
     ],
 )
-def test_every_step_is_the_first_one_again(name, batch_size):
-    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, name, str(batch_size)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+def test_every_step_is_the_first_one_again(name, batch_size, run_compiling):
+    run_compiling(name, str(batch_size))
 
 
 if __name__ == "__main__":

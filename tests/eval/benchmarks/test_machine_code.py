@@ -1,9 +1,6 @@
 """What is committed about the machine code is what the kernels compile to."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +13,10 @@ CACHES = ("kivi-2bit", "gear-l-4bit", "gear-4bit")
 
 
 @pytest.mark.slow
-def test_counts_are_those_that_are_committed(tmp_path):
-    # Triton decides when it is imported whether it interprets
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def test_counts_are_those_that_are_committed(tmp_path, run_compiling):
     options = [word for cache in CACHES for word in ("--cache", cache)]
-    command = [sys.executable, "-m", "kvcache_plugins.cli", "bench", "machine-code", *options]
-    command += ["--out", str(tmp_path / "counts.json")]
-    subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    options += ["--out", str(tmp_path / "counts.json")]
+    run_compiling(*options, program=("-m", "kvcache_plugins.cli", "bench", "machine-code"))
     counted = {row["cache"]: row for row in json.loads((tmp_path / "counts.json").read_text())["rows"]}
     assert set(counted) == set(CACHES)
     committed = {row["cache"]: row for row in json.loads(COMMITTED.read_text())["rows"]}
