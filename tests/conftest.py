@@ -5,6 +5,8 @@ No test touches the network: the offline switches are set before anything of Hug
 
 import os
 import signal
+import subprocess
+import sys
 
 
 # What is started in the background ignores Ctrl-C, and so do the commands that it starts and interrupts
@@ -19,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -176,6 +178,23 @@ def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenize
         if Version(transformers.__version__) >= Version("5.18"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def run_compiling(request: pytest.FixtureRequest) -> Callable[..., str]:
+    """
+    Runs a program where Triton does not interpret, which it decides when it is imported, and returns what it prints;
+    of the words for Python the test's own file is the first unless there are others.
+    """
+
+    def run(*arguments: str, program: Sequence[str] = (str(request.path),)) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, *program, *arguments]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr[-5000:]
+        return finished.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,17 @@
-"""Machine code of the decode attention, preset by preset: what a GPU that is not there would have to issue.
+"""Machine code of decode attention and of coding, preset by preset: what a GPU that is not there would have to issue.
 
 A warp instruction takes one of four slots that a multiprocessor has a clock. A cached number of 16 bits takes so many
 clocks to read; what of the copy bandwidth the slots allow, and how many times as fast as reading a dense cache that is
 at best, follows. Both are bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in
-them. A loop over outliers within a tile counts as often as the preset's own lists make it run.
+them. A loop over outliers within a tile counts as often as the preset's own lists make it run. Of kernels that code
+rows all counts, a loop over channels as often as it runs, and the fit of a scale once, though it may be repeated.
 
     kvcache-plugins bench machine-code
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ from kvcache_plugins.ops.parts import CompressedPart
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
+from .coding_machine_code import CLOCKS_A_DENSE_NUMBER, SIDES, SLOTS, count_coding, is_coded
 from .contest import Shape, random_states
 
 
@@ -56,9 +59,8 @@ PRESETS = (
     "gear-t16-trellis",
     "gear-c16",
 )
-# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
-_CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
-_SLOTS = 4
+# Channels of a head that the command counts by default, the second of rows alone
+HEAD_DIMS = (128, 64)
 _CPU = torch.device("cpu")
 _CONTEXT = 1024
 _NUM_HEADS = 8
@@ -107,9 +109,10 @@ def _random_model(head_dim: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
+def count(
+    cache: str, part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int
+) -> dict[str, Any]:
     """One row: instructions a number by kind, registers, spilled bytes, shared memory, and the bounds."""
-    part = compress(cache, head_dim)
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
     launch = _prepare(query, part)
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
@@ -123,9 +126,10 @@ def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     instructions = sum(kinds.values()) / numbers
     bits = _num_bits(part) / (2 * _NUM_HEADS * head_dim * part.length)
-    read, issue = _CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / _SLOTS
+    read, issue = CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / SLOTS
     return {
         "cache": cache,
+        "kernel": "attention",
         "head_dim": head_dim,
         "query_heads": num_rows,
         **resources(compiled),
@@ -133,7 +137,7 @@ def count(cache: str, head_dim: int, num_rows: int, capability: int) -> dict[str
         "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
         "bits_a_number": bits,
         "share_of_copy_bandwidth": min(1.0, read / issue),
-        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(read, issue),
+        "times_dense": CLOCKS_A_DENSE_NUMBER / max(read, issue),
     }
 
 
@@ -164,23 +168,36 @@ def _count_tile(listing: Listing, part: CompressedPart, launch: "Launch") -> Cou
 
 def describe(row: dict[str, Any]) -> str:
     """One line of a result."""
+    heads = "" if row["query_heads"] is None else f", {row['query_heads']:2d} query heads"
+    bound = f"{100 * row['share_of_copy_bandwidth']:.0f} % of copy bandwidth"
+    if row["times_dense"] is not None:
+        bound = f"{row['times_dense']:.2f} times dense"
     return (
-        f"{row['cache']:<15} D {row['head_dim']:3d}, {row['query_heads']:2d} query heads: "
+        f"{row['cache']:<16} {row['kernel']:<9} D {row['head_dim']:3d}{heads}: "
         f"{row['instructions_a_number']:.3f} instructions a number, {row['registers']} registers, "
-        f"{row['spilled']} bytes spilled, {row['shared']} shared, at best {row['times_dense']:.2f} times dense"
+        f"{row['spilled']} bytes spilled, {row['shared']} shared, at best {bound}"
     )
 
 
 def benchmark_machine_code(
-    cache: Sequence[str] | None, head_dim: Sequence[int], query_heads: Sequence[int], capability: int
+    cache: Sequence[str] | None, head_dim: Sequence[int] | None, query_heads: Sequence[int], capability: int
 ) -> dict[str, Any]:
-    """A result of `bench machine-code`: a row for each preset, head dimension and number of query heads."""
+    """
+    A result of `bench machine-code`: a row for each preset, head dimension (by default 128, and 64 of presets whose
+    tokens are rows) and number of query heads, and two for coding where kernels do it.
+    """
     typer.echo("counted in machine code, not measured; bounds for an H200")
     rows = []
-    for size in head_dim:
-        for num_rows in query_heads:
-            for name in check_caches(cache or PRESETS):
-                rows.append(count(name, size, num_rows, capability))
+    for size in head_dim or HEAD_DIMS:
+        for name in check_caches(cache or PRESETS):
+            part = compress(name, size)
+            if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
+                continue
+            counted = [partial(count, name, part, size, num_rows, capability) for num_rows in query_heads]
+            if isinstance(part, CodedPart) and is_coded(part):
+                counted += [partial(count_coding, name, part, size, side, capability) for side in SIDES]
+            for each in counted:
+                rows.append(each())
                 typer.echo(describe(rows[-1]))
     settings = {"capability": capability, "dtype": "bfloat16", "context": _CONTEXT, "num_heads": _NUM_HEADS}
     origin = {**provenance(_CPU), "device": "compiled, not run"}

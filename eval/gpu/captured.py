@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.eval.benchmarks.step import describe, step_rows, time_turns
 from kvcache_plugins.eval.harness.timing import time_call
+from kvcache_plugins.gear.cache import GEARCache
 from kvcache_plugins.gear.captured_steps import CapturedSteps
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.registry import create_cache
@@ -29,7 +30,8 @@ _ROOM = 1024
 
 def captured(cache: Cache, model: PreTrainedModel) -> CapturedSteps:
     """The context in which steps of a GEAR cache are captured."""
-    return CapturedSteps(cache, model, _ROOM)
+    assert isinstance(cache, GEARCache)
+    return cache.captured_steps(model, _ROOM)
 
 
 @torch.inference_mode()

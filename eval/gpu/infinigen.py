@@ -39,12 +39,12 @@ _EXACT_MODEL = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-_EXACT_CONTEXT, _EXACT_STEPS = 1100, 40
 
 
-def check_exact(device: torch.device) -> dict[str, Any]:
+def check_exact(device: torch.device, num_context: int, num_steps: int) -> dict[str, Any]:
     """
-    Decodes greedily, in float32 and with left padding, where every token is fetched, and with a dense cache.
+    Decodes `num_steps` tokens behind `num_context` greedily, in float32 and with left padding, where every token is
+    fetched, and with a dense cache.
 
     Returns:
         `dict`: `tokens_equal`, and the largest `logit_error` relative to the largest logit.
@@ -54,16 +54,16 @@ def check_exact(device: torch.device) -> dict[str, Any]:
     """
     model = build_llama(_EXACT_MODEL, device, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, (2, _EXACT_CONTEXT), generator=generator).to(device)
+    prompt = torch.randint(model.config.vocab_size, (2, num_context), generator=generator).to(device)
     mask = torch.ones_like(prompt)
-    mask[0, :500] = 0
+    mask[0, : num_context // 2] = 0
     with InfiniGenCache(model, alpha=float("inf"), max_fetch_ratio=1.0, full_layers=()) as cache:
         results = [
             model.generate(  # type: ignore[operator]
                 prompt,
                 attention_mask=mask,
                 past_key_values=each,
-                max_new_tokens=_EXACT_STEPS,
+                max_new_tokens=num_steps,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,

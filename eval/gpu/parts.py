@@ -204,7 +204,7 @@ def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox
     }
     report = PartialReport(out / "gpu_infinigen.json", "offloading", device, settings)
     with report.attempt("exactness"):
-        report.settings["exactness"] = check_exact(device)
+        report.settings["exactness"] = check_exact(device, *plan.exact_tokens)
     time_offloading(plan, report, build_llama(plan.offload_model, device), box)
 
 

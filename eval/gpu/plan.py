@@ -30,6 +30,8 @@ class Plan:
         budget (`int`): bytes for the largest batch.
         batch_context (`int`): tokens of each sequence of the largest batch.
         batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
+        exact_tokens (`tuple[int, int]`): tokens of a context, and decoded, that have to be a dense cache's where
+            everything is fetched.
         offload_model (`Mapping[str, int]`): fields of the `LlamaConfig` that offloaded caches are measured with.
         offload_context, offload_steps (`int`): tokens in those caches, and decoded.
         offload_caches (`tuple[str, ...]`): what decodes there, with options; the most wanted first.
@@ -53,6 +55,7 @@ class Plan:
     budget: int
     batch_context: int
     batch_caches: tuple[str, ...]
+    exact_tokens: tuple[int, int]
     offload_model: Mapping[str, int]
     offload_context: int
     offload_steps: int
@@ -162,6 +165,7 @@ FULL = Plan(
     budget=40 * 2**30,
     batch_context=4096,
     batch_caches=("dynamic", "gear-2bit", "gear"),
+    exact_tokens=(1100, 40),
     # Llama 2 7B
     offload_model={
         "vocab_size": 32000,
@@ -214,6 +218,7 @@ TINY = Plan(
     budget=26_000,
     batch_context=64,
     batch_caches=("dynamic", "gear-2bit"),
+    exact_tokens=(120, 6),
     offload_model={
         "vocab_size": 128,
         "hidden_size": 64,

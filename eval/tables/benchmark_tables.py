@@ -149,6 +149,7 @@ def render_prediction(rows: Sequence[Mapping[str, Any]]) -> str:
 def render_machine_code(rows: Sequence[Mapping[str, Any]]) -> str:
     head = (
         "cache",
+        "kernel",
         "head dim",
         "query heads",
         "warp instructions a number",
@@ -162,16 +163,22 @@ def render_machine_code(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [
         (
             f"`{row['cache']}`",
+            # Coding was not counted at first
+            row.get("kernel", "attention"),
             str(row["head_dim"]),
-            str(row["query_heads"]),
+            _or_dash(row["query_heads"], "d"),
             f"{row['instructions_a_number']:.3f}",
             f"{row['bits_a_number']:.2f}",
             str(row["registers"]),
             str(row["spilled"]),
             str(row["shared"]),
             f"{100 * row['share_of_copy_bandwidth']:.0f}",
-            f"{row['times_dense']:.2f}",
+            _or_dash(row["times_dense"], ".2f"),
         )
         for row in rows
     ]
     return make_markdown_table(head, cells)
+
+
+def _or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)

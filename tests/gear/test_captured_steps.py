@@ -5,6 +5,7 @@ Kernels that read lengths on the device are tested in `tests/triton_kernels`, wh
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -151,6 +152,21 @@ def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama):
     assert cache.stats() == expected.stats()
 
 
+def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama):
+    cache, seen = GEARCache(tiny_llama.config), []
+    with cache.captured_steps(tiny_llama), pytest.MonkeyPatch.context() as patch:
+        forward = tiny_llama.forward
+
+        @functools.wraps(forward)
+        def seeing(*args, **kwargs):
+            seen.append((cache.is_compileable, kwargs["attention_mask"].dim()))
+            return forward(*args, **kwargs)
+
+        patch.setattr(tiny_llama, "forward", seeing)
+        generate(tiny_llama, cache, prompts(2, 97, 5), 4)
+    assert seen == 4 * [(False, 2)]
+
+
 def test_outputs_stay_as_they_are(tiny_llama):
     cache = GEARCache(tiny_llama.config)
     first = read(tiny_llama, cache)
@@ -175,6 +191,36 @@ def test_another_mask_is_not_ignored(tiny_llama):
     assert (steps.num_replayed, steps.num_others) == (0, 1)
 
 
+def read_with_masks(model, cache, padding, hidden, num_tokens=24):
+    """Decodes with masks of its own, the ninth of which on hide tokens `hidden` too, or nothing any more."""
+    inputs = prompts(2, 97, padding)
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    with torch.no_grad():
+        for step in range(num_tokens):
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            call = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+            ids = model(**call, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            if step == 8:
+                mask[:, hidden] = hidden.start == 0
+
+
+@pytest.mark.parametrize(
+    ("padding", "hidden"),
+    [(0, slice(50, 52)), (0, slice(105, 106)), (5, slice(50, 51)), (5, slice(0, 5))],
+    ids=["prompt", "decoded", "beside-padding", "padding-shown"],
+)
+@pytest.mark.parametrize("num_tokens", [12, 40], ids=["at-the-end", "at-the-next-chunk"])
+def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama):
+    cache = create_cache("gear", tiny_llama)
+    steps = cache.captured_steps(tiny_llama)
+    with pytest.raises(ValueError, match="`attention_mask` hides other tokens than the padding"), steps:
+        read_with_masks(tiny_llama, cache, padding, hidden, num_tokens)
+    # Its chunk is of 20 tokens
+    assert steps.num_recorded == 1 and steps.num_replayed == min(num_tokens - 1, 20)
+    assert "forward" not in vars(tiny_llama)
+
+
 def test_short_prompts_wait_until_something_is_compressed(tiny_llama):
     expected, cache = (create_cache("gear", tiny_llama) for _ in range(2))
     tokens = generate(tiny_llama, expected, prompts(1, 9), 75)
@@ -192,8 +238,6 @@ def test_beam_search_is_refused(tiny_llama):
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("mistral-sliding", {"sliding_window": 600}, "layers with a sliding window, such as layer 0"),
-        ("gemma3-hybrid", {}, "layers with a sliding window, such as layer 0"),
         ("llama", {"attn_implementation": "eager"}, "models whose attention is `eager`"),
         (
             "llama",
@@ -204,7 +248,7 @@ def test_beam_search_is_refused(tiny_llama):
 )
 def test_what_cannot_be_captured_is_named(architecture, fields, message, tiny_model):
     model = tiny_model(architecture, **fields)
-    cache = GEARCache(model.config, sliding="compressed" if architecture == "mistral-sliding" else None)
+    cache = GEARCache(model.config)
     with pytest.raises(ValueError, match=f"`captured_steps` is not for .*{message}"), cache.captured_steps(model):
         pass
     assert "forward" not in vars(model)

@@ -1,19 +1,18 @@
 """What a recorded step asks of a GPU, under a stand-in for its driver: step after step, chunk after chunk, the same
 operations on the same shapes, the same launches with the same arguments, and nothing that is read back. That is what a
-CUDA graph needs, which replays one of them.
+CUDA graph needs, which replays one of them. Nor is anything compiled from the first of them on, within a step or
+between two, where a chunk is compressed.
 
 In a process of its own, as Triton decides when it is imported whether it interprets.
 """
 
-import os
-import subprocess
 import sys
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 
 # What a step allocates, in a graph always in the same place
@@ -22,8 +21,9 @@ WRITING = {"index_copy_", "add_", "copy_"}
 READING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to_cpu"}
 # Arguments of a launcher before those of the kernel, of which the first three are the grid
 NUM_BEFORE = 9
+WINDOWS, PRESETS_OF_CHUNKS = "gear, windows", ("gear-2bit", "kivi-2bit", "gear-k4v3")
 # By preset: decoded tokens, in which several chunks are compressed
-NUM_TOKENS = {"gear": 70, "gear-t16": 30, "gear-2bit": 150, "kivi-2bit": 150, "gear-k4v3": 150}
+NUM_TOKENS = {"gear": 220, WINDOWS: 70, "gear-t16": 30, "gear-c16": 30, **dict.fromkeys(PRESETS_OF_CHUNKS, 150)}
 
 
 def describe(value):
@@ -47,30 +47,49 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def make_model(*, has_windows):
+    """One of two layers that are compressed; beside them two with a window that decoding fills."""
+    sizes = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 256,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "vocab_size": 32,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    if has_windows:
+        types = ["sliding_attention", "full_attention"]
+        config = Gemma3TextConfig(**sizes, num_hidden_layers=4, layer_types=2 * types, sliding_window=150)
+    else:
+        config = LlamaConfig(**sizes, num_hidden_layers=2)
+    with torch.random.fork_rng():
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().bfloat16()
+
+
 def check(name, batch_size):
     from kvcache_plugins.eval.machine_code import stand_in_driver
     from kvcache_plugins.gear.recorded_step import RecordedStep
+    from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.gear.transform.layer import TransformLayer
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel as attend_rows_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.basis_kernel import attend_basis_kernel
 
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        hidden_size=256,
-        intermediate_size=64,
-        vocab_size=32,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval().bfloat16()
-    cache = create_cache(name, config)
-    attending = attend_rows_kernel if isinstance(cache.layers[0], TransformLayer) else attend_kernel
-    kernels = {"attend_kernel": attending, "combine_kernel": combine_kernel}
-    launches, recorded = [], []
+    model, num_tokens = make_model(has_windows=name == WINDOWS), NUM_TOKENS[name]
+    name = name.removesuffix(WINDOWS.removeprefix("gear"))
+    options = {}
+    if name.startswith("gear-c"):
+        # Rows of a layer are as long as it needs them, and kernels are compiled for each length
+        options = {"calibration": calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)}
+    cache = create_cache(name, model, **options)
+    attending = attend_rows_kernel if isinstance(cache.layers[-1], TransformLayer) else attend_kernel
+    attending = attend_basis_kernel if options else attending
+    kernels = {attending.fn.__name__: attending, "combine_kernel": combine_kernel}
+    launches, recorded, num_compiled = [], [], []
     run_step = RecordedStep.__call__
 
     def run(self, *arguments):
@@ -85,6 +104,7 @@ def check(name, batch_size):
 
     def recorded_call(self, *arguments):
         launches.clear()
+        num_compiled.append(len(stand_in.compilations))
         with Recorded() as mode:
             outputs = run_step(self, *arguments)
         recorded.append((list(launches), mode.operations))
@@ -94,16 +114,17 @@ def check(name, batch_size):
     mask = torch.ones_like(ids)
     mask[0, : 3 * (batch_size - 1)] = 0
     with (
-        stand_in_driver.stand_in_driver(),
+        stand_in_driver.stand_in_driver() as stand_in,
         patch.object(stand_in_driver._Kernel, "run", run),
         patch.object(RecordedStep, "__call__", recorded_call),
-        cache.captured_steps(model, NUM_TOKENS[name]) as steps,
+        cache.captured_steps(model, num_tokens) as steps,
     ):
-        num_tokens = NUM_TOKENS[name]
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
     num_chunks = (num_tokens - 2) // cache.gear_config.residual_length
     assert num_chunks >= 1 and steps.num_recorded == 1, (num_chunks, steps.num_recorded)
     assert steps.num_replayed == len(recorded) == num_tokens - 1 - num_chunks, (steps.num_replayed, len(recorded))
+    # With the recording itself, before the first replay
+    assert len(stand_in.compilations) == num_compiled[0], stand_in.compilations[num_compiled[0] :]
     # What is computed once for all steps is computed in the first one, which on a GPU is run before it is captured
     first_launches, first_operations = recorded[1]
     assert [name for name, _, _ in first_launches][-1] == "combine_kernel"
@@ -133,11 +154,8 @@ def difference(got, expected, number):
         for size in (1, 2)
     ],
 )
-def test_every_step_is_the_first_one_again(name, batch_size):
-    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, name, str(batch_size)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+def test_every_step_is_the_first_one_again(name, batch_size, run_compiling):
+    run_compiling(name, str(batch_size))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ In a process of its own, as Triton decides when it is imported whether it interp
 """
 
 import copy
-import os
 import pickle
-import subprocess
 import sys
 from unittest.mock import patch
 
@@ -144,10 +142,8 @@ def split(parts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k3v2", marks=pytest.mark.long), "gear-t25"])
-def test_kept_launches_are_those_prepared_anew(name):
-    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+def test_kept_launches_are_those_prepared_anew(name, run_compiling):
+    run_compiling(name)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ tests/triton_kernels/test_amd_compiles.py gfx942` prints what was compiled.
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -61,11 +59,8 @@ def main(architecture, num_tokens=None):
 @pytest.mark.parametrize(
     "arguments", [["gfx942"], ["gfx90a"], pytest.param(["gfx942", "device"], marks=pytest.mark.long)], ids="-".join
 )
-def test_kernels_compile(arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    rows = [json.loads(line) for line in finished.stdout.splitlines()]
+def test_kernels_compile(arguments, run_compiling):
+    rows = [json.loads(line) for line in run_compiling(*arguments).splitlines()]
     assert [row["kernel"] for row in rows] == ["attend", "combine"]
     assert all(row["bytes"] > 0 and row["shared"] <= MAX_SHARED for row in rows), rows
 

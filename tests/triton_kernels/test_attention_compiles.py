@@ -5,8 +5,6 @@ Compiled in a process of its own, because Triton decides when it is imported whe
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -181,30 +179,25 @@ def main(capability, names):
         sys.stdout.flush()
 
 
-def run_main(capability, names):
+@pytest.fixture
+def run_main(run_compiling):
     """The lines that `main` writes, in a process without Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(capability), *names]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    sys.stdout.write(finished.stdout)
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+    return lambda capability, names: [json.loads(line) for line in run_compiling(str(capability), *names).splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", NAMES)
-def test_decode_kernels_stay_in_registers(capability):
-    check(capability, NAMES[capability])
+def test_decode_kernels_stay_in_registers(capability, run_main):
+    check(run_main(capability, NAMES[capability]), NAMES[capability])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", DEVICE_NAMES)
-def test_they_compile_with_lengths_on_the_device(capability):
-    check(capability, DEVICE_NAMES[capability])
+def test_they_compile_with_lengths_on_the_device(capability, run_main):
+    check(run_main(capability, DEVICE_NAMES[capability]), DEVICE_NAMES[capability])
 
 
-def check(capability, names):
-    lines = run_main(capability, names)
+def check(lines, names):
     assert [line["name"] for line in lines] == names
     for line in lines:
         name = line["name"].removesuffix(DEVICE)
@@ -217,7 +210,7 @@ def check(capability, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", MAX_SHARED)
-def test_combine_fits_into_shared_memory(capability):
+def test_combine_fits_into_shared_memory(capability, run_main):
     lines = run_main(capability, ["combinations"])
     assert len(lines) == len(COMBINATIONS[capability])
     assert [line for line in lines if line["shared"] > MAX_SHARED[capability]] == []

@@ -5,8 +5,6 @@ Compiled in a process of its own, because Triton decides when it is imported whe
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -97,12 +95,8 @@ def main(target, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["90", *(pytest.param(name, marks=pytest.mark.long) for name in list(NAMES)[1:])])
-def test_coding_stays_in_registers(target):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, target.split(",")[0], *NAMES[target]]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+def test_coding_stays_in_registers(target, run_compiling):
+    lines = [json.loads(line) for line in run_compiling(target.split(",")[0], *NAMES[target]).splitlines()]
     assert [line["name"] for line in lines] == NAMES[target]
     for line in lines:
         assert line["shared"] <= (MAX_SHARED_AMD if target.startswith("gfx") else MAX_SHARED), line

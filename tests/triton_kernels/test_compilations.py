@@ -5,9 +5,7 @@ In a process of its own, because Triton decides when it is imported whether it i
 """
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 
@@ -112,12 +110,8 @@ MODES = [*((name, "") for name in MOST if name != "gear-t25"), *((name, "padded"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [*MODES, ("gear-t25", "warm"), _LONG])
-def test_lengths_do_not_matter(name, mode):
-    environment = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, name, mode]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    counted = json.loads(finished.stdout)
+def test_lengths_do_not_matter(name, mode, run_compiling):
+    counted = json.loads(run_compiling(name, mode))
     assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
     assert counted["kernels"].keys() == MOST[name].keys()
     most = MOST[name] | (PADDED[name] if mode == "padded" else {})

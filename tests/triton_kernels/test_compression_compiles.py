@@ -5,7 +5,6 @@ one that a call asks for. This needs no GPU. It is done in a process of its own,
 would replace the kernels; `python tests/triton_kernels/test_compression_compiles.py` prints the table.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -172,13 +171,8 @@ KNOWN_SPILLS = ("sm_80 iterate L=128 D=256 R=8 ", "sm_90 store L=64 D=64 by chan
 
 
 @pytest.mark.slow
-def test_every_variant_compiles_without_spills() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert outcome.returncode == 0, outcome.stderr
-    lines = outcome.stdout.splitlines()
-    sys.stdout.write(outcome.stdout)
+def test_every_variant_compiles_without_spills(run_compiling) -> None:
+    lines = run_compiling().splitlines()
     assert len(lines) >= len(CAPABILITIES) * 20
     spilling = [line for line in lines if " 0 bytes spilled" not in line]
     assert all(line.startswith(KNOWN_SPILLS) and " 8 bytes spilled" in line for line in spilling), spilling

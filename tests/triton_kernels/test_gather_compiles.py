@@ -4,9 +4,7 @@ As in `test_compression_compiles.py`: the launchers are called, what they launch
 process of its own without Triton's interpreter. Run as a script, this file prints the table.
 """
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -103,13 +101,8 @@ def report() -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_variant_compiles_without_spills() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert outcome.returncode == 0, outcome.stderr[-5000:]
-    lines = outcome.stdout.splitlines()
-    sys.stdout.write(outcome.stdout)
+def test_every_variant_compiles_without_spills(run_compiling) -> None:
+    lines = run_compiling().splitlines()
     assert len(lines) == len(CAPABILITIES) * 13
     assert [line for line in lines if " 0 bytes spilled" not in line] == []
 

@@ -5,8 +5,6 @@ Compiled in a process of its own, because Triton decides when it is imported whe
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -110,24 +108,20 @@ def main(capability, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", NAMES)
-def test_attention_over_rows_stays_in_registers(capability):
-    check(capability, NAMES[capability])
+def test_attention_over_rows_stays_in_registers(capability, run_compiling):
+    check(capability, NAMES[capability], run_compiling)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(86, marks=pytest.mark.long), 90]
 )
-def test_it_compiles_with_lengths_on_the_device(capability):
-    check(capability, DEVICE_NAMES[capability])
+def test_it_compiles_with_lengths_on_the_device(capability, run_compiling):
+    check(capability, DEVICE_NAMES[capability], run_compiling)
 
 
-def check(capability, names):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(capability), *names]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+def check(capability, names, run_compiling):
+    lines = [json.loads(line) for line in run_compiling(str(capability), *names).splitlines()]
     assert [line["name"] for line in lines] == names
     for line in lines:
         name = line["name"].removesuffix(DEVICE)

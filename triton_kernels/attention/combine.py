@@ -236,8 +236,7 @@ def prepare_combination(
         "result_ptr": result,
         **block_arguments(0, blocks),
         **block_arguments(1, blocks),
-        **part_arguments(0, exact_parts, num_heads, num_rows),
-        **part_arguments(1, exact_parts, num_heads, num_rows),
+        **_parts_arguments(exact_parts, num_heads, num_rows),
         "num_heads": num_heads,
         "num_rows": num_rows,
         "scale": scale,
@@ -258,3 +257,15 @@ def prepare_combination(
     # Tiles of keys and values that are on their way or in use
     options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1}
     return Combination(grid, arguments, result, options)
+
+
+def _parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
+    """Those of all exact parts; one that is alone is given twice, and counts once."""
+    if not parts:
+        return {**part_arguments(0, None, num_heads, num_rows), **part_arguments(1, None, num_heads, num_rows)}
+    # With its length on the device it is the second, as it is beside another: that is one kernel
+    spare = None if len(parts) == _MAX_PARTS else 0 if parts[-1].num_tokens is not None else 1
+    return {
+        **part_arguments(0, parts[0], num_heads, num_rows, is_spare=spare == 0),
+        **part_arguments(1, parts[-1], num_heads, num_rows, is_spare=spare == 1),
+    }

@@ -6,7 +6,6 @@ Legend as in `attend.py`; T tokens of a part.
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,14 +38,15 @@ class DensePart(NamedTuple):
     num_tokens: torch.Tensor | None = None
 
 
-def part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
-    """The arguments of `combine_kernel` for an exact part; for one too many those of the last, without tokens."""
+def part_arguments(
+    index: int, part: DensePart | None, num_heads: int, num_rows: int, *, is_spare: bool = False
+) -> dict[str, object]:
+    """The arguments of `combine_kernel` for an exact part, if there is any; of one that `is_spare` no tokens count."""
     prefix = f"mask_{index}"
-    if not parts:
+    if part is None:
         names = (f"{name}_{index}" for name in ("keys", "values"))
         empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
         return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), **_num_tokens(index, 0)}
-    part = parts[min(index, len(parts) - 1)]
     arguments: dict[str, object] = {}
     for name, states in (("keys", part.keys), ("values", part.values)):
         states = states if states.stride(-1) == 1 else states.contiguous()
@@ -55,7 +55,7 @@ def part_arguments(index: int, parts: Sequence[DensePart], num_heads: int, num_r
     return {
         **arguments,
         **mask_arguments(part.mask, num_heads, num_rows, prefix),
-        **(_num_tokens(index, part.keys.shape[2], part.num_tokens) if index < len(parts) else _num_tokens(index, 0)),
+        **(_num_tokens(index, 0) if is_spare else _num_tokens(index, part.keys.shape[2], part.num_tokens)),
     }
 
 

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from kvcache_plugins.triton_kernels.dot import dot_exact
 
-from .attend import angle_arguments, block_channels
-from .code_rows import NOT_SPECIALIZED, state_arguments
+from .attend import block_channels
+from .code_rows import NOT_SPECIALIZED, coding_arguments
 from .coded_rows import BasisCodingTable, CodingLaunch, RotaryAngles
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
 
@@ -179,22 +179,12 @@ def prepare_basis_coding(
     rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     num_channels = block_channels(table.num_components)
     arguments = {
-        **state_arguments(states, start),
+        **coding_arguments(states, rows, table, angles, start, padding),
         "basis_ptr": table.basis,
         "inverse_ptr": table.inverse,
         "step_ptr": table.steps,
         "factor_ptr": table.factors,
-        "mean_ptr": table.mean,
-        "width_ptr": table.widths,
-        **angle_arguments(angles),
-        "padding_ptr": padding,
-        **table.codebook.arguments(),
-        "rows_ptr": rows,
-        "HEAD_DIM": table.head_dim,
         "NUM_COMPONENTS": table.num_components,
-        "ROW_SIZE": table.row_size,
-        "PADDED": padding is not None,
-        "WEIGHTED": table.is_weighted,
         "NUM_REFITS": table.num_refits,
         "NUM_PARTS": _NUM_PARTS if states.dtype == torch.float32 else _NUM_PARTS_OF_HALVES,
         "BLOCK_T": _PRODUCT_TOKENS,

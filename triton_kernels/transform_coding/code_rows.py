@@ -18,7 +18,7 @@ from kvcache_plugins.triton_kernels.dot import dot_exact
 from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT
 
 from .attend import angle_arguments, block_channels
-from .coded_rows import CodingLaunch, CodingTable, RotaryAngles
+from .coded_rows import BasisCodingTable, CodingLaunch, CodingTable, RotaryAngles
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
 
 
@@ -164,23 +164,13 @@ def prepare_coding(
     rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     size = table.head_dim & -table.head_dim
     arguments = {
-        **state_arguments(states, start),
+        **coding_arguments(states, rows, table, angles, start, padding),
         "sign_ptr": table.signs,
         "order_ptr": table.order,
-        "mean_ptr": table.mean,
         "deviation_ptr": table.deviation,
-        "width_ptr": table.widths,
-        **angle_arguments(angles),
-        "padding_ptr": padding,
-        **table.codebook.arguments(),
-        "rows_ptr": rows,
-        "HEAD_DIM": table.head_dim,
         "NUM_DEVIATIONS": table.deviation.shape[2],
-        "ROW_SIZE": table.row_size,
         "FACTOR": size**-0.5 if is_rotated else 1.0,
-        "PADDED": padding is not None,
         "ROTATED": is_rotated,
-        "WEIGHTED": table.is_weighted,
         "BY_ENERGY": False,
         "NUM_REFITS": 0,
         "BLOCK_T": block_tokens,
@@ -190,8 +180,15 @@ def prepare_coding(
     return CodingLaunch(code_rows_kernel, arguments, {"num_warps": num_warps, "num_stages": 1}, rows)
 
 
-def state_arguments(states: torch.Tensor, start: int) -> dict[str, object]:
-    """The kernel arguments that say where states `[B, H, T, D]` are."""
+def coding_arguments(
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    table: CodingTable | BasisCodingTable,
+    angles: RotaryAngles | None,
+    start: int,
+    padding: torch.Tensor | None,
+) -> dict[str, object]:
+    """The kernel arguments of all coding: of states `[B, H, T, D]`, rows `[B, H, T, R]` and any table."""
     states = states if states.stride(3) == 1 else states.contiguous()
     batch_size, num_heads, length, _ = states.shape
     # In units that are loaded together
@@ -201,11 +198,21 @@ def state_arguments(states: torch.Tensor, start: int) -> dict[str, object]:
         "states_stride_b": states.stride(0),
         "states_stride_h": states.stride(1),
         "states_stride_t": states.stride(2),
+        "mean_ptr": table.mean,
+        "width_ptr": table.widths,
+        **angle_arguments(angles),
+        "padding_ptr": padding,
+        **table.codebook.arguments(),
+        "rows_ptr": rows,
         "num_heads": num_heads,
         "num_matrices": batch_size * num_heads,
         "position": start,
         "length": length,
+        "HEAD_DIM": table.head_dim,
+        "ROW_SIZE": table.row_size,
+        "PADDED": padding is not None,
         "ALIGNED": is_aligned,
+        "WEIGHTED": table.is_weighted,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from .snapshot import read_snapshot, write_snapshot
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import calibration_of_file
 from .transform.config import TransformConfig
-from .transform.layer import TransformLayer, empty_layers_like
-from .warm_up import exercise, sizes_of, warm_up_gear
+from .transform.layer import TransformLayer
+from .transform.warm_up import warm_up_rows
+from .warm_up import sizes_of, warm_up_gear
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -259,7 +261,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         }
         return {**kinds, **total, **choice}
 
-    def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
+    def warm_up(self, model: PreTrainedModel, *, padded: bool = False, captured: bool = False) -> None:
         """
         Compiles everything that a sequence of this cache will run, before its first token: on a GPU, where the first
         prompt does it otherwise, and on a CPU, where the first decode step does. The cache itself stays as it is, and
@@ -268,29 +270,29 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Args:
             model (`PreTrainedModel`): the model that will use the cache.
             padded (`bool`, *optional*, defaults to `False`): whether batches with padding will come.
+            captured (`bool`, *optional*, defaults to `False`): whether for `captured_steps` too, which otherwise
+                compiles what it needs when the first prompt has been read.
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
             if isinstance(self.gear_config, GEARConfig):
-                warm_up_gear(GEARLayer, self.gear_config, sizes)
+                warm_up_gear(GEARLayer, self.gear_config, sizes, is_captured=captured)
             else:
-                # Without a config layers are made when they are met
-                layers = empty_layers_like(self.layers, sizes.num_heads, sizes.key_dim, sizes.value_dim)
-                for layer in layers if self.layers else [self._make_layer(0, config)]:
-                    exercise(layer, sizes)
+                warm_up_rows(self.layers or [self._make_layer(0, config)], sizes, is_captured=captured)
 
     def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
         """
         A context in which, on a GPU, a decode step of one token is one CUDA graph. Prompts, several tokens at once and
-        the steps before which tokens are compressed run as ever; the graph is of use after them too.
+        the steps before which tokens are compressed run as ever; the graph is of use after them too. All kernels of
+        steps are compiled when the prompt has been read, before its first token is known; see `warm_up`.
 
         Args:
             model (`PreTrainedModel`): the model that uses the cache, with `sdpa` attention.
-            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens that room is kept for, which a recorded
-                step needs to stay of use; after them it is recorded anew.
+            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens after which a step is recorded anew.
 
         Raises:
-            ValueError: if `num_tokens` is no positive integer, or the model or a layer cannot be captured.
+            ValueError: if `num_tokens` is no positive integer, the model or a layer cannot be captured, or, when a
+                chunk is compressed and in the end, if masks of replayed steps hid anything but padding.
 
         Example:
 
@@ -299,7 +301,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         ...     outputs = model.generate(**inputs, past_key_values=cache)
         ```
         """
-        return CapturedSteps(self, unwrap_model(model), num_tokens)
+        return CapturedSteps(self, unwrap_model(model), num_tokens, partial(self.warm_up, captured=True))
 
     def fork(self, count: int) -> list[GEARCache]:
         """

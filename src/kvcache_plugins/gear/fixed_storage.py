@@ -95,6 +95,10 @@ class FixedForm:
         """Tokens of the open block, of the buffer, and of all."""
         return self.block.length, self.buffer.length, self.layer.get_seq_length()
 
+    def count_token(self) -> None:
+        """Takes down that a token has been stored and attended to."""
+        self.layer.count_token()
+
     def parts(self, numbers: StepNumbers) -> list[Any]:
         """All parts that attention goes over, with the token that is being stored, and lengths on the device."""
         keys, values = self.buffer.storage

@@ -47,7 +47,7 @@ class RecordedStep:
         device = next(iter(inputs.values())).device
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
-            self._graph, self._outputs = _record(self._run, numbers, device)
+            self._graph, self._outputs = _record(self._run, cache.advance, device)
 
     def __call__(self, inputs: Mapping[str, torch.Tensor], cache: object) -> Any:
         """
@@ -58,7 +58,7 @@ class RecordedStep:
         self._numbers.is_advancing()
         if self._graph is None:
             outputs = self._run()
-            self._numbers.advance()
+            self._cache.advance()
         else:
             self._graph.replay()
             outputs = self._outputs
@@ -70,7 +70,9 @@ class RecordedStep:
         return self._forward(**self._inputs, **self._constants, past_key_values=self._cache)
 
 
-def _record(run: Callable[[], Any], numbers: StepNumbers, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _record(
+    run: Callable[[], Any], advance: Callable[[], None], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of a step, and its outputs."""
     graph = torch.cuda.CUDAGraph()
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -82,7 +84,7 @@ def _record(run: Callable[[], Any], numbers: StepNumbers, device: torch.device) 
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph):
             outputs = run()
-            numbers.advance()
+            advance()
     except RuntimeError as error:
         raise ValueError(f"`captured_steps`: the model's step cannot be captured in a CUDA graph: {error}") from error
     return graph, outputs

@@ -41,8 +41,6 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
 
     def why_never_replayed(self) -> str | None:
         """What of the layer cannot be replayed, if anything."""
-        if self.sliding_window is not None:
-            return "layers with a sliding window"
         return "layers of indexed sparse attention" if any(True for _ in self._index.tensors()) else None
 
     def stand_still(self, buffer: ResidualBuffer, num_tokens: int) -> BlockT:

@@ -14,49 +14,27 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.lazy_states import stored_states
 
 from .fixed_storage import FixedForm
+from .fixed_window import FixedWindow
 from .step_numbers import StepNumbers
 
 
-class StepLayer(LazyLayer):
+class StandIn(LazyLayer):
     """
     A layer of it.
 
     Args:
-        form (`FixedForm`): of the layer that it stands for.
         numbers (`StepNumbers`): of the step.
+        length (`int`): tokens that its states look as if they were of, the same in every step.
     """
 
-    def __init__(self, form: FixedForm, numbers: StepNumbers):
+    def __init__(self, numbers: StepNumbers, length: int):
         super().__init__()
-        self._layer, self._numbers = form.layer, numbers
-        self._storage = form.buffer.storage
-        self._parts = form.parts(numbers)
-        # States have to look as if they were of some length, and it is the same in every step
-        self._length = form.layer.get_seq_length() + 1
-        self._shapes = self.states_shape("keys"), self.states_shape("values")
-        self.dtype, self.device = form.layer.dtype, form.layer.device
+        self._numbers, self._length = numbers, length
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a token `[B, H, 1, D]` in the buffer, and returns all states, lazily."""
-        for storage, states in zip(self._storage, (key_states, value_states), strict=True):
-            storage.index_copy_(2, self._numbers.place, states.to(storage.dtype))
-        return stored_states(self, self._shapes, self.dtype, self.device, (None, None))
-
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        """See `LazyLayer.attend`."""
-        if attn_mask is not None:
-            raise ValueError("`captured_steps` is not for models that add to the scores of attention")
-        return self._layer.attend_in_step(query, self._parts, scale)
-
-    def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        """See `LazyLayer.states_shape`."""
-        batch_size, num_heads, _, head_dim = self._layer.states_shape(side)
-        return batch_size, num_heads, self._length, head_dim
+    def _all_states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = self.states_shape("keys"), self.states_shape("values")
+        return stored_states(self, shapes, self.dtype, self.device, (None, None))
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         """Tokens before the new one, on the device, as Transformers' own static layers have them for positions."""
@@ -102,22 +80,111 @@ class StepLayer(LazyLayer):
         _refuse()
 
 
+class StepLayer(StandIn):
+    """
+    One that is compressed.
+
+    Args:
+        form (`FixedForm`): of the layer that it stands for.
+        numbers (`StepNumbers`): of the step.
+    """
+
+    def __init__(self, form: FixedForm, numbers: StepNumbers):
+        super().__init__(numbers, form.layer.get_seq_length() + 1)
+        self._layer, self._storage = form.layer, form.buffer.storage
+        self._parts = form.parts(numbers)
+        self.dtype, self.device = form.layer.dtype, form.layer.device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a token `[B, H, 1, D]` in the buffer, and returns all states, lazily."""
+        for storage, states in zip(self._storage, (key_states, value_states), strict=True):
+            storage.index_copy_(2, self._numbers.place, states.to(storage.dtype))
+        return self._all_states()
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """See `LazyLayer.attend`."""
+        _require_no_mask(attn_mask)
+        return self._layer.attend_in_step(query, self._parts, scale)
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """See `LazyLayer.states_shape`."""
+        batch_size, num_heads, _, head_dim = self._layer.states_shape(side)
+        return batch_size, num_heads, self._length, head_dim
+
+
+class StepWindow(StandIn):
+    """
+    One of Transformers' own, with a window.
+
+    Args:
+        form (`FixedWindow`): of the layer that it stands for.
+        numbers (`StepNumbers`): of the step.
+    """
+
+    is_sliding = True
+
+    def __init__(self, form: FixedWindow, numbers: StepNumbers):
+        # Of a full window a mask would be made
+        super().__init__(numbers, min(form.layer.cumulative_length + 1, form.size - 1))
+        self._form = form
+        self.dtype, self.device = form.held()[0].dtype, form.held()[0].device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a token `[B, H, 1, D]`, and returns what is seen, lazily."""
+        self._form.store(key_states, value_states)
+        return self._all_states()
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """See `LazyLayer.attend`."""
+        _require_no_mask(attn_mask)
+        return self._form.attend(query, self._numbers, scale)
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """See `LazyLayer.states_shape`."""
+        batch_size, num_heads, _, head_dim = self._form.held()[side == "values"].shape
+        return batch_size, num_heads, self._length, head_dim
+
+
 class StepCache(Cache):
     """
     The layers of a step.
 
     Args:
-        forms (`Sequence[FixedForm]`): of the cache's layers.
+        forms (`Sequence[FixedForm | FixedWindow]`): of the cache's layers, in order.
         numbers (`StepNumbers`): of the step.
+        length (`int`): tokens before it.
     """
 
-    def __init__(self, forms: Sequence[FixedForm], numbers: StepNumbers):
-        super().__init__(layers=[StepLayer(form, numbers) for form in forms])
-        self._length = forms[0].layer.get_seq_length()
+    def __init__(self, forms: Sequence[FixedForm | FixedWindow], numbers: StepNumbers, length: int):
+        layers: list[Any] = [
+            StepWindow(form, numbers) if isinstance(form, FixedWindow) else StepLayer(form, numbers) for form in forms
+        ]
+        super().__init__(layers=layers)
+        self._windows = [form for form in forms if isinstance(form, FixedWindow)]
+        self._numbers, self._length = numbers, length
+
+    def advance(self) -> None:
+        """What a step does in the end, on the device."""
+        for window in self._windows:
+            window.move_up()
+        self._numbers.advance()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Only masks are made of it, and none is."""
         return self._length
+
+
+def _require_no_mask(attn_mask: torch.Tensor | None) -> None:
+    if attn_mask is not None:
+        raise ValueError("`captured_steps` is not for models that add to the scores of attention")
 
 
 def _refuse() -> NoReturn:

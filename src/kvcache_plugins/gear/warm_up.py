@@ -2,6 +2,7 @@
 
 Triton and Numba compile a kernel when it is first run. A prompt runs some, the first full chunk of decoded tokens
 others, and a pause of seconds amid decoding is what nobody expects. Running them is the one way that cannot miss one.
+Steps that are captured have kernels of their own, which read lengths on the device: they are for whoever captures.
 """
 
 import functools
@@ -16,10 +17,9 @@ from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.models.layer_config import decoder_config, head_dims
 
 from .config import GEARConfig
-
-
-# A prompt and decoded tokens of a layer that rows are made of
-_NUM_ROWS = 64
+from .fixed_storage import FixedForm
+from .step_cache import StepLayer
+from .step_numbers import StepNumbers
 
 
 class Sizes(NamedTuple):
@@ -55,17 +55,26 @@ def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
 
 
 @functools.cache
-def warm_up_gear(layer_class: Callable[[GEARConfig, int], PromptLayer], config: GEARConfig, sizes: Sizes) -> None:
-    """Compiles what GEAR's layers, which are of `layer_class`, run with some options, once a process."""
+def warm_up_gear(
+    layer_class: Callable[[GEARConfig, int], PromptLayer],
+    config: GEARConfig,
+    sizes: Sizes,
+    *,
+    is_captured: bool = False,
+) -> None:
+    """
+    Compiles what GEAR's layers, which are of `layer_class`, run with some options, once a process; with `is_captured`
+    what their captured steps run too.
+    """
     group, num_sinks = config.token_group, config.num_sink_tokens
     # Sinks may stand within the first group, and then parts of it are hidden, or before it
     for length in sorted({2 * group, 2 * group + num_sinks % group}):
         layer: Any = layer_class(config, 0)
         layer.is_warm = True
-        exercise(layer, sizes, length, config.residual_length)
+        exercise(layer, sizes, length, config.residual_length, is_captured=is_captured)
 
 
-def exercise(layer: PromptLayer, sizes: Sizes, prompt_length: int = _NUM_ROWS, num_decoded: int = _NUM_ROWS) -> None:
+def exercise(layer: Any, sizes: Sizes, prompt_length: int, num_decoded: int, *, is_captured: bool = False) -> None:
     """Takes an empty layer through a prompt, decoded tokens that are compressed, and attention over all of it."""
     batch_size = 2 if sizes.is_padded else 1
 
@@ -90,3 +99,9 @@ def exercise(layer: PromptLayer, sizes: Sizes, prompt_length: int = _NUM_ROWS, n
                 hidden = mask(count, count)
                 layer.on_exact_attention(query, hidden, is_causal=hidden is None, scale=None)
         layer.attend(query, mask(1, layer.get_seq_length()), is_causal=False, scale=None)
+        if is_captured:
+            form, numbers = FixedForm(layer, 1), StepNumbers(sizes.device)
+            numbers.set(form.numbers())
+            step = StepLayer(form, numbers)
+            step.update(states(1, sizes.key_dim), states(1, sizes.value_dim))
+            step.attend(query, None, is_causal=False, scale=None)

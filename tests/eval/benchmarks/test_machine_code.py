@@ -1,9 +1,6 @@
 """What is committed about the machine code is what the kernels compile to."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +8,27 @@ import pytest
 
 COMMITTED = Path(__file__).resolve().parents[3] / "eval" / "results" / "machine_code_sm90.json"
 TOLERANCE = 0.05
-# One of each kind; the command counts the others
-CACHES = ("kivi-2bit", "gear-l-4bit", "gear-4bit")
+# One of each kind, as options; the last are all that there are
+CASES = {
+    "chunks": ("--cache", "kivi-2bit", "--cache", "gear-4bit"),
+    "rows": ("--cache", "gear-t25", "--head-dim", "64"),
+    "all": (),
+}
 
 
 @pytest.mark.slow
-def test_counts_are_those_that_are_committed(tmp_path):
-    # Triton decides when it is imported whether it interprets
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = [word for cache in CACHES for word in ("--cache", cache)]
-    command = [sys.executable, "-m", "kvcache_plugins.cli", "bench", "machine-code", *options]
-    command += ["--out", str(tmp_path / "counts.json")]
-    subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    counted = {row["cache"]: row for row in json.loads((tmp_path / "counts.json").read_text())["rows"]}
-    assert set(counted) == set(CACHES)
-    committed = {row["cache"]: row for row in json.loads(COMMITTED.read_text())["rows"]}
-    for cache, row in counted.items():
-        expected = committed[cache]["instructions_a_number"]
-        assert row["instructions_a_number"] == pytest.approx(expected, rel=TOLERANCE), cache
-        assert row["spilled"] <= committed[cache]["spilled"] + 32, cache
+@pytest.mark.parametrize("case", ["chunks", "rows", pytest.param("all", marks=pytest.mark.long)])
+def test_counts_are_those_that_are_committed(case, tmp_path, run_compiling):
+    options = [*CASES[case], "--out", str(tmp_path / "counts.json")]
+    run_compiling(*options, program=("-m", "kvcache_plugins.cli", "bench", "machine-code"))
+    counted, committed = rows_of(tmp_path / "counts.json"), rows_of(COMMITTED)
+    assert len(counted) == {"chunks": 2, "rows": 3, "all": len(committed)}[case]
+    for key, row in counted.items():
+        expected = committed[key]["instructions_a_number"]
+        assert row["instructions_a_number"] == pytest.approx(expected, rel=TOLERANCE), key
+        assert row["spilled"] <= committed[key]["spilled"] + 32, key
+
+
+def rows_of(path):
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {(row["cache"], row["kernel"], row["head_dim"]): row for row in rows}

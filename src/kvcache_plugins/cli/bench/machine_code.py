@@ -10,11 +10,13 @@ from kvcache_plugins.console.json_output import with_results
 @with_results
 def main(
     cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default all.")] = None,
-    head_dim: Annotated[list[int], typer.Option(help="Channels of a head; repeatable.", min=1)] = [128],  # noqa: B006
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="Channels of a head; repeatable; by default 128, of rows 64 too.", min=1)
+    ] = None,
     query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],  # noqa: B006
     capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
 ) -> dict[str, Any]:
-    """Count the machine code of decode attention.
+    """Count the machine code of decode attention and of coding.
 
     It is compiled for a GPU that need not be there: nothing is timed.
 

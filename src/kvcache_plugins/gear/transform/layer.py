@@ -8,7 +8,7 @@ by one.
     [ first tokens of each item, exact ] [ rows of the prompt ] [ rows of decoded tokens ] [ buffer, exact ]
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -263,6 +263,11 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
 
+    def kernel_kind(self) -> Hashable:
+        """The same for layers that run the same kernels over states of the same sizes."""
+        sizes = None if self.calibrated is None else self.calibrated.table_sizes
+        return self.config, self.frequencies is None, sizes
+
     def open_block(self) -> CodedBlock:
         """See `ReplayableMixin.open_block`."""
         if not self._is_open:
@@ -366,16 +371,3 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
         self.layouts = candidate_layouts(self.frequencies, state.key_head_dim)
         self._place_on(device)
-
-
-def empty_layers_like(layers: Iterable[object], num_heads: int, key_dim: int, value_dim: int) -> list[TransformLayer]:
-    """Empty layers, as those among `layers` of such states: one that its prompt codes, one that a calibration does."""
-    shapes = [(num_heads, key_dim), (num_heads, value_dim)]
-    kinds: dict[bool, TransformLayer] = {}
-    for layer in layers:
-        if isinstance(layer, TransformLayer):
-            coder = layer.calibrated
-            if coder is None or coder.head_shapes == shapes:
-                known = layer.config, 0, layer._given_mask, layer.frequencies, coder
-                kinds.setdefault(coder is None, TransformLayer(*known))
-    return list(kinds.values())

@@ -49,6 +49,11 @@ class BasisCoder:
         keys, values = self.tables.first
         return keys.row_size, values.row_size
 
+    @property
+    def table_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of a row and components of keys and of values, which kernels are compiled for."""
+        return tuple((table.row_size, table.num_components) for table in self.tables.first)
+
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,23 +24,36 @@ def encode_keys(
     keys: torch.Tensor, table: RowTable | BasisTable, layout: RotaryLayout, start: int, padding: torch.Tensor | None
 ) -> torch.Tensor:
     """Rows `[B, H, T, R]` of keys `[B, H, T, D]` from index `start` on, with their rotary embedding."""
+    return _rows(prepare_keys(keys, table, layout, start, padding))
+
+
+def encode_values(values: torch.Tensor, table: RowTable | BasisTable) -> torch.Tensor:
+    """Rows `[B, H, T, R]` of values `[B, H, T, D]`, which are not rotated yet."""
+    return _rows(prepare_values(values, table, has_products_of_bfloat16=values.is_cuda))
+
+
+def prepare_keys(
+    keys: torch.Tensor, table: RowTable | BasisTable, layout: RotaryLayout, start: int, padding: torch.Tensor | None
+) -> CodingLaunch:
+    """The launch of `encode_keys`, which is not made."""
     angles = rotary_angles(layout, start + keys.shape[2], keys.device)
     if padding is not None:
         padding = padding.to(keys.device)
     if isinstance(table, BasisTable):
         coding = _basis_table(table)
-        return _rows(prepare_basis_coding(keys.detach(), coding, angles, start=start, padding=padding))
-    return _rows(prepare_coding(keys.detach(), _table(table, None), angles, start=start, padding=padding))
+        return prepare_basis_coding(keys.detach(), coding, angles, start=start, padding=padding)
+    return prepare_coding(keys.detach(), _table(table, None), angles, start=start, padding=padding)
 
 
-def encode_values(values: torch.Tensor, table: RowTable | BasisTable) -> torch.Tensor:
-    """Rows `[B, H, T, R]` of values `[B, H, T, D]`, which are not rotated yet."""
+def prepare_values(
+    values: torch.Tensor, table: RowTable | BasisTable, *, has_products_of_bfloat16: bool
+) -> CodingLaunch:
+    """The launch of `encode_values`; products of bfloat16 are what GPUs have and Triton's interpreter has not."""
     if isinstance(table, BasisTable):
-        return _rows(prepare_basis_coding(values.detach(), _basis_table(table)))
-    # Triton's interpreter has no products of bfloat16
-    is_own = values.dtype == torch.float16 or values.dtype == torch.bfloat16 and values.is_cuda
+        return prepare_basis_coding(values.detach(), _basis_table(table))
+    is_own = values.dtype == torch.float16 or values.dtype == torch.bfloat16 and has_products_of_bfloat16
     signs = signs_of(table.head_dim, values.dtype if is_own else torch.float16, values.device)
-    return _rows(prepare_coding(values.detach(), _table(table, signs)))
+    return prepare_coding(values.detach(), _table(table, signs))
 
 
 def _rows(launch: CodingLaunch) -> torch.Tensor:

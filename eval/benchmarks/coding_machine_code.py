@@ -1,0 +1,63 @@
+"""Machine code of the kernels that code rows; see `machine_code`, of whose result it makes some rows."""
+
+from typing import Any
+
+import torch
+
+from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
+from kvcache_plugins.eval.machine_code.listing import Listing
+from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
+from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
+from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.transform_coding.rows import RowTable
+
+
+SIDES = ("keys", "values")
+# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
+CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
+SLOTS = 4
+_DENSE_BITS = 16
+
+
+def is_coded(part: CodedPart) -> bool:
+    """Whether a kernel makes its rows."""
+    return _tables(part)[0].quantizer != "trellis"
+
+
+def count_coding(cache: str, part: CodedPart, head_dim: int, side: str, capability: int) -> dict[str, Any]:
+    """One row, as of attention: what it takes to code a number of `side`, one of `SIDES`."""
+    # Imported late, as Triton need not be there
+    from kvcache_plugins.ops.transform_coding.triton_coding import prepare_keys, prepare_values
+
+    table = _tables(part)[SIDES.index(side)]
+    num_heads = part.keys.shape[1]
+    states = torch.empty(1, num_heads, part.length, head_dim, dtype=torch.bfloat16)
+    if side == "keys":
+        launch = prepare_keys(states, table, part.coder.layout, part.start, None)
+    else:
+        launch = prepare_values(states, table, has_products_of_bfloat16=True)
+    compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
+    # Loops with products are over channels
+    kinds = Listing(disassemble(compiled)).count_all(-(-head_dim // launch.arguments["BLOCK_C"]))
+    numbers = launch.arguments["BLOCK_T"] * head_dim / launch.options["num_warps"]
+    instructions = sum(kinds.values()) / numbers
+    bits = 8 * table.row_size / head_dim
+    # Numbers are read, and rows written
+    moved, issue = CLOCKS_A_DENSE_NUMBER * (_DENSE_BITS + bits) / _DENSE_BITS, instructions / SLOTS
+    return {
+        "cache": cache,
+        "kernel": f"{side} coded",
+        "head_dim": head_dim,
+        "query_heads": None,
+        **resources(compiled),
+        "instructions_a_number": instructions,
+        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
+        "bits_a_number": bits,
+        "share_of_copy_bandwidth": min(1.0, moved / issue),
+        "times_dense": None,
+    }
+
+
+def _tables(part: CodedPart) -> tuple[RowTable | BasisTable, RowTable | BasisTable]:
+    coder = part.coder
+    return coder.tables.first if isinstance(coder, BasisCoder) else (coder.keys, coder.values)
