@@ -137,7 +137,7 @@ class LazyStates(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
-        answer = _answer_outside_of_graphs if torch.compiler.is_compiling() else _answer
+        answer = _answer_outside_of_graphs if torch.compiler.is_dynamo_compiling() else _answer
         return answer(func, args, kwargs or {})
 
     @classmethod
@@ -163,8 +163,10 @@ def stored_states(
 
     Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
     """
-    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], torch.Size(shapes[0]), dtype, device)
-    values = LazyStates.stored(layer, _STORED_SIDES["values"], torch.Size(shapes[1]), dtype, device)
+    key_size = torch.Size(shapes[0])
+    value_size = key_size if shapes[1] == shapes[0] else torch.Size(shapes[1])
+    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], key_size, dtype, device)
+    values = LazyStates.stored(layer, _STORED_SIDES["values"], value_size, dtype, device)
     if exact[0] is not None:
         keys.exact, values.exact = exact
     return keys, values
@@ -240,17 +242,17 @@ def _scaled_dot_product_attention(
     """
     The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
     """
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
         if key.layer is value.layer:
-            is_stored = key.num_repeats > 0 and value.num_repeats > 0
-            output = (_attend if is_stored else attend_views)(query, key, value, attn_mask, **options)
+            attend = _attend if key.num_repeats > 0 and value.num_repeats > 0 else attend_views
+            output = attend(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
@@ -267,8 +269,9 @@ def _attend(
     """Attention over what a layer stores; `None` if these are not its newest states."""
     layer = key.layer
     if key.exact is not None and value.exact is not None:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        output = F.scaled_dot_product_attention(query, key.exact, value.exact, attn_mask=attn_mask, **options)
+        output = F.scaled_dot_product_attention(
+            query, key.exact, value.exact, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
         return output
     if key.num_tokens != layer.lazy_length():

@@ -27,7 +27,6 @@ from .tile import (
     Sums,
     accumulate_outliers,
     accumulate_values,
-    factor_of,
     load_factor,
     load_queries,
     outliers_of,
@@ -79,8 +78,7 @@ def _run_task(
         key_scale, key_zero = keys.scale[batch, key_head, chunk], keys.zero[batch, key_head, chunk]
         value_scale, value_zero = values.scale[batch, value_head, chunk], values.zero[batch, value_head, chunk]
         key_outliers, value_outliers = outliers_of(keys, batch, chunk), outliers_of(values, batch, chunk)
-        key_factor = factor_of(keys.low_rank_a, batch, head, chunk)
-        value_factor = factor_of(values.low_rank_a, batch, head, chunk)
+        key_factor, value_factor = keys.low_rank_a[batch, head, chunk], values.low_rank_a[batch, head, chunk]
         queries.group[0] = -1
         if key_rank > 0:
             to_floats(keys.low_rank_b[batch, head, chunk], 0, 0, keys.head_dim * key_rank, floats)

@@ -196,12 +196,13 @@ def dot_states(query: Any, states: Any, tokens: int, scores: Any) -> None:
     """
     Products of four queries `[4, padded D]` with exact states `[T, padded D]`; `scores` as in `dot_codes`.
 
-    There has to be a row of states beyond an odd number of tokens, and `D` is padded with zeros to whole vectors.
+    `D` is padded with zeros to whole vectors.
     """
     for t in range(0, tokens, 2):
+        u = min(t + 1, tokens - 1)
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
         for d in range(0, query.shape[1], LANES):
-            a, b = load_floats(states, t, d), load_floats(states, t + 1, d)
+            a, b = load_floats(states, t, d), load_floats(states, u, d)
             q = load_floats(query, 0, d)
             a0, b0 = multiply_add(a, q, a0), multiply_add(b, q, b0)
             q = load_floats(query, 1, d)
