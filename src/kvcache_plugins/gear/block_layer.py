@@ -142,6 +142,7 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
         self._learn_padding(None if is_causal else attn_mask)
         if self._pending is not None or self._needs_queries:
             self._note_queries(query)
+        if self._pending is not None:
             self.settle_prompt()
 
     def _note_queries(self, query: torch.Tensor) -> None:

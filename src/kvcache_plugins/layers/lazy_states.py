@@ -163,10 +163,8 @@ def stored_states(
 
     Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
     """
-    key_size = torch.Size(shapes[0])
-    value_size = key_size if shapes[1] == shapes[0] else torch.Size(shapes[1])
-    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], key_size, dtype, device)
-    values = LazyStates.stored(layer, _STORED_SIDES["values"], value_size, dtype, device)
+    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], torch.Size(shapes[0]), dtype, device)
+    values = LazyStates.stored(layer, _STORED_SIDES["values"], torch.Size(shapes[1]), dtype, device)
     if exact[0] is not None:
         keys.exact, values.exact = exact
     return keys, values
@@ -269,9 +267,8 @@ def _attend(
     """Attention over what a layer stores; `None` if these are not its newest states."""
     layer = key.layer
     if key.exact is not None and value.exact is not None:
-        output = F.scaled_dot_product_attention(
-            query, key.exact, value.exact, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        output = F.scaled_dot_product_attention(query, key.exact, value.exact, attn_mask=attn_mask, **options)
         layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
         return output
     if key.num_tokens != layer.lazy_length():

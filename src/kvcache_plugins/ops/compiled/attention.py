@@ -19,7 +19,7 @@ from .arrays import MINUS_INFINITY, Side, filled, floats_at, layout_at, side_at,
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .layout import CodeLayout
-from .primitives import OPTIONS, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .primitives import INLINED, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import (
@@ -39,7 +39,7 @@ from .tile import (
 from .vectors import LANES
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run_task(
     queries: Queries,
     rows: int,
@@ -120,7 +120,7 @@ def _run_task(
             sums.weighted_a[:] = 0
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of compressed keys and values, as a partial result of an online softmax.

@@ -83,7 +83,7 @@ class Outliers(NamedTuple):
     offsets: Any
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_queries(query: Any, scale: Any, rows: int, rank: int, layout: CodeLayout) -> Queries:
     """`query` `[rows, D]`."""
     head_dim = query.shape[1]
@@ -264,7 +264,7 @@ def accumulate_values(
         accumulate_codes(rows, scaled, codes, layout.places, layout.masks, vectors, span, sums.codes)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def outliers_of(side: Side, batch: int, chunk: int) -> Outliers:
     # Where there are none, these are empty too
     indices, wide, values, offsets = side.outlier_indices, side.wide_indices, side.outlier_values, side.outlier_offsets
@@ -310,7 +310,7 @@ def rotate_row(rows: Any, row: int, first: int, stop: int, size: int) -> None:
         rows[row, d] *= factor
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def write_sums(rotation_size: int, layout: CodeLayout, rows: int, sums: Sums, output: Any) -> None:
     """What was accumulated, in the order of the channels and rotated back: `output` `[R, D]`."""
     num_groups = sums.zeros.shape[0]
@@ -329,7 +329,7 @@ def write_sums(rotation_size: int, layout: CodeLayout, rows: int, sums: Sums, ou
             rotate_row(output, r, 0, output.shape[1], rotation_size)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def write_result(
     values: Side, layout: CodeLayout, rows: int, sums: Sums, output: Any, total: Any, maximum: Any
 ) -> None:
