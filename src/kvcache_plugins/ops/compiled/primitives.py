@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 }
 # What is called by address, see `threads`
 WORKER: dict[str, Any] = OPTIONS | {"no_cfunc_wrapper": False}
-# What is called in one place, with more arrays than a call should hand over
+# What takes more arrays than a call should hand over, each of them nine numbers on the stack
 INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 # Rows that share the codes that are unpacked
 ROWS = 4
