@@ -140,8 +140,10 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
 
     def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
         self._learn_padding(None if is_causal else attn_mask)
-        self._note_queries(query)
-        self.settle_prompt()
+        if self._pending is not None or self._needs_queries:
+            self._note_queries(query)
+        if self._pending is not None:
+            self.settle_prompt()
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """What the layer makes of queries; nothing by default."""

@@ -70,7 +70,7 @@ class SettledPartsMixin(_Base):
     def _attend_again(self, query: torch.Tensor, scale: float | None) -> torch.Tensor | None:
         """Attention as of the token before, by the same call; `None` where there is none."""
         settled = self._settled
-        if settled is None or settled.call is None or self.buffer is None or torch.compiler.is_compiling():
+        if settled is None or settled.call is None or self.buffer is None or torch.compiler.is_dynamo_compiling():
             return None
         if query.requires_grad or not settled.call.fits(query, scale):
             return None
@@ -84,7 +84,7 @@ class SettledPartsMixin(_Base):
         if settled is None or settled.is_tried or settled.limit == 0 or buffer is None or self._needs_queries:
             return
         settled.is_tried = True
-        if buffer.length and not torch.compiler.is_compiling():
+        if buffer.length and not torch.compiler.is_dynamo_compiling():
             newest = DensePart(*buffer.tensors(), buffer.length, None)
             settled.call = self._token_call(query, [*settled.parts, newest], scale)
 

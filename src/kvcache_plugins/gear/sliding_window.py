@@ -57,11 +57,11 @@ class SlidingWindowMixin(_Base):
 
     @property
     def _first_visible(self) -> int:
-        return self._first_seen(self._length - self._num_new)
+        return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
 
     def lazy_length(self) -> int:
         """See `LazyLayer.lazy_length`."""
-        return self._length - self._first_visible
+        return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `CacheLayerMixin.get_mask_sizes`."""

@@ -137,7 +137,7 @@ class LazyStates(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
-        answer = _answer_outside_of_graphs if torch.compiler.is_compiling() else _answer
+        answer = _answer_outside_of_graphs if torch.compiler.is_dynamo_compiling() else _answer
         return answer(func, args, kwargs or {})
 
     @classmethod
@@ -240,17 +240,17 @@ def _scaled_dot_product_attention(
     """
     The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
     """
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
         if key.layer is value.layer:
-            is_stored = key.num_repeats > 0 and value.num_repeats > 0
-            output = (_attend if is_stored else attend_views)(query, key, value, attn_mask, **options)
+            attend = _attend if key.num_repeats > 0 and value.num_repeats > 0 else attend_views
+            output = attend(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 

@@ -21,6 +21,10 @@ from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
 
 
+# No layer, and no tokens
+_NONE = -1, -1
+
+
 class ModelMatchMixin(HybridLayersMixin):
     """
     Mixed into a cache of `PromptLayer`s, before `Cache`.
@@ -33,6 +37,8 @@ class ModelMatchMixin(HybridLayersMixin):
     _update_order: UpdateOrder
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
+    # The newest of them: which layer, and what it held
+    _newest = _NONE
     _is_direct = False
     # Of this cache, where steps are whole graphs
     _graph_number: torch.Tensor | None = None
@@ -74,40 +80,54 @@ class ModelMatchMixin(HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
-        number = self._graph_number
-        if number is not None and torch.compiler.is_compiling() and key_states.shape[2] == 1:
-            return stand_for(key_states, number, layer_idx), stand_for(value_states, number, layer_idx)
+        if torch.compiler.is_dynamo_compiling():
+            number = self._graph_number
+            if number is not None and key_states.shape[2] == 1:
+                return stand_for(key_states, number, layer_idx), stand_for(value_states, number, layer_idx)
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         return self._update_checked(key_states, value_states, layer_idx, *args, **kwargs)
 
-    @torch.compiler.disable
     def _update_checked(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same outside of graphs."""
-        try:
-            self._update_order.note(layer_idx)
-        except ValueError:
-            self._take_back()
-            raise
+        if self._update_order.is_watched:
+            try:
+                self._update_order.note(layer_idx)
+            except ValueError:
+                self._take_back()
+                raise
+        given = self._given
         # In order of the layers, as long as it is one forward
-        if self._given is None or layer_idx <= next(reversed(self._given), -1):
-            # One layer again and again is no forward of a model: somebody fills layer after layer
-            self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
-            if not self._is_direct:
-                self._check_last_forward()
-            self._given = {}
-        held = self._num_held(layer_idx)
-        try:
-            self._check_states(key_states, layer_idx, held)
-        except ValueError:
-            self._take_back()
-            raise
+        if given is None or layer_idx <= self._newest[0]:
+            given = self._begin_forward(layer_idx)
+        held, shape = self._num_held(layer_idx), key_states.shape
+        # Of a layer like the one before there is no more to be said
+        if held != self._newest[1] or shape[1] not in self.expected_heads or layer_idx >= len(self.layers):
+            try:
+                self._check_states(shape[1], layer_idx, held)
+            except ValueError:
+                self._take_back()
+                raise
         states: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
         if held is not None:
-            self._given[layer_idx] = held, key_states.shape[2]
+            given[layer_idx] = held, shape[2]
+            self._newest = layer_idx, held
         return states
+
+    # Nothing that `torch.compile` could trace
+    _update_outside_of_graphs = torch.compiler.disable(_update_checked)
+
+    def _begin_forward(self, layer_idx: int) -> dict[int, tuple[int, int]]:
+        """Looks at the last forward, as another one begins with a layer; the layers of this one have nothing yet."""
+        # One layer again and again is no forward of a model: somebody fills layer after layer
+        self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
+        if not self._is_direct:
+            self._check_last_forward()
+        self._given, self._newest = {}, _NONE
+        return self._given
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """As `Cache.get_conv_state`; a `ValueError` if the cache knows of no such layers."""
@@ -151,7 +171,8 @@ class ModelMatchMixin(HybridLayersMixin):
         if layer_idx >= len(self.layers):
             return 0
         layer = self.layers[layer_idx]
-        return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
+        # What `isinstance` says, which for abstract classes takes as long as all else
+        return layer.get_seq_length() if PromptLayer in type(layer).__mro__ else None
 
     def _is_windowed(self, layer_idx: int) -> bool:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
@@ -169,20 +190,19 @@ class ModelMatchMixin(HybridLayersMixin):
                 f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
             )
 
-    def _check_states(self, key_states: torch.Tensor, layer_idx: int, length: int | None) -> None:
+    def _check_states(self, num_heads: int, layer_idx: int, length: int | None) -> None:
         if self.layers and layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
             raise ValueError(
                 f"the cache was made for a model of {len(self.layers)} layers, but the one that it is used with has "
                 f"more: make one with `{type(self).__name__}(model)` for each model"
             )
-        if self._given and not self._is_direct:
+        if self._given and not self._is_direct and length is not None:
             other, (held, _) = next(reversed(self._given.items()))
-            if length is not None and length != held:
+            if length != held:
                 raise ValueError(
                     f"layer {layer_idx} holds {length} tokens, but layer {other} {held}: what the cache holds is of "
                     f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}"
                 )
-        num_heads = key_states.shape[1]
         if not self.expected_heads or num_heads in self.expected_heads:
             return
         # Ranks of tensor parallelism have a part of the heads each

@@ -59,9 +59,9 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
-        # Its shapes, if it was one token; and whether all states were handed out exact then
+        # What it was of, if it was one token (`_kind_of`); and whether all states were handed out exact then
         self._is_exact = False
-        self._token_shapes: tuple[torch.Size, torch.Size] | None = None
+        self._token_kind: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
 
@@ -94,10 +94,9 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
             ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
             as it was.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
-        shapes = self._token_shapes
-        if shapes is not None and key_states.shape == shapes[0] and value_states.shape == shapes[1]:
+        if self._token_kind == _kind_of(key_states, value_states) and not torch.is_grad_enabled():
             states = self._append_another(key_states, value_states)
             if states is not None:
                 return states
@@ -107,15 +106,12 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """`update` by another token like the last, where it is stored and nothing more; `None` if there is more."""
-        if key_states.dtype != self.dtype or key_states.device != self.device or torch.is_grad_enabled():
-            return None
         if self._is_exact:
             # What a dense cache does
             states = self._append_token(key_states, value_states)
             if states is not None:
                 self._length += 1
-                states = self._seen(*states)
-            return states
+            return states if states is None or not self._needs_queries else self._lazy(*states)
         if self._pending is not None or not self._has_room():
             return None
         self._sides_read.clear()
@@ -125,7 +121,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in any case."""
-        self._is_exact, self._token_shapes = False, None
+        self._is_exact, self._token_kind = False, None
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -151,25 +147,25 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states, self._token_shapes = self._exact_states(), (key_states.shape, value_states.shape)
+            states = self._exact_states()
+            if key_states.dtype == self.dtype:
+                self._token_kind = _kind_of(key_states, value_states)
             if states is not None:
                 self._is_exact = True
-                return self._seen(*states)
+                # As attention is given them: as they are, unless the layer has to hear of the queries
+                return self._lazy(*states) if self._needs_queries else states
         return self._lazy(*exact)
 
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
-    def _seen(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact states as attention is given them: as they are, unless the layer has to hear of the queries."""
-        if not self._needs_queries:
-            return keys, values
-        return self._lazy(keys, values)
-
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All states, lazily; exact ones, where they are at hand."""
-        shapes = self.states_shape("keys"), self.states_shape("values")
-        return stored_states(self, shapes, self.dtype, self.device, (keys, values))
+        items, num_tokens, shapes = self.batch_size, self.lazy_length(), self._shapes
+        _, key_heads, _, key_dim = shapes["keys"]
+        _, value_heads, _, value_dim = shapes["values"]
+        sizes = (items, key_heads, num_tokens, key_dim), (items, value_heads, num_tokens, value_dim)
+        return stored_states(self, sizes, self.dtype, self.device, (keys, values))
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """What is stored may be read by address: what is attended with has to be of its shape."""
@@ -394,5 +390,10 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self.is_initialized = False
 
     def _move_to(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._token_kind = device, None
         self.map_tensors(lambda tensor: tensor.to(device))
+
+
+def _kind_of(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
+    """What states have to have in common with others to be stored as they were."""
+    return key_states.shape, value_states.shape, key_states.dtype, key_states.device

@@ -114,7 +114,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             return
         if query.shape[2] == 1 and self.padding is None:
             # Added up several at a time. A new list, as a copy of the layer may hold the same
-            self._newest_queries = [*self._newest_queries, query.detach()]
+            self._newest_queries = [*self._newest_queries, query.detach() if query.requires_grad else query]
             if len(self._newest_queries) == self.config.residual_length:
                 self._add_newest_queries()
             return

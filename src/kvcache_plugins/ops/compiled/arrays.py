@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, int64, njit, types  # type: ignore[attr-defined]
 
 from .layout import CodeLayout
-from .primitives import OPTIONS
+from .primitives import INLINED, OPTIONS
 from .vectors import untyped_intrinsic
 
 
@@ -117,7 +117,7 @@ def _halves(table: Any, row: int) -> Any:
     return carray(_pointer(dims[0]), (dims[1], dims[2], dims[3], dims[4], dims[5]), np.uint16)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def side_at(address: int) -> Side:
     """The tensors of a table that `door` made."""
     table = carray(_pointer(address), (SIDE_ROWS, ROW), np.int64)
@@ -153,7 +153,7 @@ def table_of_layout(layout: CodeLayout) -> np.ndarray:
     return np.array([*[[0] * ROW] * _LAYOUT_ROW, *rows_of_layout(layout), numbers], dtype=np.int64)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def layout_at(address: int) -> CodeLayout:
     """The layout that stands in the same table."""
     table = carray(_pointer(address), (SIDE_ROWS, ROW), np.int64)

@@ -19,7 +19,7 @@ from .arrays import MINUS_INFINITY, Side, filled, floats_at, layout_at, side_at,
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .layout import CodeLayout
-from .primitives import OPTIONS, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .primitives import INLINED, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import (
@@ -27,7 +27,6 @@ from .tile import (
     Sums,
     accumulate_outliers,
     accumulate_values,
-    factor_of,
     load_factor,
     load_queries,
     outliers_of,
@@ -40,7 +39,7 @@ from .tile import (
 from .vectors import LANES
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run_task(
     queries: Queries,
     rows: int,
@@ -79,8 +78,7 @@ def _run_task(
         key_scale, key_zero = keys.scale[batch, key_head, chunk], keys.zero[batch, key_head, chunk]
         value_scale, value_zero = values.scale[batch, value_head, chunk], values.zero[batch, value_head, chunk]
         key_outliers, value_outliers = outliers_of(keys, batch, chunk), outliers_of(values, batch, chunk)
-        key_factor = factor_of(keys.low_rank_a, batch, head, chunk)
-        value_factor = factor_of(values.low_rank_a, batch, head, chunk)
+        key_factor, value_factor = keys.low_rank_a[batch, head, chunk], values.low_rank_a[batch, head, chunk]
         queries.group[0] = -1
         if key_rank > 0:
             to_floats(keys.low_rank_b[batch, head, chunk], 0, 0, keys.head_dim * key_rank, floats)
@@ -122,7 +120,7 @@ def _run_task(
             sums.weighted_a[:] = 0
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of compressed keys and values, as a partial result of an online softmax.

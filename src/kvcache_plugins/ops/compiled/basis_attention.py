@@ -17,7 +17,7 @@ from .arrays import bytes_at, filled, floats_at, halves_at, longs_at, signed_byt
 from .basis_primitives import STRIDE, combine_rows, dot_states, widen_rows
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
-from .primitives import OPTIONS, ROWS, WORKER
+from .primitives import INLINED, OPTIONS, ROWS, WORKER
 from .tasks import task_of
 from .threads import num_tasks, take_task
 from .transform_attention import (
@@ -94,7 +94,7 @@ def _num_components(blocks: Blocks) -> int:
     return count
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
     own, partners = zeros(ROWS, size), zeros(ROWS, size)
@@ -114,7 +114,7 @@ def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> 
         add_tile(work, span, scores, decay, sums)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of rows in calibrated bases, as a partial result of an online softmax.

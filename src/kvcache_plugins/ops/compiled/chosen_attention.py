@@ -106,8 +106,7 @@ def _read_row(address: int, dtype: int, dim: int, floats: Any, number: int) -> N
 @njit(**OPTIONS)
 def _attend_exact(softmax: Any, addresses: Any, dtype: int, dims: Any, bias: Any) -> None:
     """Adds the tokens whose keys and values are at `addresses` `[2, any]`."""
-    # A row more than tokens, as they are gone through in pairs
-    keys, values = zeros(_TILE + 1, softmax.queries.shape[1]), zeros(_TILE, softmax.exact.shape[1])
+    keys, values = zeros(_TILE, softmax.queries.shape[1]), zeros(_TILE, softmax.exact.shape[1])
     for start in range(0, addresses.shape[1], _TILE):
         tokens = min(_TILE, addresses.shape[1] - start)
         for t in range(tokens):

@@ -69,21 +69,35 @@ def partial_results(scratch: int, shape: Any, first: int, count: int) -> Any:
 
 
 @njit(**OPTIONS)
-def _read_states(address: int, storage: int, first: int, tokens: int, dim: int, states: Any) -> None:
-    """Rows of `[any, dim]` at an address, from one of them on, as float32: into `states` `[tokens, whole vectors]`."""
+def _is_read_in_place(storage: int, dim: int) -> bool:
+    return storage == FLOATS and dim % LANES == 0
+
+
+@njit(**OPTIONS)
+def _room(storage: int, tokens: int, dim: int) -> Any:
+    """What `_states` needs for so many tokens: `[tokens, whole vectors]`, without tokens where it needs none."""
+    return zeros(0 if _is_read_in_place(storage, dim) else tokens, _padded(dim))
+
+
+@njit(**OPTIONS)
+def _states(address: int, storage: int, first: int, tokens: int, dim: int, room: Any) -> Any:
+    """Rows of `[any, dim]` at an address, from one of them on, as float32 `[at least tokens, whole vectors]`."""
+    if _is_read_in_place(storage, dim):
+        return floats_at(address + 4 * first * dim, (tokens, dim))
     if storage == _BFLOATS:
         halves = halves_at(address + 2 * first * dim, (tokens, dim))
         for t in range(tokens):
             for d in range(0, dim, LANES):
                 # The last vector lies at the end of a row
                 column = min(d, dim - LANES)
-                store_floats(states, t, column, load_bfloats(halves, t, column))
+                store_floats(room, t, column, load_bfloats(halves, t, column))
     else:
         floats = floats_at(address + 4 * first * dim, (tokens, dim))
         # Not by slices, for whose errors Numba compiles a dozen functions
         for t in range(tokens):
             for d in range(dim):
-                states[t, d] = floats[t, d]
+                room[t, d] = floats[t, d]
+    return room
 
 
 @njit(**OPTIONS)
@@ -99,12 +113,10 @@ def attend_exact(number: int, call: Call, part: Part) -> None:
     query = queries_of(task, shape, call.query)
     origin = task.matrix * part.own[2]
     bias = floats_at(part.mask[0], part.mask[1:])
-    # A row more than tokens, as they are gone through in pairs
-    room = min(length, OUTLIER_TILE) + 1
-    key_states = zeros(room, _padded(key_dim))
-    value_states = zeros(room, _padded(value_dim))
-    rows = zeros(ROWS, key_states.shape[1])
-    sums = zeros(ROWS, value_states.shape[1])
+    most = min(length, OUTLIER_TILE)
+    key_room, value_room = _room(part.exact, most, key_dim), _room(part.exact, most, value_dim)
+    rows = zeros(ROWS, _padded(key_dim))
+    sums = zeros(ROWS, _padded(value_dim))
     scores = zeros(1, (OUTLIER_TILE + 2) * ROWS)
     own_total, decay = zeros(1, 2 * ROWS), zeros(1, 2 * ROWS)
     own_maximum = filled(1, 2 * ROWS, MINUS_INFINITY)
@@ -113,8 +125,8 @@ def attend_exact(number: int, call: Call, part: Part) -> None:
             rows[r, d] = query[r, d] * np.float32(call.scale)
     for start in range(0, length, OUTLIER_TILE):
         tokens = min(OUTLIER_TILE, length - start)
-        _read_states(part.own[0], part.exact, origin + start, tokens, key_dim, key_states)
-        _read_states(part.own[1], part.exact, origin + start, tokens, value_dim, value_states)
+        key_states = _states(part.own[0], part.exact, origin + start, tokens, key_dim, key_room)
+        value_states = _states(part.own[1], part.exact, origin + start, tokens, value_dim, value_room)
         dot_states(rows, key_states, tokens, scores)
         if bias.shape[3] > 0:
             add_bias(bias, task.batch, task.head, shape[2], shape[3], task.row, start, tokens, scores)

@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 }
 # What is called by address, see `threads`
 WORKER: dict[str, Any] = OPTIONS | {"no_cfunc_wrapper": False}
-# What is called in one place, with more arrays than a call should hand over
+# What takes more arrays than a call should hand over, each of them nine numbers on the stack
 INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
 # Rows that share the codes that are unpacked
 ROWS = 4
@@ -196,12 +196,13 @@ def dot_states(query: Any, states: Any, tokens: int, scores: Any) -> None:
     """
     Products of four queries `[4, padded D]` with exact states `[T, padded D]`; `scores` as in `dot_codes`.
 
-    There has to be a row of states beyond an odd number of tokens, and `D` is padded with zeros to whole vectors.
+    `D` is padded with zeros to whole vectors.
     """
     for t in range(0, tokens, 2):
+        u = min(t + 1, tokens - 1)
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
         for d in range(0, query.shape[1], LANES):
-            a, b = load_floats(states, t, d), load_floats(states, t + 1, d)
+            a, b = load_floats(states, t, d), load_floats(states, u, d)
             q = load_floats(query, 0, d)
             a0, b0 = multiply_add(a, q, a0), multiply_add(b, q, b0)
             q = load_floats(query, 1, d)

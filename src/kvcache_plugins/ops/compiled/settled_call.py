@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from .calls import DONE, FIRST_PART, LENGTH, OWN, QUERY
-from .threads import NEXT, entry_of, num_threads, run_table
+from .threads import COUNT, NEXT, entry_of, num_threads, run_at
+
+
+# Of one number
+_ROOM = array("f", (0.0,))
 
 
 class SettledCall:
@@ -41,6 +45,7 @@ class SettledCall:
         self._kind, self._scale, self._num_threads = (query.shape, query.dtype), scale, num_threads()
         self._entry, self._table = entry_of(worker), table
         self._scratch_size, self._result_shape, self._arguments = scratch_size, result_shape, arguments
+        self._address, self._num_running = table.buffer_info()[0], min(self._num_threads, table[COUNT])
         self._last = len(table) - table[FIRST_PART - 1]
         self._exact: torch.Tensor | None = None
 
@@ -72,9 +77,11 @@ class SettledCall:
         queries = query if query.dtype is torch.float32 else query.float()
         if not queries.is_contiguous():
             queries = queries.contiguous()
-        result, scratch = torch.empty(self._result_shape), torch.empty(self._scratch_size)
+        # No tensor, which would take longer to be made
+        result, scratch = torch.empty(self._result_shape), _ROOM * self._scratch_size
         table[NEXT] = table[DONE] = 0
-        table[QUERY], table[QUERY + 1], table[QUERY + 2] = queries.data_ptr(), scratch.data_ptr(), result.data_ptr()
+        table[QUERY], table[QUERY + 1] = queries.data_ptr(), scratch.buffer_info()[0]
+        table[QUERY + 2] = result.data_ptr()
         table[last + LENGTH] = length
-        run_table(self._entry, table, self._num_threads)
+        run_at(self._entry, self._address, self._num_running)
         return result if query.dtype is torch.float32 else result.to(query.dtype)

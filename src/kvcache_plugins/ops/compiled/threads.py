@@ -76,7 +76,11 @@ def run(worker: Any, count: int, numbers: Iterable[int]) -> None:
 
 def run_table(entry: Callable[[int], None], table: "array[int]", threads: int) -> None:
     """The same of a table that is there already, with the entry of its worker and no more than some threads."""
-    address, threads = table.buffer_info()[0], min(threads, table[COUNT])
+    run_at(entry, table.buffer_info()[0], min(threads, table[COUNT]))
+
+
+def run_at(entry: Callable[[int], None], address: int, threads: int) -> None:
+    """The same of a table at an address, with as many threads."""
     if threads > 1:
         _start_threads()(entry, address, threads)
     else:

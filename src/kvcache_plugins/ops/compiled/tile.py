@@ -83,7 +83,7 @@ class Outliers(NamedTuple):
     offsets: Any
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_queries(query: Any, scale: Any, rows: int, rank: int, layout: CodeLayout) -> Queries:
     """`query` `[rows, D]`."""
     head_dim = query.shape[1]
@@ -264,17 +264,11 @@ def accumulate_values(
         accumulate_codes(rows, scaled, codes, layout.places, layout.masks, vectors, span, sums.codes)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def outliers_of(side: Side, batch: int, chunk: int) -> Outliers:
+    # Where there are none, these are empty too
     indices, wide, values, offsets = side.outlier_indices, side.wide_indices, side.outlier_values, side.outlier_offsets
-    if offsets.shape[3] == 0:
-        return Outliers(indices.ravel(), wide.ravel(), values.ravel(), offsets.ravel())
     return Outliers(indices[batch, 0, chunk], wide[batch, 0, chunk], values[batch, 0, chunk], offsets[batch, 0, chunk])
-
-
-@njit(**OPTIONS)
-def factor_of(factor: Any, batch: int, head: int, chunk: int) -> Any:
-    return factor[batch, head, chunk] if factor.shape[4] > 0 else factor.reshape(0, 0)
 
 
 @njit(**INLINED)
@@ -316,23 +310,26 @@ def rotate_row(rows: Any, row: int, first: int, stop: int, size: int) -> None:
         rows[row, d] *= factor
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def write_sums(rotation_size: int, layout: CodeLayout, rows: int, sums: Sums, output: Any) -> None:
     """What was accumulated, in the order of the channels and rotated back: `output` `[R, D]`."""
-    num_groups, head_dim = sums.zeros.shape[0], output.shape[1]
+    num_groups = sums.zeros.shape[0]
+    group_size = output.shape[1] // num_groups
     for r in range(rows):
-        for d in range(head_dim):
-            output[r, d] = sums.by_channel[0, d * ROWS + r] + sums.zeros[d * num_groups // head_dim, r]
+        for group in range(num_groups):
+            zero = sums.zeros[group, r]
+            for d in range(group * group_size, (group + 1) * group_size):
+                output[r, d] = sums.by_channel[0, d * ROWS + r] + zero
         for v in range(layout.places.shape[0]):
             for lane in range(LANES):
                 channel = layout.channels[v, lane]
                 if channel >= 0:
                     output[r, channel] += sums.codes[r, v * LANES + lane] * layout.weights[v]
         if rotation_size > 1:
-            rotate_row(output, r, 0, head_dim, rotation_size)
+            rotate_row(output, r, 0, output.shape[1], rotation_size)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def write_result(
     values: Side, layout: CodeLayout, rows: int, sums: Sums, output: Any, total: Any, maximum: Any
 ) -> None:

@@ -40,7 +40,7 @@ TILE = 32
 ANCHOR_TILES = 64
 # Of a key, so that a channel that does not vary has a deviation to be divided by
 _LEAST_DEVIATION = np.float32(1e-6)
-_MINUS = np.float32(-1)
+_MINUS, _ZERO = np.float32(-1), np.float32(0)
 
 
 class Channels(NamedTuple):
@@ -58,14 +58,15 @@ class Channels(NamedTuple):
     sines: Any
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_blocks: int) -> Channels:
     order_address, is_wide, mean_address, deviation_address = table
     partner_address, cosine_address, sine_address = rotary[:3]
     size = num_blocks * LANES
     own, partners = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
     deviations, means = zeros(1, size), zeros(1, size)
-    cosines, sines = zeros(TILE + 1, size), zeros(TILE + 1, size)
+    cosines = np.empty((TILE + 1, size), dtype=np.float32)
+    sines = np.empty((TILE + 1, size), dtype=np.float32)
     narrow = bytes_at(order_address + matrix * head_dim, (head_dim,))
     wide = halves_at(order_address + 2 * matrix * head_dim, (head_dim,))
     mean = halves_at(mean_address + 2 * matrix * head_dim, (head_dim,))
@@ -82,10 +83,12 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
     for t in range(TILE + 1):
         for i in range(head_dim):
             cosines[t, i], sines[t, i] = all_cosines[t, own[i]], -all_sines[t, own[i]]
+        for i in range(head_dim, size):
+            cosines[t, i] = sines[t, i] = _ZERO
     return Channels(own, partners, deviations, means, cosines, sines)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _turn_back(
     query: Any, rows: int, scale: Any, channels: Channels, frequencies: Any, position: int, own: Any, partners: Any
 ) -> None:
@@ -101,7 +104,7 @@ def _turn_back(
                 own[r, i], partners[r, i] = a * cosine - b * sine, b * cosine + a * sine
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _turn_on(rows: int, channels: Channels, own: Any, partners: Any) -> None:
     """The same from one tile to the next."""
     for i in range(0, own.shape[1], LANES):
@@ -156,7 +159,7 @@ def rows_at(side: Any, task: Task, shape: Any) -> Any:
     return bytes_at(side[0], (shape[0] * shape[1], side[1], side[2]))[task.matrix]
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_work(
     task: Task, call: Call, part: Part, channels: Channels, values: Rows, codebook: Any, rotary: Any
 ) -> Work:
@@ -181,7 +184,7 @@ def load_work(
     )
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def make_sums(size: int) -> RowSums:
     """Of nothing so far."""
     return RowSums(
@@ -197,7 +200,7 @@ def ends_of(work: Work) -> tuple[int, int]:
     return work.tiles[0] * TILE, min(work.tiles[1] * TILE, work.length)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_scales(work: Work, rows: Any) -> Any:
     """The scales of a task's tokens, `[T]`, of all that are in use."""
     scales = np.zeros(work.length, dtype=np.float32)
@@ -207,7 +210,7 @@ def load_scales(work: Work, rows: Any) -> Any:
     return scales
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def turn_to(work: Work, start: int, own: Any, partners: Any) -> None:
     """Turns the queries to the tile that begins at a token, in turn."""
     if (start // TILE - work.tiles[0]) % ANCHOR_TILES == 0:
@@ -249,7 +252,7 @@ def add_tile(work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: R
     accumulate_rows(work.task.rows, scores, work.values.rows, work.values.blocks, span, sums.sums)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
     own, partners = zeros(ROWS, size), zeros(ROWS, size)
@@ -281,7 +284,7 @@ def shared_numbers(own: Any, first: int) -> tuple[Any, Any]:
     return (own[first], own[first + 1], own[first + 2], own[first + 3]), angles
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _run(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of rows, as a partial result of an online softmax.
