@@ -23,7 +23,7 @@ READING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to
 NUM_BEFORE = 9
 WINDOWS, PRESETS_OF_CHUNKS = "gear, windows", ("gear-2bit", "kivi-2bit", "gear-k4v3")
 # By preset: decoded tokens, in which several chunks are compressed
-NUM_TOKENS = {"gear": 220, WINDOWS: 70, "gear-t16": 30, "gear-c16": 30, **dict.fromkeys(PRESETS_OF_CHUNKS, 150)}
+NUM_TOKENS = {"gear": 110, WINDOWS: 70, "gear-t16": 30, "gear-c16": 30, **dict.fromkeys(PRESETS_OF_CHUNKS, 150)}
 
 
 def describe(value):
