@@ -49,7 +49,7 @@ class BenchGroup(LazyGroup):
         ),
         "predict": LazyCommand("kvcache_plugins.cli.bench.predict:main", "Predict attention times from bytes."),
         "machine-code": LazyCommand(
-            "kvcache_plugins.cli.bench.machine_code:main", "Count the machine code of decode attention."
+            "kvcache_plugins.cli.bench.machine_code:main", "Count the machine code of decode attention and of coding."
         ),
         "gpu": LazyCommand("kvcache_plugins.cli.bench.gpu:main", "Check and time all that wants a GPU."),
         "runahead": LazyCommand(
