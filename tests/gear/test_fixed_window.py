@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.gear.recorded_step import RecordedStep
@@ -89,6 +90,10 @@ def test_windows_that_cannot_be_are_named(tiny_model):
 def test_guesses_beside_windows(window, tiny_model):
     model, ids = tiny_model("gemma3-hybrid", sliding_window=window), prompts(1, 20)["input_ids"].repeat(1, 5)
     options = {"max_new_tokens": 50, "do_sample": False, "prompt_lookup_num_tokens": 3, "eos_token_id": 1}
+    try:
+        model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    except ValueError as error:
+        pytest.skip(f"this release of Transformers takes back no guesses beyond a window: {error}")
     tokens = model.generate(ids, past_key_values=GEARCache(model), **options)
     cache = GEARCache(model)
     with cache.captured_steps(model):

@@ -89,6 +89,7 @@ class TestNames:
     @pytest.mark.usefixtures("installed")
     def test_converted_folder_with_packages(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conversion, "_convert", converts_to("{}"))
+        monkeypatch.setattr(conversion.transformers, "__version__", "5.18.0")
         assert reference_models() == {"smollm2": True, "gemma3-270m": True}
         assert resolve_model("smollm2") == str(home / "models" / "smollm2-1.0-float32")
         assert resolve_model("gemma3-270m") == str(home / "models" / "gemma3-270m-1.0-float32")
