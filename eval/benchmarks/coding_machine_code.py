@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
+from kvcache_plugins.eval.machine_code.bounds import counted_row
+from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
@@ -13,9 +14,7 @@ from kvcache_plugins.ops.transform_coding.rows import RowTable
 
 
 SIDES = ("keys", "values")
-# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
-CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
-SLOTS = 4
+# Of a number before it is coded
 _DENSE_BITS = 16
 
 
@@ -40,22 +39,10 @@ def count_coding(cache: str, part: CodedPart, head_dim: int, side: str, capabili
     # Loops with products are over channels
     kinds = Listing(disassemble(compiled)).count_all(-(-head_dim // launch.arguments["BLOCK_C"]))
     numbers = launch.arguments["BLOCK_T"] * head_dim / launch.options["num_warps"]
-    instructions = sum(kinds.values()) / numbers
-    bits = 8 * table.row_size / head_dim
+    names = {"cache": cache, "kernel": f"{side} coded", "head_dim": head_dim, "query_heads": None}
     # Numbers are read, and rows written
-    moved, issue = CLOCKS_A_DENSE_NUMBER * (_DENSE_BITS + bits) / _DENSE_BITS, instructions / SLOTS
-    return {
-        "cache": cache,
-        "kernel": f"{side} coded",
-        "head_dim": head_dim,
-        "query_heads": None,
-        **resources(compiled),
-        "instructions_a_number": instructions,
-        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
-        "bits_a_number": bits,
-        "share_of_copy_bandwidth": min(1.0, moved / issue),
-        "times_dense": None,
-    }
+    bits = 8 * table.row_size / head_dim
+    return counted_row(names, compiled, kinds, numbers, bits, num_dense_bits=_DENSE_BITS)
 
 
 def _tables(part: CodedPart) -> tuple[RowTable | BasisTable, RowTable | BasisTable]:

@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
+from kvcache_plugins.eval.machine_code.bounds import counted_row
+from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
@@ -31,7 +32,7 @@ from kvcache_plugins.ops.parts import CompressedPart
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
-from .coding_machine_code import CLOCKS_A_DENSE_NUMBER, SIDES, SLOTS, count_coding, is_coded
+from .coding_machine_code import SIDES, count_coding, is_coded
 from .contest import Shape, random_states
 
 
@@ -124,21 +125,9 @@ def count(
         kinds = _count_tile(listing, part, launch)
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
-    instructions = sum(kinds.values()) / numbers
+    names = {"cache": cache, "kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
     bits = _num_bits(part) / (2 * _NUM_HEADS * head_dim * part.length)
-    read, issue = CLOCKS_A_DENSE_NUMBER * bits / 16, instructions / SLOTS
-    return {
-        "cache": cache,
-        "kernel": "attention",
-        "head_dim": head_dim,
-        "query_heads": num_rows,
-        **resources(compiled),
-        "instructions_a_number": instructions,
-        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
-        "bits_a_number": bits,
-        "share_of_copy_bandwidth": min(1.0, read / issue),
-        "times_dense": CLOCKS_A_DENSE_NUMBER / max(read, issue),
-    }
+    return counted_row(names, compiled, kinds, numbers, bits)
 
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
