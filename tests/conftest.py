@@ -165,6 +165,7 @@ def contract_model() -> Iterator[PreTrainedModel]:
 
 def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a reference model; without its package the test fails in CI and is skipped elsewhere."""
+    from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
     from kvcache_plugins.models.reference_model import load_model, reference_models
 
     if not reference_models()[name]:
@@ -175,7 +176,7 @@ def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     try:
         return load_model(name, dtype=torch.float32)
     except ImportError as error:
-        if Version(transformers.__version__) >= Version("5.18"):
+        if Version(transformers.__version__) >= Version(PACKAGED_MODELS[name].oldest_reader):
             raise
         pytest.skip(str(error))
 

@@ -18,17 +18,6 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 PRESETS = ["gear", "gear-t16", "gear-2bit", "kivi-2bit", "gear-k4v3"]
 
 
-def prompts(batch_size, length, padding=0):
-    ids = torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generate(model, cache, inputs, num_tokens):
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
-
-
 def contents(cache):
     """What a cache holds, room aside."""
     tensors = [
@@ -45,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "batch_size", "padding"), CASES)
-def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama):
+def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama, prompts, generate):
     inputs, num_tokens = prompts(batch_size, 97, padding), 45 if name == "gear" else 70
     expected = create_cache(name, tiny_llama)
     tokens = generate(tiny_llama, expected, inputs, num_tokens)
@@ -62,7 +51,7 @@ def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama):
 
 
 @pytest.mark.long
-def test_in_calibrated_bases(tiny_llama, random_windows):
+def test_in_calibrated_bases(tiny_llama, random_windows, prompts, generate):
     calibration, inputs = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1), prompts(1, 97)
     tokens = generate(tiny_llama, create_cache("gear-c16", tiny_llama, calibration=calibration), inputs, 30)
     cache = create_cache("gear-c16", tiny_llama, calibration=calibration)
@@ -72,7 +61,7 @@ def test_in_calibrated_bases(tiny_llama, random_windows):
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama-mqa"])
-def test_other_models(architecture, tiny_model):
+def test_other_models(architecture, tiny_model, prompts, generate):
     model, inputs = tiny_model(architecture), prompts(1, 97)
     tokens = generate(model, GEARCache(model), inputs, 50)
     cache = GEARCache(model)
@@ -81,7 +70,7 @@ def test_other_models(architecture, tiny_model):
     assert steps.num_recorded == 1 and steps.num_replayed > 40
 
 
-def test_guesses_that_are_taken_back(tiny_llama):
+def test_guesses_that_are_taken_back(tiny_llama, prompts):
     ids = prompts(1, 20)["input_ids"].repeat(1, 5)
     # Older releases of Transformers look for an end among what they propose
     options = {"max_new_tokens": 60, "do_sample": False, "prompt_lookup_num_tokens": 3, "eos_token_id": 1}
@@ -103,14 +92,14 @@ def decode(model, cache, ids, num_tokens):
 
 
 @torch.no_grad()
-def read(model, cache, length=97):
-    return model(**prompts(1, length), past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+def read(model, cache, inputs):
+    return model(**inputs, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
 
 
 @pytest.mark.parametrize("name", ["gear", "gear-2bit"])
-def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama, tmp_path):
+def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama, tmp_path, prompts):
     cache = create_cache(name, tiny_llama)
-    first = read(tiny_llama, cache)
+    first = read(tiny_llama, cache, prompts(1, 97))
     with pytest.raises(RuntimeError, match="by the user"), cache.captured_steps(tiny_llama):
         decode(tiny_llama, cache, first, 70)
         assert all(isinstance(layer.buffer, FixedBuffer) for layer in cache.layers)
@@ -129,10 +118,10 @@ def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama
     assert all(torch.equal(each, tokens[0]) for each in tokens)
 
 
-def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama):
+def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama, prompts):
     expected, cache = (GEARCache(tiny_llama.config, nbits=2, residual_length=8, q_group_size=8) for _ in range(2))
-    first = read(tiny_llama, expected)
-    assert torch.equal(read(tiny_llama, cache), first)
+    first = read(tiny_llama, expected, prompts(1, 97))
+    assert torch.equal(read(tiny_llama, cache, prompts(1, 97)), first)
     ordinary, replayed = [], []
     with cache.captured_steps(tiny_llama, 16) as steps:
         for each, tokens in ((expected, ordinary), (cache, replayed)):
@@ -152,7 +141,7 @@ def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama):
     assert cache.stats() == expected.stats()
 
 
-def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama):
+def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama, prompts, generate):
     cache, seen = GEARCache(tiny_llama.config), []
     with cache.captured_steps(tiny_llama), pytest.MonkeyPatch.context() as patch:
         forward = tiny_llama.forward
@@ -167,9 +156,9 @@ def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama):
     assert seen == 4 * [(False, 2)]
 
 
-def test_outputs_stay_as_they_are(tiny_llama):
+def test_outputs_stay_as_they_are(tiny_llama, prompts):
     cache = GEARCache(tiny_llama.config)
-    first = read(tiny_llama, cache)
+    first = read(tiny_llama, cache, prompts(1, 97))
     with torch.no_grad(), cache.captured_steps(tiny_llama):
         outputs = tiny_llama(first, past_key_values=cache, output_hidden_states=True)
         kept = outputs.logits.clone()
@@ -178,10 +167,10 @@ def test_outputs_stay_as_they_are(tiny_llama):
     assert outputs.past_key_values is cache
 
 
-def test_another_mask_is_not_ignored(tiny_llama):
+def test_another_mask_is_not_ignored(tiny_llama, prompts):
     expected, cache = (GEARCache(tiny_llama.config) for _ in range(2))
-    first = read(tiny_llama, expected)
-    read(tiny_llama, cache)
+    first = read(tiny_llama, expected, prompts(1, 97))
+    read(tiny_llama, cache, prompts(1, 97))
     mask = torch.ones(1, 98, dtype=torch.long)
     mask[:, 20:40] = 0
     with torch.no_grad():
@@ -191,9 +180,8 @@ def test_another_mask_is_not_ignored(tiny_llama):
     assert (steps.num_replayed, steps.num_others) == (0, 1)
 
 
-def read_with_masks(model, cache, padding, hidden, num_tokens=24):
+def read_with_masks(model, cache, inputs, hidden, num_tokens):
     """Decodes with masks of its own, the ninth of which on hide tokens `hidden` too, or nothing any more."""
-    inputs = prompts(2, 97, padding)
     mask, ids = inputs["attention_mask"], inputs["input_ids"]
     with torch.no_grad():
         for step in range(num_tokens):
@@ -211,17 +199,17 @@ def read_with_masks(model, cache, padding, hidden, num_tokens=24):
     ids=["prompt", "decoded", "beside-padding", "padding-shown"],
 )
 @pytest.mark.parametrize("num_tokens", [12, 40], ids=["at-the-end", "at-the-next-chunk"])
-def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama):
+def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama, prompts):
     cache = create_cache("gear", tiny_llama)
     steps = cache.captured_steps(tiny_llama)
     with pytest.raises(ValueError, match="`attention_mask` hides other tokens than the padding"), steps:
-        read_with_masks(tiny_llama, cache, padding, hidden, num_tokens)
+        read_with_masks(tiny_llama, cache, prompts(2, 97, padding), hidden, num_tokens)
     # Its chunk is of 20 tokens
     assert steps.num_recorded == 1 and steps.num_replayed == min(num_tokens - 1, 20)
     assert "forward" not in vars(tiny_llama)
 
 
-def test_short_prompts_wait_until_something_is_compressed(tiny_llama):
+def test_short_prompts_wait_until_something_is_compressed(tiny_llama, prompts, generate):
     expected, cache = (create_cache("gear", tiny_llama) for _ in range(2))
     tokens = generate(tiny_llama, expected, prompts(1, 9), 75)
     with cache.captured_steps(tiny_llama) as steps:
@@ -229,7 +217,7 @@ def test_short_prompts_wait_until_something_is_compressed(tiny_llama):
     assert steps.num_recorded == 1 and 0 < steps.num_replayed < 45
 
 
-def test_beam_search_is_refused(tiny_llama):
+def test_beam_search_is_refused(tiny_llama, prompts):
     cache = GEARCache(tiny_llama.config)
     with pytest.raises(ValueError, match="beam search"), cache.captured_steps(tiny_llama):
         tiny_llama.generate(**prompts(1, 97), past_key_values=cache, max_new_tokens=20, num_beams=2, do_sample=False)

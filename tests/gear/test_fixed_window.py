@@ -12,20 +12,9 @@ from kvcache_plugins.gear.recorded_step import RecordedStep
 from kvcache_plugins.gear.transform.layer import TransformLayer
 
 
-def prompts(batch_size, length, padding=0):
-    ids = torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generate(model, cache, inputs, num_tokens):
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
-
-
 @pytest.mark.parametrize("padding", [0, 5], ids=["alone", "padded"])
 @pytest.mark.parametrize("window", [2, 60, 120], ids=["of-a-token", "full", "filled-on-the-way"])
-def test_windows_of_layers_beside(window, padding, tiny_model, monkeypatch):
+def test_windows_of_layers_beside(window, padding, tiny_model, monkeypatch, prompts, generate):
     model, inputs = tiny_model("gemma3-hybrid", sliding_window=window), prompts(2 if padding else 1, 97, padding)
     # So many bits that no code that falls the other way is seen
     expected, cache = (GEARCache(model, backbone="transform", nbits=8, residual_length=20) for _ in range(2))
@@ -87,7 +76,7 @@ def test_windows_that_cannot_be_are_named(tiny_model):
 
 
 @pytest.mark.parametrize("window", [30, 120])
-def test_guesses_beside_windows(window, tiny_model):
+def test_guesses_beside_windows(window, tiny_model, prompts):
     model, ids = tiny_model("gemma3-hybrid", sliding_window=window), prompts(1, 20)["input_ids"].repeat(1, 5)
     options = {"max_new_tokens": 50, "do_sample": False, "prompt_lookup_num_tokens": 3, "eos_token_id": 1}
     try:
@@ -101,7 +90,7 @@ def test_guesses_beside_windows(window, tiny_model):
 
 
 @torch.no_grad()
-def test_tokens_are_taken_back(tiny_model):
+def test_tokens_are_taken_back(tiny_model, prompts):
     model = tiny_model("gemma3-hybrid", sliding_window=150)
     expected, cache = (GEARCache(model, backbone="transform", nbits=8, residual_length=20) for _ in range(2))
     ids = prompts(1, 130)["input_ids"]

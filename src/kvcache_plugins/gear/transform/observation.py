@@ -118,15 +118,17 @@ def observe_window(
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
     for index, layer in observed.items():
         _add_states(layer, rotary_frequencies(config, index), windows.get(index), num_sinks, sums, index)
-    for together in window[:, prefix_length:].split(_NUM_TOGETHER, dim=1):
+    rest = window[:, prefix_length:].split(_NUM_TOGETHER, dim=1)
+    for together in rest:
         for gradients in _gradients(model, together, cache, observed, num_draws, generator):
             for index, (of_keys, of_values) in gradients.items():
                 own, num_scored = sums[index], together.shape[1]
                 turned = _without_rotary(of_keys[0, :, num_sinks:].double(), own.layout, num_sinks)
                 own.keys.add_gradients(turned, num_scored)
                 own.values.add_gradients(of_values[0, :, num_sinks:].double(), num_scored)
-        with torch.no_grad():
-            model(together, past_key_values=cache, use_cache=True)
+        if together is not rest[-1]:
+            with torch.no_grad():
+                model(together, past_key_values=cache, use_cache=True)
 
 
 def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> torch.Tensor:
