@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int16, int32, njit
 
-from .arrays import zeros
+from .new_arrays import zeros
 from .primitives import OPTIONS, ROWS
 from .vectors import (
     LANES,
