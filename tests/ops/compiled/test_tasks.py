@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvcache_plugins.ops.compiled.primitives import ROWS
+from kvcache_plugins.ops.compiled.row_vectors import ROWS
 from kvcache_plugins.ops.compiled.tasks import most_rows, task_of
 
 

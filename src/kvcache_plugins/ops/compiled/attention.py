@@ -20,7 +20,8 @@ from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .layout import CodeLayout
 from .new_arrays import MINUS_INFINITY, filled, zeros
-from .primitives import INLINED, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .primitives import INLINED, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .row_vectors import ROWS
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import (

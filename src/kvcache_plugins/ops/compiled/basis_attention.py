@@ -18,7 +18,8 @@ from .basis_primitives import STRIDE, combine_rows, dot_states, widen_rows
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .new_arrays import filled, zero_floats, zero_longs, zeros
-from .primitives import INLINED, OPTIONS, ROWS, WORKER
+from .primitives import INLINED, OPTIONS, WORKER
+from .row_vectors import ROWS
 from .tasks import task_of
 from .threads import num_tasks, take_task
 from .transform_attention import (

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .primitives import BORROWING, ROWS
-from .row_vectors import add_turned, no_sums, sums_of_two
+from .primitives import BORROWING
+from .row_vectors import ROWS, add_turned, no_sums, sums_of_two
 from .transform_primitives import Blocks, points_of
 from .vectors import LANES, broadcast, load_floats, multiply, multiply_add, store_floats
 

@@ -24,17 +24,9 @@ from .arrays import bytes_at, doubles_at, floats_at, layout_at, longs_at, table_
 from .chosen_tokens import keys_of, locate, prefetch_tile, values_of
 from .layout import CodeLayout, code_layout
 from .new_arrays import MINUS_INFINITY, filled, zeros
-from .primitives import (
-    OPTIONS,
-    ROWS,
-    WORKER,
-    accumulate_states,
-    dot_codes,
-    dot_states,
-    scale_rows,
-    softmax_tile,
-)
+from .primitives import OPTIONS, WORKER, accumulate_states, dot_codes, dot_states, scale_rows, softmax_tile
 from .row_copies import copy_bytes
+from .row_vectors import ROWS
 from .rows import DTYPES, add_biases, bias_at, load_numbers, mask_numbers, mask_row, readable_mask, with_whole_rows
 from .tasks import most_rows
 from .threads import COUNT, FIRST, NEXT, bits_of, entry_of, num_tasks, num_threads, run_table, take_task

@@ -20,7 +20,7 @@ from .attention import attend_parts
 from .calls import head_numbers
 from .exact import FLOATS, storage_of
 from .layout import code_layout
-from .primitives import ROWS
+from .row_vectors import ROWS
 from .settled_call import SettledCall
 from .tasks import most_rows
 from .threads import num_threads, run

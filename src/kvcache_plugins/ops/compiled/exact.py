@@ -16,16 +16,8 @@ from kvcache_plugins.ops.outliers import OUTLIER_TILE
 from .arrays import floats_at, halves_at
 from .calls import DONE, Call, Part
 from .new_arrays import MINUS_INFINITY, filled, zeros
-from .primitives import (
-    BORROWING,
-    OPTIONS,
-    ROWS,
-    accumulate_states,
-    add_bias,
-    dot_states,
-    scale_rows,
-    softmax_tile,
-)
+from .primitives import BORROWING, OPTIONS, accumulate_states, add_bias, dot_states, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .vectors import LANES, load_bfloats, store_floats

@@ -18,7 +18,8 @@ import numpy as np
 from numba import float32, int16, int32, njit
 
 from .new_arrays import zeros
-from .primitives import OPTIONS, ROWS
+from .primitives import OPTIONS
+from .row_vectors import ROWS
 from .vectors import (
     LANES,
     WORDS,

@@ -21,7 +21,8 @@ from numba import float32, int64, njit
 
 from .arrays import bytes_at, doubles_at, floats_at, longs_at
 from .new_arrays import MINUS_INFINITY, filled, zeros
-from .primitives import OPTIONS, ROWS, WORKER, scale_rows, softmax_tile
+from .primitives import OPTIONS, WORKER, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .threads import FIRST, bits_of, num_tasks, run, take_task
 from .vectors import (
     LANES,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from numba import njit
 
 from .arrays import floats_at
-from .primitives import BORROWING, OPTIONS, ROWS
+from .primitives import BORROWING, OPTIONS
+from .row_vectors import ROWS
 
 
 class Task(NamedTuple):

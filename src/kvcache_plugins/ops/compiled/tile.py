@@ -17,7 +17,6 @@ from .new_arrays import zero_longs, zeros
 from .primitives import (
     BORROWING,
     INLINED,
-    ROWS,
     accumulate_codes,
     dot_codes,
     scale_columns,
@@ -25,6 +24,7 @@ from .primitives import (
     sum_products,
     to_floats,
 )
+from .row_vectors import ROWS
 from .vectors import (
     LANES,
     add,

@@ -17,7 +17,8 @@ from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .new_arrays import MINUS_INFINITY, filled, zero_floats, zero_longs, zeros
-from .primitives import BORROWING, INLINED, OPTIONS, ROWS, WORKER, add_bias, scale_rows, softmax_tile
+from .primitives import BORROWING, INLINED, OPTIONS, WORKER, add_bias, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .tasks import Task, queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import rotate_row

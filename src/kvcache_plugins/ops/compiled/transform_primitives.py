@@ -24,8 +24,8 @@ from .fields import (
     shift_right,
 )
 from .new_arrays import zero_flags, zero_ints, zero_longs, zeros
-from .primitives import BORROWING, INLINED, OPTIONS, ROWS
-from .row_vectors import add_to_rows, add_turned, add_weighted, no_sums, sums_of_two
+from .primitives import BORROWING, INLINED, OPTIONS
+from .row_vectors import ROWS, add_to_rows, add_turned, add_weighted, no_sums, sums_of_two
 from .vectors import (
     LANES,
     broadcast,
