@@ -43,7 +43,7 @@ def find_kernel_caches(packages: list[Package]) -> dict[str, dict[str, object]]:
         from kvcache_plugins.ops.compiled.attention import attend_parts
 
         # Of Numba's own statistics; `None` where nothing is kept
-        folder = attend_parts.stats.cache_path
+        folder = attend_parts[1].stats.cache_path
         found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     found["triton"] = _folder(Path(os.environ.get("TRITON_CACHE_DIR", home)), "*/*.cubin")

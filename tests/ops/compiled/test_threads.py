@@ -1,5 +1,6 @@
 """Tasks on PyTorch's threads: every task is done, once, however many threads there are and whoever starts them."""
 
+import gc
 import sys
 import threading
 
@@ -67,3 +68,27 @@ def test_several_callers_at_once(num_threads, pool):
 @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
 def test_threads_are_pytorchs():
     assert threads._start_threads() is not threads._run_on_python_threads
+
+
+class Worker:
+    """What looks at the collector while it is compiled, and cannot be."""
+
+    was_collected = True
+
+    def get_compile_result(self, signature):
+        self.was_collected = gc.isenabled()
+        raise TypeError("not to be compiled")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_nothing_is_collected_while_a_worker_is_compiled(is_enabled):
+    worker = Worker()
+    if not is_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(TypeError, match="not to be compiled"):
+            threads.entry_of(worker)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+    assert not worker.was_collected

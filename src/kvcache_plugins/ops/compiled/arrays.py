@@ -9,16 +9,15 @@ contiguous, and whoever calls keeps them alive.
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, int64, njit, types  # type: ignore[attr-defined]
+from numba import float32, float64, int8, int16, int32, int64, njit, types, uint8, uint16
+from numba.core import cgutils
 
 from .layout import CodeLayout
-from .primitives import INLINED, OPTIONS
+from .new_arrays import array_of, dims_of
+from .primitives import INLINED
 from .vectors import untyped_intrinsic
 
 
-MINUS_INFINITY = np.float32(-np.inf)
-_ZERO = np.float32(0)
 # An address and up to five dimensions
 ROW = 6
 # Rows of the table of one side, in the order of `TENSOR_NAMES`, then the layout's, then numbers
@@ -47,93 +46,44 @@ class Side(NamedTuple):
     rotation_size: int
 
 
-@untyped_intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def _make_array_at(element: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        dims = dims_of(context, builder, signature.args[1], cgutils.unpack_tuple(builder, args[1]))
+        data = builder.inttoptr(args[0], context.get_data_type(element).as_pointer())
+        return array_of(context, builder, signature.return_type, dims, data)._getvalue()
 
-    return types.voidptr(int64), generate
+    def array_at(typing_context: Any, address: Any, shape: Any) -> Any:
+        return types.Array(element, len(shape), "C")(int64, shape), generate
 
-
-@njit(**OPTIONS)
-def filled(rows: int, columns: int, number: Any) -> Any:
-    """
-    A float32 array of one number.
-
-    NumPy's own functions are compiled anew for every way in which a shape is written.
-    """
-    result = np.empty((rows, columns), dtype=np.float32)
-    for row in range(rows):
-        for column in range(columns):
-            result[row, column] = number
-    return result
+    return untyped_intrinsic(array_at)
 
 
-@njit(**OPTIONS)
-def zeros(rows: int, columns: int) -> Any:
-    """The same of zeros."""
-    return filled(rows, columns, _ZERO)
-
-
-@njit(**OPTIONS)
-def floats_at(address: int, shape: Any) -> Any:
-    """A float32 array of any dimensions."""
-    return carray(_pointer(address), shape, np.float32)
-
-
-@njit(**OPTIONS)
-def doubles_at(address: int, shape: Any) -> Any:
-    """The same of float64."""
-    return carray(_pointer(address), shape, np.float64)
-
-
-@njit(**OPTIONS)
-def bytes_at(address: int, shape: Any) -> Any:
-    """The same of uint8."""
-    return carray(_pointer(address), shape, np.uint8)
-
-
-@njit(**OPTIONS)
-def signed_bytes_at(address: int, shape: Any) -> Any:
-    """The same of int8."""
-    return carray(_pointer(address), shape, np.int8)
-
-
-@njit(**OPTIONS)
-def halves_at(address: int, shape: Any) -> Any:
-    """The same of 16 bits, as uint16."""
-    return carray(_pointer(address), shape, np.uint16)
-
-
-@njit(**OPTIONS)
-def longs_at(address: int, shape: Any) -> Any:
-    """The same of int64."""
-    return carray(_pointer(address), shape, np.int64)
-
-
-@njit(**OPTIONS)
-def _halves(table: Any, row: int) -> Any:
-    dims = table[row]
-    return carray(_pointer(dims[0]), (dims[1], dims[2], dims[3], dims[4], dims[5]), np.uint16)
+# Arrays of any dimensions at an address, not checked. `carray` is four functions to be compiled for every shape
+floats_at, doubles_at = _make_array_at(float32), _make_array_at(float64)
+bytes_at, signed_bytes_at = _make_array_at(uint8), _make_array_at(int8)
+# Of 16 bits, as uint16, and as signed
+halves_at, shorts_at = _make_array_at(uint16), _make_array_at(int16)
+ints_at, longs_at = _make_array_at(int32), _make_array_at(int64)
 
 
 @njit(**INLINED)
 def side_at(address: int) -> Side:
     """The tensors of a table that `door` made."""
-    table = carray(_pointer(address), (SIDE_ROWS, ROW), np.int64)
-    codes, indices, values, offsets, numbers = table[0], table[5], table[6], table[7], table[_NUMBERS_ROW]
+    table = longs_at(address, (SIDE_ROWS, ROW))
+    codes, scale, zero, low_rank_a, low_rank_b = table[0], table[1], table[2], table[3], table[4]
+    indices, values, offsets, numbers = table[5], table[6], table[7], table[_NUMBERS_ROW]
     is_wide = numbers[3]
     dims = (indices[1], indices[2], indices[3], indices[4])
     return Side(
-        carray(_pointer(codes[0]), (codes[1], codes[2], codes[3], codes[4], codes[5]), np.uint8),
-        _halves(table, 1),
-        _halves(table, 2),
-        _halves(table, 3),
-        _halves(table, 4),
-        carray(_pointer(indices[0]), (dims[0], dims[1], dims[2], dims[3] * (1 - is_wide)), np.int16),
-        carray(_pointer(indices[0]), (dims[0], dims[1], dims[2], dims[3] * is_wide), np.int32),
-        carray(_pointer(values[0]), (values[1], values[2], values[3], values[4]), np.uint16),
-        carray(_pointer(offsets[0]), (offsets[1], offsets[2], offsets[3], offsets[4]), np.int32),
+        bytes_at(codes[0], (codes[1], codes[2], codes[3], codes[4], codes[5])),
+        halves_at(scale[0], (scale[1], scale[2], scale[3], scale[4], scale[5])),
+        halves_at(zero[0], (zero[1], zero[2], zero[3], zero[4], zero[5])),
+        halves_at(low_rank_a[0], (low_rank_a[1], low_rank_a[2], low_rank_a[3], low_rank_a[4], low_rank_a[5])),
+        halves_at(low_rank_b[0], (low_rank_b[1], low_rank_b[2], low_rank_b[3], low_rank_b[4], low_rank_b[5])),
+        shorts_at(indices[0], (dims[0], dims[1], dims[2], dims[3] * (1 - is_wide))),
+        ints_at(indices[0], (dims[0], dims[1], dims[2], dims[3] * is_wide)),
+        halves_at(values[0], (values[1], values[2], values[3], values[4])),
+        ints_at(offsets[0], (offsets[1], offsets[2], offsets[3], offsets[4])),
         numbers[0] != 0,
         numbers[1],
         numbers[2],
@@ -156,14 +106,14 @@ def table_of_layout(layout: CodeLayout) -> np.ndarray:
 @njit(**INLINED)
 def layout_at(address: int) -> CodeLayout:
     """The layout that stands in the same table."""
-    table = carray(_pointer(address), (SIDE_ROWS, ROW), np.int64)
+    table = longs_at(address, (SIDE_ROWS, ROW))
     vectors, ends = table[_LAYOUT_ROW, 1], table[_LAYOUT_ROW + 5, 1]
     return CodeLayout(
-        carray(_pointer(table[_LAYOUT_ROW, 0]), (vectors,), np.int64),
-        carray(_pointer(table[_LAYOUT_ROW + 1, 0]), (vectors,), np.int32),
-        carray(_pointer(table[_LAYOUT_ROW + 2, 0]), (vectors,), np.float32),
-        carray(_pointer(table[_LAYOUT_ROW + 3, 0]), (vectors, table[_LAYOUT_ROW + 3, 2]), np.int64),
-        carray(_pointer(table[_LAYOUT_ROW + 4, 0]), (vectors,), np.uint8),
-        carray(_pointer(table[_LAYOUT_ROW + 5, 0]), (ends,), np.int64),
+        longs_at(table[_LAYOUT_ROW, 0], (vectors,)),
+        ints_at(table[_LAYOUT_ROW + 1, 0], (vectors,)),
+        floats_at(table[_LAYOUT_ROW + 2, 0], (vectors,)),
+        longs_at(table[_LAYOUT_ROW + 3, 0], (vectors, table[_LAYOUT_ROW + 3, 2])),
+        bytes_at(table[_LAYOUT_ROW + 4, 0], (vectors,)),
+        longs_at(table[_LAYOUT_ROW + 5, 0], (ends,)),
         table[_NUMBERS_ROW, 4],
     )

@@ -15,11 +15,13 @@ from numba import float32, int64, njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
-from .arrays import MINUS_INFINITY, Side, filled, floats_at, layout_at, side_at, zeros
+from .arrays import Side, floats_at, layout_at, side_at
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
 from .layout import CodeLayout
-from .primitives import INLINED, ROWS, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .new_arrays import MINUS_INFINITY, filled, zeros
+from .primitives import INLINED, WORKER, add_bias, add_products, softmax_tile, sum_products, to_floats
+from .row_vectors import ROWS
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import (
@@ -41,6 +43,7 @@ from .vectors import LANES
 
 @njit(**INLINED)
 def _run_task(
+    used: Any,
     queries: Queries,
     rows: int,
     first_row: int,
@@ -90,10 +93,12 @@ def _run_task(
             if tokens <= 0:
                 break
             if keys.by_channel:
-                score_by_channel(queries, rows, key_layout, key_codes, key_scale, key_zero, start, tokens, scores)
+                score_by_channel(
+                    used, queries, rows, key_layout, key_codes, key_scale, key_zero, start, tokens, scores
+                )
             else:
                 score_by_token(
-                    queries, rows, key_layout, key_codes, key_scale, key_zero, start, tokens, products, scores
+                    used, queries, key_layout, key_codes, key_scale, key_zero, start, tokens, products, scores
                 )
             score_outliers(key_outliers, slot, keys.channel_bits, queries.by_channel, scores)
             if key_rank > 0:
@@ -108,7 +113,7 @@ def _run_task(
             scores[0, tokens * ROWS :] = 0
 
             accumulate_values(
-                rows, value_layout, value_codes, value_scale, value_zero, start, tokens, floats, products, scores, sums
+                used, value_layout, value_codes, value_scale, value_zero, start, tokens, floats, products, scores, sums
             )
             accumulate_outliers(value_outliers, slot, values.channel_bits, scores, sums.by_channel)
             if value_rank > 0:
@@ -121,7 +126,7 @@ def _run_task(
 
 
 @njit(**INLINED)
-def _run(number: int, call: Call, part: Part) -> None:
+def _run(used: Any, number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of compressed keys and values, as a partial result of an online softmax.
 
@@ -147,6 +152,7 @@ def _run(number: int, call: Call, part: Part) -> None:
     query, rank = queries_of(task, shape, call.query), keys.low_rank_a.shape[4]
     own = load_queries(query, float32(call.scale), task.rows, rank, key_layout)
     _run_task(
+        used,
         own,
         task.rows,
         task.row,
@@ -175,16 +181,24 @@ def _run(number: int, call: Call, part: Part) -> None:
     )
 
 
-@njit(**WORKER)
-def attend_parts(address: int) -> None:
+def _make_worker(used: tuple[int, ...]) -> Any:
     """Attention over exact parts and compressed blocks: the worker of a table, see `calls` and `threads`."""
-    call, count = call_at(address), num_tasks(address)
-    task = take_task(address)
-    while task < count:
-        number, part = part_of(task, call)
-        if part.exact > 0:
-            attend_exact(number, call, part)
-        else:
-            _run(number, call, part)
-        end_task(address, call)
+
+    @njit(**WORKER)
+    def attend_parts(address: int) -> None:
+        call, count = call_at(address), num_tasks(address)
         task = take_task(address)
+        while task < count:
+            number, part = part_of(task, call)
+            if part.exact > 0:
+                attend_exact(number, call, part)
+            else:
+                _run(used, number, call, part)
+            end_task(address, call)
+            task = take_task(address)
+
+    return attend_parts
+
+
+# By the queries that a task has at most
+attend_parts = {rows: _make_worker((0,) * rows) for rows in range(1, ROWS + 1)}

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numba import float32, njit
 
-from .arrays import bytes_at, filled, floats_at, halves_at, longs_at, signed_bytes_at, zeros
+from .arrays import bytes_at, floats_at, halves_at, longs_at, signed_bytes_at
 from .basis_primitives import STRIDE, combine_rows, dot_states, widen_rows
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
-from .primitives import INLINED, OPTIONS, ROWS, WORKER
+from .new_arrays import filled, zero_floats, zero_longs, zeros
+from .primitives import INLINED, OPTIONS, WORKER
+from .row_vectors import ROWS
 from .tasks import task_of
 from .threads import num_tasks, take_task
 from .transform_attention import (
@@ -44,7 +46,8 @@ def _load_channels(rotary: Any, head_dim: int) -> Channels:
     """All channels in their own order, of deviation 1."""
     partner_address, cosine_address, sine_address = rotary[:3]
     size = -(-head_dim // STRIDE) * STRIDE
-    own, partners = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
+    own, partners = zero_longs((size,)), zero_longs((size,))
+    own[head_dim:], partners[head_dim:] = -1, -1
     deviations, means = filled(1, size, np.float32(1)), zeros(1, size)
     cosines, sines = zeros(TILE + 1, size), zeros(TILE + 1, size)
     partner = longs_at(partner_address, (head_dim,))
@@ -74,7 +77,7 @@ def _load_basis(side: Any, head: int, num_heads: int, head_dim: int, size: int) 
     steps = floats_at(step_address, (num_heads, head_dim))[head]
     factors = floats_at(factor_address, (num_heads, head_dim))[head]
     means = halves_at(mean_address, (num_heads, head_dim))[head]
-    inverses = np.empty(head_dim, dtype=np.float32)
+    inverses = zero_floats((head_dim,))
     for d in range(head_dim):
         mean[0, d], inverses[d] = float_of_half(means[d]), float32(1) / factors[d]
     for i in range(min(count * LANES, head_dim)):
@@ -95,7 +98,7 @@ def _num_components(blocks: Blocks) -> int:
 
 
 @njit(**INLINED)
-def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> None:
+def _run_tiles(used: Any, work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
     own, partners = zeros(ROWS, size), zeros(ROWS, size)
     components = zeros(TILE, basis.shape[0])
@@ -110,12 +113,12 @@ def _run_tiles(work: Work, keys: Rows, basis: Any, mean: Any, sums: RowSums) -> 
         turn_to(work, start, own, partners)
         widen_rows(keys.rows, keys.blocks, key_scales, span, components)
         combine_rows(components, num_components, span[1], basis, mean, states)
-        dot_states(work.task.rows, own, partners, states, channels.cosines, channels.sines, span[1], scores)
-        add_tile(work, span, scores, decay, sums)
+        dot_states(used, own, partners, states, channels.cosines, channels.sines, span[1], scores)
+        add_tile(used, work, span, scores, decay, sums)
 
 
 @njit(**INLINED)
-def _run(number: int, call: Call, part: Part) -> None:
+def _run(used: Any, number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of rows in calibrated bases, as a partial result of an online softmax.
 
@@ -135,7 +138,7 @@ def _run(number: int, call: Call, part: Part) -> None:
     values = Rows(rows_at(value_rows, task, shape), value_blocks)
     sums = make_sums(value_basis.shape[0])
     work = load_work(task, call, part, channels, values, codebook, rotary)
-    _run_tiles(work, Rows(rows_at(key_rows, task, shape), key_blocks), basis, mean, sums)
+    _run_tiles(used, work, Rows(rows_at(key_rows, task, shape), key_blocks), basis, mean, sums)
     run, b, h = task.part, task.batch, task.head
     for r in range(task.rows):
         weight, row = sums.total[0, r] + sums.total[0, r + ROWS], task.row + r
@@ -148,16 +151,24 @@ def _run(number: int, call: Call, part: Part) -> None:
         maximum[run, b, h, row] = sums.maximum[0, r]
 
 
-@njit(**WORKER)
-def attend_basis_parts(address: int) -> None:
+def _make_worker(used: tuple[int, ...]) -> Any:
     """Attention over exact parts and such blocks: the worker of a table, see `calls` and `threads`."""
-    call, count = call_at(address), num_tasks(address)
-    task = take_task(address)
-    while task < count:
-        number, part = part_of(task, call)
-        if part.exact > 0:
-            attend_exact(number, call, part)
-        else:
-            _run(number, call, part)
-        end_task(address, call)
+
+    @njit(**WORKER)
+    def attend_basis_parts(address: int) -> None:
+        call, count = call_at(address), num_tasks(address)
         task = take_task(address)
+        while task < count:
+            number, part = part_of(task, call)
+            if part.exact > 0:
+                attend_exact(number, call, part)
+            else:
+                _run(used, number, call, part)
+            end_task(address, call)
+            task = take_task(address)
+
+    return attend_basis_parts
+
+
+# By the queries that a task has at most
+attend_basis_parts = {rows: _make_worker((0,) * rows) for rows in range(1, ROWS + 1)}

@@ -6,15 +6,15 @@ price of the transform, and half of it is saved where half of the components hav
 Legend: T tokens of a tile, K components, S channels, rounded up to two vectors.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from .primitives import OPTIONS, ROWS
-from .transform_primitives import Blocks, add_turned, points_of
-from .vectors import LANES, broadcast, load_floats, multiply, multiply_add, store_floats, sums_of_eight
+from .primitives import BORROWING
+from .row_vectors import ROWS, add_turned, no_sums, sums_of_two
+from .transform_primitives import Blocks, points_of
+from .vectors import LANES, broadcast, load_floats, multiply, multiply_add, store_floats
 
 
 # Channels that are summed up at a time
@@ -24,7 +24,7 @@ TOKENS = 4
 _ZERO = np.float32(0)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def widen_rows(rows: Any, blocks: Blocks, scales: Any, span: tuple[int, int], components: Any) -> None:
     """Components `[T, K]` of a tile; those without bits are left as they are."""
     first, count = span
@@ -35,7 +35,7 @@ def widen_rows(rows: Any, blocks: Blocks, scales: Any, span: tuple[int, int], co
                 store_floats(components, t, v * LANES, multiply(points_of(rows, first + t, blocks, v), scale))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def combine_rows(components: Any, num_components: int, count: int, basis: Any, mean: Any, states: Any) -> None:
     """States `[T, S]` of `count` tokens: a mean `[1, S]`, and components `[T, K]` times the basis `[K, S]`."""
     for t in range(0, count, TOKENS):
@@ -63,34 +63,15 @@ def combine_rows(components: Any, num_components: int, count: int, basis: Any, m
             store_floats(states, t + 3, e, b3)
 
 
-def _make_dot_states(num_rows: int) -> Callable[..., None]:
-    @njit(**OPTIONS)
-    def dot_states(own: Any, partners: Any, states: Any, cosines: Any, sines: Any, count: Any, scores: Any) -> None:
-        for t in range(0, count, 2):
-            u = min(t + 1, count - 1)
-            zero = broadcast(_ZERO)
-            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-            for d in range(0, states.shape[1], LANES):
-                pair = load_floats(states, t, d), load_floats(states, u, d)
-                sums = add_turned(num_rows, own, partners, d, pair, (t, u), cosines, sines, sums)
-            store_floats(scores, 0, t * ROWS, sums_of_eight(*sums))
-
-    return dot_states  # type: ignore[no-any-return]
-
-
-_dot_1, _dot_2, _dot_3, _dot_4 = (_make_dot_states(rows) for rows in range(1, ROWS + 1))
-
-
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def dot_states(
-    num_rows: int, own: Any, partners: Any, states: Any, cosines: Any, sines: Any, count: int, scores: Any
+    used: Any, own: Any, partners: Any, states: Any, cosines: Any, sines: Any, count: int, scores: Any
 ) -> None:
     """Scores of a tile of keys `[T, S]`, before the rotary embedding; the arguments are those of `dot_rows`."""
-    if num_rows == 1:
-        _dot_1(own, partners, states, cosines, sines, count, scores)
-    elif num_rows == 2:
-        _dot_2(own, partners, states, cosines, sines, count, scores)
-    elif num_rows == 3:
-        _dot_3(own, partners, states, cosines, sines, count, scores)
-    else:
-        _dot_4(own, partners, states, cosines, sines, count, scores)
+    for t in range(0, count, 2):
+        u = min(t + 1, count - 1)
+        sums_a = sums_b = no_sums(used)
+        for d in range(0, states.shape[1], LANES):
+            sums_a = add_turned(sums_a, load_floats(states, t, d), own, partners, cosines, sines, t, d)
+            sums_b = add_turned(sums_b, load_floats(states, u, d), own, partners, cosines, sines, u, d)
+        store_floats(scores, 0, t * ROWS, sums_of_two(sums_a, sums_b))

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numba import float32, njit
 
-from .arrays import doubles_at, floats_at, longs_at, zeros
+from .arrays import doubles_at, floats_at, longs_at
 from .largest import DIGIT_BITS, NUM_DIGITS, find_numbers, sort_keys
+from .new_arrays import zeros
 from .primitives import OPTIONS, WORKER
 from .threads import FIRST, bits_of, num_tasks, run, take_task
 from .vectors import (

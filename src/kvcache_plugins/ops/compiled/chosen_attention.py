@@ -20,31 +20,15 @@ from numba import float32, int64, njit, uint16
 from kvcache_plugins.ops.quantization import packed_size
 from kvcache_plugins.ops.rotation import rotation_size
 
-from .arrays import (
-    MINUS_INFINITY,
-    bytes_at,
-    doubles_at,
-    filled,
-    floats_at,
-    layout_at,
-    longs_at,
-    table_of_layout,
-    zeros,
-)
+from .arrays import bytes_at, doubles_at, floats_at, layout_at, longs_at, table_of_layout
 from .chosen_tokens import keys_of, locate, prefetch_tile, values_of
 from .layout import CodeLayout, code_layout
-from .primitives import (
-    OPTIONS,
-    ROWS,
-    WORKER,
-    accumulate_states,
-    dot_codes,
-    dot_states,
-    scale_rows,
-    softmax_tile,
-)
+from .new_arrays import MINUS_INFINITY, filled, zeros
+from .primitives import OPTIONS, WORKER, accumulate_states, dot_codes, dot_states, scale_rows, softmax_tile
 from .row_copies import copy_bytes
+from .row_vectors import ROWS
 from .rows import DTYPES, add_biases, bias_at, load_numbers, mask_numbers, mask_row, readable_mask, with_whole_rows
+from .tasks import most_rows
 from .threads import COUNT, FIRST, NEXT, bits_of, entry_of, num_tasks, num_threads, run_table, take_task
 from .tile import Sums, accumulate_values, fold_scales, load_queries, scale_sums, write_sums
 from .vectors import LANES, store_floats
@@ -137,7 +121,16 @@ def _copy_tile(tokens: Any, start: int, count: int, keys: Any, values: Any, tile
 
 @njit(**OPTIONS)
 def _attend_codes(
-    softmax: Any, queries: Any, rows: int, tokens: Any, keys: Any, values: Any, layouts: Any, tile: Any, bias: Any
+    used: Any,
+    softmax: Any,
+    queries: Any,
+    rows: int,
+    tokens: Any,
+    keys: Any,
+    values: Any,
+    layouts: Any,
+    tile: Any,
+    bias: Any,
 ) -> None:
     """Adds tokens in codes, `[3, any]` as `locate` says."""
     num_exact, length, scores = max(bias.shape[0] - tokens.shape[1], 0), tokens.shape[1], softmax.scores
@@ -158,11 +151,11 @@ def _attend_codes(
             if queries.group[0] != group:
                 fold_scales(queries, rows, layout, keys.scale, keys.zero, group)
                 queries.group[0] = group
-            dot_codes(rows, folded, codes, places, masks, vectors, (int64(0), int64(first), int64(last)), base, scores)
+            dot_codes(used, folded, codes, places, masks, vectors, (int64(0), int64(first), int64(last)), base, scores)
             first = last
         _weigh(softmax, bias, num_exact + start, count)
         accumulate_values(
-            rows, layouts[1], tile.values, tile.scale, tile.zero, 0, count, floats, scaled, scores, softmax.sums
+            used, layouts[1], tile.values, tile.scale, tile.zero, 0, count, floats, scaled, scores, softmax.sums
         )
 
 
@@ -206,12 +199,12 @@ def _biases_of(batch: int, mask: Any, columns: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _attend_task(task: int, n: Any, scale: float) -> None:
-    """Attention of some queries of one head; `n` is the table of `_attend`."""
+def _attend_task(used: Any, task: int, n: Any, scale: float) -> None:
+    """Attention of some queries of one head; `n` is the table of the worker."""
     batch_size, num_heads, key_dim, value_dim, num_groups, rotated_together, key_table, value_table = n[:_KEYS]
     num_slots, slot_address, count_address, groups, query_address, output_address, dtype = n[_CALL:_WINDOW]
-    num_matrices, row_blocks = batch_size * num_heads, -(-groups // ROWS)
-    matrix, row = task // row_blocks, task % row_blocks * ROWS
+    num_matrices, row_blocks = batch_size * num_heads, -(-groups // len(used))
+    matrix, row = task // row_blocks, task % row_blocks * len(used)
     batch, head = matrix // num_heads, matrix % num_heads
     item_size = 4 if dtype == 1 else 2
     dims, sizes = (key_dim, value_dim), (key_dim * item_size, value_dim * item_size)
@@ -227,7 +220,7 @@ def _attend_task(task: int, n: Any, scale: float) -> None:
     count = longs_at(count_address, (num_matrices,))[matrix]
     exact, coded, columns = locate(slots, count, longs_at(run_address, (num_runs, 3)), keys, values, sinks, window)
     bias = _biases_of(batch, n[_MASK:], columns)
-    queries = floats_at(query_address, (num_matrices, groups, key_dim))[matrix, row : row + ROWS]
+    queries = floats_at(query_address, (num_matrices, groups, key_dim))[matrix, row : row + len(used)]
     rows, layouts = queries.shape[0], (layout_at(key_table), layout_at(value_table))
     softmax = _start(queries, float32(scale), value_dim, num_groups, layouts[1])
     tile = _Tile(
@@ -238,7 +231,7 @@ def _attend_task(task: int, n: Any, scale: float) -> None:
     )
     own = load_queries(queries, float32(scale), rows, 0, layouts[0])
     _attend_exact(softmax, exact, dtype, dims, bias)
-    _attend_codes(softmax, own, rows, coded, keys, values, layouts, tile, bias)
+    _attend_codes(used, softmax, own, rows, coded, keys, values, layouts, tile, bias)
     output = floats_at(output_address, (num_matrices, groups, value_dim))[matrix, row : row + rows]
     write_sums(rotated_together, layouts[1], rows, softmax.sums, output)
     for r in range(rows):
@@ -248,8 +241,7 @@ def _attend_task(task: int, n: Any, scale: float) -> None:
             output[r, d] = (softmax.exact[r, d] + output[r, d]) * factor
 
 
-@njit(**WORKER)
-def _attend(address: int) -> None:
+def _make_worker(used: tuple[int, ...]) -> Any:
     """
     The worker of a table, see `threads`.
 
@@ -260,12 +252,21 @@ def _attend(address: int) -> None:
     `rows.DTYPES`; W, the window's first column of the mask, address of its keys and their strides over B and H, the
     same of its values; of a mask what `rows.mask_numbers` says, or zeros; the factor of the scores, float64.
     """
-    n = longs_at(address, (FIRST + _END,))[FIRST:]
-    scale = doubles_at(address, (FIRST + _END,))[FIRST + _END - 1]
-    task, count = take_task(address), num_tasks(address)
-    while task < count:
-        _attend_task(task, n, scale)
-        task = take_task(address)
+
+    @njit(**WORKER)
+    def attend(address: int) -> None:
+        n = longs_at(address, (FIRST + _END,))[FIRST:]
+        scale = doubles_at(address, (FIRST + _END,))[FIRST + _END - 1]
+        task, count = take_task(address), num_tasks(address)
+        while task < count:
+            _attend_task(used, task, n, scale)
+            task = take_task(address)
+
+    return attend
+
+
+# By the queries that a task has at most
+_WORKERS = {rows: _make_worker((0,) * rows) for rows in range(1, ROWS + 1)}
 
 
 class _Table:
@@ -349,5 +350,5 @@ def attend_chosen(
         bits_of(scale),
     )
     numbers[FIRST + _CALL :] = array("q", call)
-    run_table(entry_of(_attend), numbers, num_threads())
+    run_table(entry_of(_WORKERS[most_rows(groups)]), numbers, num_threads())
     return output if query.dtype is torch.float32 else output.to(query.dtype)

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from .arrays import bytes_at, floats_at, halves_at, longs_at, zeros
+from .arrays import bytes_at, floats_at, halves_at, longs_at
 from .integer_products import dot_words, in_order_of_codes, round_queries
-from .primitives import OPTIONS, ROWS, WORKER
+from .new_arrays import zeros
+from .primitives import OPTIONS, WORKER
+from .row_vectors import ROWS
 from .threads import FIRST, num_tasks, run, take_task
 from .vectors import (
     LANES,

@@ -20,8 +20,9 @@ from .attention import attend_parts
 from .calls import head_numbers
 from .exact import FLOATS, storage_of
 from .layout import code_layout
-from .primitives import ROWS
+from .row_vectors import ROWS
 from .settled_call import SettledCall
+from .tasks import most_rows
 from .threads import num_threads, run
 
 
@@ -148,6 +149,7 @@ class LayerCall:
         self._shape = batch_size, num_heads, groups, num_queries, head_dim, value_dim
         # Of all heads and items, of which each has tasks of its own
         self.num_row_blocks = batch_size * num_heads * -(-groups * num_queries // ROWS)
+        self.most_rows = most_rows(groups * num_queries)
         self._num_tasks, self._num_results, self._num_parts = 0, 0, 0
         self._numbers: list[int] = []
 
@@ -226,7 +228,7 @@ def prepare(
         layer.add(part, *_split(part, layer.num_row_blocks), tables)
     for exact in dense:
         layer.add_exact(exact, _OWN_SIZE)
-    return layer, attend_parts
+    return layer, attend_parts[layer.most_rows]
 
 
 def attend(

@@ -13,17 +13,11 @@ from numba import njit
 
 from kvcache_plugins.ops.outliers import OUTLIER_TILE
 
-from .arrays import MINUS_INFINITY, filled, floats_at, halves_at, zeros
+from .arrays import floats_at, halves_at
 from .calls import DONE, Call, Part
-from .primitives import (
-    OPTIONS,
-    ROWS,
-    accumulate_states,
-    add_bias,
-    dot_states,
-    scale_rows,
-    softmax_tile,
-)
+from .new_arrays import MINUS_INFINITY, filled, zeros
+from .primitives import BORROWING, OPTIONS, accumulate_states, add_bias, dot_states, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .tasks import queries_of, task_of
 from .threads import num_tasks, take_task
 from .vectors import LANES, load_bfloats, store_floats
@@ -40,7 +34,7 @@ def storage_of(dtype: torch.dtype, head_dim: int) -> int:
     return FLOATS if dtype == torch.float32 else 0
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
@@ -68,7 +62,7 @@ def partial_results(scratch: int, shape: Any, first: int, count: int) -> Any:
     return output, total, maximum
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _is_read_in_place(storage: int, dim: int) -> bool:
     return storage == FLOATS and dim % LANES == 0
 
@@ -142,14 +136,14 @@ def attend_exact(number: int, call: Call, part: Part) -> None:
         maxima[0, task.batch, task.head, row] = own_maximum[0, r]
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def end_task(address: int, call: Call) -> None:
     """Takes down that a task of a table is done, and merges all results if it was the last."""
     if take_task(address + 8 * DONE) + 1 == num_tasks(address):
         merge(call.shape, call.scratch, call.result)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def merge(shape: Any, scratch: int, result_address: int) -> None:
     """
     The attention output of partial results; zero where a query may attend to nothing.

@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from numba import float32, njit
 
-from .arrays import bytes_at, floats_at, halves_at, longs_at, zeros
+from .arrays import bytes_at, floats_at, halves_at, longs_at
 from .integer_products import dot_words, first_channels, in_order_of_codes, round_queries, sum_lanes
-from .primitives import OPTIONS, ROWS, WORKER, to_floats
+from .new_arrays import zeros
+from .primitives import OPTIONS, WORKER, to_floats
+from .row_vectors import ROWS
 from .threads import FIRST, NEXT, entry_of, num_tasks, num_threads, run_table, take_task
 from .vectors import (
     LANES,

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numba import float32, int16, int32, njit
 
-from .arrays import zeros
-from .primitives import OPTIONS, ROWS
+from .new_arrays import zeros
+from .primitives import OPTIONS
+from .row_vectors import ROWS
 from .vectors import (
     LANES,
     WORDS,

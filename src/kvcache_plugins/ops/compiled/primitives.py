@@ -8,12 +8,12 @@ so what belongs to a token is four numbers side by side, one a row, used or not.
 Legend: T tokens of a tile, V vectors of codes (`layout`), D head dim.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import float32, njit
 
+from .row_vectors import ROWS, add_row_products, add_to_rows, add_weighted, no_sums, sums_of_two
 from .vectors import (
     LANES,
     add,
@@ -31,7 +31,6 @@ from .vectors import (
     multiply_add,
     store_floats,
     store_four,
-    sums_of_eight,
 )
 
 
@@ -44,92 +43,19 @@ OPTIONS: dict[str, Any] = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
 }
+# What neither makes arrays nor returns any: it counts no references, which else takes as long to compile again
+BORROWING: dict[str, Any] = OPTIONS | {"_nrt": False}
 # What is called by address, see `threads`
 WORKER: dict[str, Any] = OPTIONS | {"no_cfunc_wrapper": False}
 # What takes more arrays than a call should hand over, each of them nine numbers on the stack
 INLINED: dict[str, Any] = OPTIONS | {"inline": "always"}
-# Rows that share the codes that are unpacked
-ROWS = 4
+_ALL = (0,) * ROWS
 _ZERO = np.float32(0)
 
 
-def _make_dot_codes(rows: int) -> Callable[..., None]:
-    @njit(**OPTIONS)
-    def dot_codes(
-        query: Any, codes: Any, places: Any, masks: Any, vectors: Any, tokens: Any, base: Any, scores: Any
-    ) -> None:
-        origin, first, last = tokens
-        for t in range(first, last, 2):
-            u = min(t + 1, last - 1)
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
-            for v in range(vectors[0], vectors[1]):
-                a = masked_to_floats(load_bytes(codes, t, places[v]), masks[v])
-                b = masked_to_floats(load_bytes(codes, u, places[v]), masks[v])
-                q = load_floats(query, 0, v * LANES)
-                a0, b0 = multiply_add(a, q, a0), multiply_add(b, q, b0)
-                if rows > 1:
-                    q = load_floats(query, 1, v * LANES)
-                    a1, b1 = multiply_add(a, q, a1), multiply_add(b, q, b1)
-                if rows > 2:
-                    q = load_floats(query, 2, v * LANES)
-                    a2, b2 = multiply_add(a, q, a2), multiply_add(b, q, b2)
-                if rows > 3:
-                    q = load_floats(query, 3, v * LANES)
-                    a3, b3 = multiply_add(a, q, a3), multiply_add(b, q, b3)
-            sums = add(sums_of_eight(a0, a1, a2, a3, b0, b1, b2, b3), load_floats(base, 0, 0))
-            store_floats(scores, 0, (t - origin) * ROWS, sums)
-
-    return dot_codes  # type: ignore[no-any-return]
-
-
-def _make_accumulate_codes(rows: int) -> Callable[..., None]:
-    @njit(**OPTIONS)
-    def accumulate_codes(
-        weights: Any, codes: Any, places: Any, masks: Any, vectors: Any, tokens: Any, sums: Any
-    ) -> None:
-        first, last = tokens
-        for v in range(vectors[0], vectors[1], 2):
-            place_a, place_b, mask_a, mask_b = places[v], places[v + 1], masks[v], masks[v + 1]
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
-            for t in range(first, last):
-                a = masked_to_floats(load_bytes(codes, t, place_a), mask_a)
-                b = masked_to_floats(load_bytes(codes, t, place_b), mask_b)
-                place = (t - first) * ROWS
-                w = broadcast(weights[0, place])
-                a0, b0 = multiply_add(a, w, a0), multiply_add(b, w, b0)
-                if rows > 1:
-                    w = broadcast(weights[0, place + 1])
-                    a1, b1 = multiply_add(a, w, a1), multiply_add(b, w, b1)
-                if rows > 2:
-                    w = broadcast(weights[0, place + 2])
-                    a2, b2 = multiply_add(a, w, a2), multiply_add(b, w, b2)
-                if rows > 3:
-                    w = broadcast(weights[0, place + 3])
-                    a3, b3 = multiply_add(a, w, a3), multiply_add(b, w, b3)
-            _add_to(sums, 0, v * LANES, a0, b0)
-            if rows > 1:
-                _add_to(sums, 1, v * LANES, a1, b1)
-            if rows > 2:
-                _add_to(sums, 2, v * LANES, a2, b2)
-            if rows > 3:
-                _add_to(sums, 3, v * LANES, a3, b3)
-
-    return accumulate_codes  # type: ignore[no-any-return]
-
-
-@njit(**OPTIONS)
-def _add_to(sums: Any, row: int, column: int, a: Any, b: Any) -> None:
-    store_floats(sums, row, column, add(load_floats(sums, row, column), a))
-    store_floats(sums, row, column + LANES, add(load_floats(sums, row, column + LANES), b))
-
-
-_dot_1, _dot_2, _dot_3, _dot_4 = (_make_dot_codes(rows) for rows in range(1, ROWS + 1))
-_accumulate_1, _accumulate_2, _accumulate_3, _accumulate_4 = (_make_accumulate_codes(r) for r in range(1, ROWS + 1))
-
-
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def dot_codes(
-    rows: int,
+    rows: Any,
     query: Any,
     codes: Any,
     places: Any,
@@ -143,7 +69,7 @@ def dot_codes(
     Products of queries with the codes of a tile's tokens.
 
     Args:
-        rows: queries in use, 1 to 4.
+        rows: queries in use, 1 to 4, as the length of a tuple.
         query: `[4, 8 V]`, in the order of the vectors and with their weights.
         codes: `[tokens of the chunk, bytes]`.
         places, masks: of a `CodeLayout`.
@@ -152,19 +78,22 @@ def dot_codes(
         base: `[1, 8]`, added to the scores of two tokens.
         scores: `[1, 4 T + 4]`, filled for these tokens, four numbers each, and for one more if they are odd.
     """
-    if rows == 1:
-        _dot_1(query, codes, places, masks, vectors, tokens, base, scores)
-    elif rows == 2:
-        _dot_2(query, codes, places, masks, vectors, tokens, base, scores)
-    elif rows == 3:
-        _dot_3(query, codes, places, masks, vectors, tokens, base, scores)
-    else:
-        _dot_4(query, codes, places, masks, vectors, tokens, base, scores)
+    origin, first, last = tokens
+    for t in range(first, last, 2):
+        u = min(t + 1, last - 1)
+        sums_a = sums_b = no_sums(rows)
+        for v in range(vectors[0], vectors[1]):
+            a = masked_to_floats(load_bytes(codes, t, places[v]), masks[v])
+            b = masked_to_floats(load_bytes(codes, u, places[v]), masks[v])
+            sums_a = add_row_products(sums_a, a, query, v * LANES)
+            sums_b = add_row_products(sums_b, b, query, v * LANES)
+        sums = add(sums_of_two(sums_a, sums_b), load_floats(base, 0, 0))
+        store_floats(scores, 0, (t - origin) * ROWS, sums)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def accumulate_codes(
-    rows: int,
+    rows: Any,
     weights: Any,
     codes: Any,
     places: Any,
@@ -181,17 +110,21 @@ def accumulate_codes(
         tokens: from which token up to which.
         rows, codes, places, masks, vectors: as in `dot_codes`; an even number of vectors.
     """
-    if rows == 1:
-        _accumulate_1(weights, codes, places, masks, vectors, tokens, sums)
-    elif rows == 2:
-        _accumulate_2(weights, codes, places, masks, vectors, tokens, sums)
-    elif rows == 3:
-        _accumulate_3(weights, codes, places, masks, vectors, tokens, sums)
-    else:
-        _accumulate_4(weights, codes, places, masks, vectors, tokens, sums)
+    first, last = tokens
+    for v in range(vectors[0], vectors[1], 2):
+        place_a, place_b, mask_a, mask_b = places[v], places[v + 1], masks[v], masks[v + 1]
+        sums_a = sums_b = no_sums(rows)
+        for t in range(first, last):
+            a = masked_to_floats(load_bytes(codes, t, place_a), mask_a)
+            b = masked_to_floats(load_bytes(codes, t, place_b), mask_b)
+            place = (t - first) * ROWS
+            sums_a = add_weighted(sums_a, a, weights, place)
+            sums_b = add_weighted(sums_b, b, weights, place)
+        add_to_rows(sums, v * LANES, sums_a)
+        add_to_rows(sums, (v + 1) * LANES, sums_b)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def dot_states(query: Any, states: Any, tokens: int, scores: Any) -> None:
     """
     Products of four queries `[4, padded D]` with exact states `[T, padded D]`; `scores` as in `dot_codes`.
@@ -200,38 +133,24 @@ def dot_states(query: Any, states: Any, tokens: int, scores: Any) -> None:
     """
     for t in range(0, tokens, 2):
         u = min(t + 1, tokens - 1)
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
+        sums_a = sums_b = no_sums(_ALL)
         for d in range(0, query.shape[1], LANES):
-            a, b = load_floats(states, t, d), load_floats(states, u, d)
-            q = load_floats(query, 0, d)
-            a0, b0 = multiply_add(a, q, a0), multiply_add(b, q, b0)
-            q = load_floats(query, 1, d)
-            a1, b1 = multiply_add(a, q, a1), multiply_add(b, q, b1)
-            q = load_floats(query, 2, d)
-            a2, b2 = multiply_add(a, q, a2), multiply_add(b, q, b2)
-            q = load_floats(query, 3, d)
-            a3, b3 = multiply_add(a, q, a3), multiply_add(b, q, b3)
-        store_floats(scores, 0, t * ROWS, sums_of_eight(a0, a1, a2, a3, b0, b1, b2, b3))
+            sums_a = add_row_products(sums_a, load_floats(states, t, d), query, d)
+            sums_b = add_row_products(sums_b, load_floats(states, u, d), query, d)
+        store_floats(scores, 0, t * ROWS, sums_of_two(sums_a, sums_b))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def accumulate_states(weights: Any, states: Any, tokens: int, sums: Any) -> None:
     """Adds exact states `[T, padded D]`, times weights `[1, 4 T + 4]`, to `sums` `[4, padded D]`."""
     for d in range(0, sums.shape[1], LANES):
-        a0 = a1 = a2 = a3 = broadcast(_ZERO)
+        own = no_sums(_ALL)
         for t in range(tokens):
-            a, place = load_floats(states, t, d), t * ROWS
-            a0 = multiply_add(a, broadcast(weights[0, place]), a0)
-            a1 = multiply_add(a, broadcast(weights[0, place + 1]), a1)
-            a2 = multiply_add(a, broadcast(weights[0, place + 2]), a2)
-            a3 = multiply_add(a, broadcast(weights[0, place + 3]), a3)
-        store_floats(sums, 0, d, add(load_floats(sums, 0, d), a0))
-        store_floats(sums, 1, d, add(load_floats(sums, 1, d), a1))
-        store_floats(sums, 2, d, add(load_floats(sums, 2, d), a2))
-        store_floats(sums, 3, d, add(load_floats(sums, 3, d), a3))
+            own = add_weighted(own, load_floats(states, t, d), weights, t * ROWS)
+        add_to_rows(sums, d, own)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def add_products(factors: Any, columns: Any, tokens: int, scores: Any) -> None:
     """Adds `factors[t] columns` to the scores of token `t`; `factors` `[1, T rank]`, `columns` `[rank, 4]`."""
     rank = columns.shape[0]
@@ -242,7 +161,7 @@ def add_products(factors: Any, columns: Any, tokens: int, scores: Any) -> None:
         store_four(scores, 0, t * ROWS, score)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def sum_products(factors: Any, weights: Any, tokens: int, columns: Any) -> None:
     """Adds the sum over tokens of `factors[t] weights[t]` to `columns` `[rank, 4]`; `factors` `[1, T rank]`."""
     rank = columns.shape[0]
@@ -259,7 +178,7 @@ def sum_products(factors: Any, weights: Any, tokens: int, columns: Any) -> None:
         store_four(columns, k, 0, add(load_four(columns, k, 0), add(even, odd)))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def add_bias(
     bias: Any, batch: int, head: int, groups: int, num_queries: int, row: int, start: int, tokens: int, scores: Any
 ) -> None:
@@ -274,7 +193,7 @@ def add_bias(
             scores[0, t * ROWS + r - row] += line[start + t]
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def softmax_tile(tokens: int, scores: Any, maximum: Any, total: Any, decay: Any) -> bool:
     """
     Turns the scores of a tile into weights against the running maximum.
@@ -320,7 +239,7 @@ def softmax_tile(tokens: int, scores: Any, maximum: Any, total: Any, decay: Any)
     return has_grown
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def scale_rows(factors: Any, sums: Any) -> None:
     """Multiplies row `r` of `sums` `[4, whole vectors]` by `factors[0, r]`."""
     for r in range(ROWS):
@@ -329,7 +248,7 @@ def scale_rows(factors: Any, sums: Any) -> None:
             store_floats(sums, r, d, multiply(load_floats(sums, r, d), factor))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def scale_columns(factors: Any, columns: Any) -> None:
     """Multiplies column `r` of `columns` `[any, 4]` by `factors[0, r]`."""
     factor = load_four(factors, 0, 0)
@@ -337,7 +256,7 @@ def scale_columns(factors: Any, columns: Any) -> None:
         store_four(columns, i, 0, multiply(load_four(columns, i, 0), factor))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def to_floats(halves: Any, row: int, first: int, count: int, floats: Any) -> None:
     """Values `first` to `first + count` of a row of float16, given as uint16, to the start of `floats` `[1, any]`."""
     whole = count - count % LANES

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from numba import float32, int64, njit
 
-from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, longs_at, zeros
-from .primitives import OPTIONS, ROWS, WORKER, scale_rows, softmax_tile
+from .arrays import bytes_at, doubles_at, floats_at, longs_at
+from .new_arrays import MINUS_INFINITY, filled, zeros
+from .primitives import OPTIONS, WORKER, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .threads import FIRST, bits_of, num_tasks, run, take_task
 from .vectors import (
     LANES,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from numba import njit
 
 from .arrays import floats_at
-from .primitives import OPTIONS, ROWS
+from .primitives import BORROWING, OPTIONS
+from .row_vectors import ROWS
 
 
 class Task(NamedTuple):
@@ -25,7 +26,15 @@ class Task(NamedTuple):
     part: int
 
 
-@njit(**OPTIONS)
+def most_rows(num_rows: int) -> int:
+    """
+    Queries of a task at most, where a head has some: as even as tasks of up to four can be. Workers are compiled for
+    every such number.
+    """
+    return -(-num_rows // -(-num_rows // ROWS))
+
+
+@njit(**BORROWING)
 def task_of(number: int, shape: Any, span: Any) -> Task:
     """
     One of the tasks of a part.
@@ -37,9 +46,10 @@ def task_of(number: int, shape: Any, span: Any) -> Task:
     """
     num_rows = shape[2] * shape[3]
     row_blocks = -(-num_rows // ROWS)
+    most = -(-num_rows // row_blocks)
     item, part = number // span[2], number % span[2]
-    matrix, row = item // row_blocks, item % row_blocks * ROWS
-    return Task(matrix // shape[1], matrix % shape[1], matrix, row, min(ROWS, num_rows - row), part)
+    matrix, row = item // row_blocks, item % row_blocks * most
+    return Task(matrix // shape[1], matrix % shape[1], matrix, row, min(most, num_rows - row), part)
 
 
 @njit(**OPTIONS)

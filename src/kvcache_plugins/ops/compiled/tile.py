@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int64, njit
 
-from .arrays import Side, zeros
+from .arrays import Side
 from .layout import CodeLayout
+from .new_arrays import zero_longs, zeros
 from .primitives import (
+    BORROWING,
     INLINED,
-    OPTIONS,
-    ROWS,
     accumulate_codes,
     dot_codes,
     scale_columns,
@@ -24,6 +24,7 @@ from .primitives import (
     sum_products,
     to_floats,
 )
+from .row_vectors import ROWS
 from .vectors import (
     LANES,
     add,
@@ -90,6 +91,8 @@ def load_queries(query: Any, scale: Any, rows: int, rank: int, layout: CodeLayou
     by_row = zeros(ROWS, head_dim)
     by_channel = zeros(1, ROWS * head_dim)
     by_vector = zeros(ROWS, layout.places.shape[0] * LANES)
+    group = zero_longs((1,))
+    group[0] = -1
     for r in range(rows):
         for d in range(head_dim):
             by_row[r, d] = by_channel[0, ROWS * d + r] = query[r, d] * scale
@@ -104,7 +107,7 @@ def load_queries(query: Any, scale: Any, rows: int, rank: int, layout: CodeLayou
         by_vector,
         by_vector.copy(),
         zeros(1, 2 * ROWS),
-        np.full(1, -1),
+        group,
         zeros(rank, ROWS),
     )
 
@@ -141,6 +144,7 @@ def fold_scales(queries: Queries, rows: int, layout: CodeLayout, scale: Any, zer
 
 @njit(**INLINED)
 def score_by_channel(
+    used: Any,
     queries: Queries,
     rows: int,
     layout: CodeLayout,
@@ -161,14 +165,14 @@ def score_by_channel(
             fold_scales(queries, rows, layout, scale, zero, group)
             queries.group[0] = group
         span = (int64(start), int64(first), int64(last))
-        dot_codes(rows, queries.folded, codes, layout.places, layout.masks, vectors, span, queries.base, scores)
+        dot_codes(used, queries.folded, codes, layout.places, layout.masks, vectors, span, queries.base, scores)
         first = last
 
 
 @njit(**INLINED)
 def score_by_token(
+    used: Any,
     queries: Queries,
-    rows: int,
     layout: CodeLayout,
     codes: Any,
     scale: Any,
@@ -186,7 +190,7 @@ def score_by_token(
     queries.base[:] = 0
     for group in range(num_groups):
         vectors = (layout.group_ends[group], layout.group_ends[group + 1])
-        dot_codes(rows, queries.by_vector, codes, layout.places, layout.masks, vectors, span, queries.base, products)
+        dot_codes(used, queries.by_vector, codes, layout.places, layout.masks, vectors, span, queries.base, products)
         total = broadcast_four(float32(0))
         for d in range(group * group_size, (group + 1) * group_size):
             total = multiply_add(broadcast_four(float32(1)), load_four(queries.by_channel, 0, d * ROWS), total)
@@ -238,7 +242,7 @@ def load_factor(factor: Any, first: int, tokens: int, floats: Any) -> None:
 
 @njit(**INLINED)
 def accumulate_values(
-    rows: int,
+    used: Any,
     layout: CodeLayout,
     codes: Any,
     scale: Any,
@@ -261,7 +265,7 @@ def accumulate_values(
             step = broadcast_four(floats[0, t * num_groups + group])
             store_four(scaled, 0, t * ROWS, multiply(load_four(weights, 0, t * ROWS), step))
         vectors = (layout.group_ends[group], layout.group_ends[group + 1])
-        accumulate_codes(rows, scaled, codes, layout.places, layout.masks, vectors, span, sums.codes)
+        accumulate_codes(used, scaled, codes, layout.places, layout.masks, vectors, span, sums.codes)
 
 
 @njit(**INLINED)
@@ -281,7 +285,7 @@ def scale_sums(decay: Any, sums: Sums) -> None:
     scale_columns(decay, sums.weighted_a)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def rotate_row(rows: Any, row: int, first: int, stop: int, size: int) -> None:
     """
     `ops.rotation.rotate` of the columns from `first` to `stop` of a row, in place: a fast Walsh-Hadamard transform of

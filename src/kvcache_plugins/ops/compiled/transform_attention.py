@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, njit
 
-from .arrays import MINUS_INFINITY, bytes_at, doubles_at, filled, floats_at, halves_at, longs_at, zeros
+from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
 from .calls import Call, Part, call_at, part_of
 from .exact import attend_exact, end_task, partial_results
-from .primitives import INLINED, OPTIONS, ROWS, WORKER, add_bias, scale_rows, softmax_tile
+from .new_arrays import MINUS_INFINITY, filled, zero_floats, zero_longs, zeros
+from .primitives import BORROWING, INLINED, OPTIONS, WORKER, add_bias, scale_rows, softmax_tile
+from .row_vectors import ROWS
 from .tasks import Task, queries_of, task_of
 from .threads import num_tasks, take_task
 from .tile import rotate_row
@@ -40,7 +42,7 @@ TILE = 32
 ANCHOR_TILES = 64
 # Of a key, so that a channel that does not vary has a deviation to be divided by
 _LEAST_DEVIATION = np.float32(1e-6)
-_MINUS, _ZERO = np.float32(-1), np.float32(0)
+_MINUS = np.float32(-1)
 
 
 class Channels(NamedTuple):
@@ -63,10 +65,9 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
     order_address, is_wide, mean_address, deviation_address = table
     partner_address, cosine_address, sine_address = rotary[:3]
     size = num_blocks * LANES
-    own, partners = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
+    own, partners = zero_longs((size,)), zero_longs((size,))
     deviations, means = zeros(1, size), zeros(1, size)
-    cosines = np.empty((TILE + 1, size), dtype=np.float32)
-    sines = np.empty((TILE + 1, size), dtype=np.float32)
+    cosines, sines = zeros(TILE + 1, size), zeros(TILE + 1, size)
     narrow = bytes_at(order_address + matrix * head_dim, (head_dim,))
     wide = halves_at(order_address + 2 * matrix * head_dim, (head_dim,))
     mean = halves_at(mean_address + 2 * matrix * head_dim, (head_dim,))
@@ -80,11 +81,10 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
         average = float_of_half(mean[channel])
         deviations[0, i] = max(float_of_half(deviation[channel]), _LEAST_DEVIATION * abs(average), float32(1e-9))
         means[0, i] = average / deviations[0, i]
+    own[head_dim:], partners[head_dim:] = -1, -1
     for t in range(TILE + 1):
         for i in range(head_dim):
             cosines[t, i], sines[t, i] = all_cosines[t, own[i]], -all_sines[t, own[i]]
-        for i in range(head_dim, size):
-            cosines[t, i] = sines[t, i] = _ZERO
     return Channels(own, partners, deviations, means, cosines, sines)
 
 
@@ -203,7 +203,7 @@ def ends_of(work: Work) -> tuple[int, int]:
 @njit(**INLINED)
 def load_scales(work: Work, rows: Any) -> Any:
     """The scales of a task's tokens, `[T]`, of all that are in use."""
-    scales = np.zeros(work.length, dtype=np.float32)
+    scales = zero_floats((work.length,))
     first, last = ends_of(work)
     for t in range(first, last):
         scales[t] = work.scales[rows[t, 0]]
@@ -229,7 +229,7 @@ def turn_to(work: Work, start: int, own: Any, partners: Any) -> None:
 
 
 @njit(**INLINED)
-def add_tile(work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: RowSums) -> None:
+def add_tile(used: Any, work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: RowSums) -> None:
     """Adds a tile, whose keys have made its scores `[1, 4 T + 4]`; `decay` `[1, 8]` has room for what it needs."""
     start, tokens = span
     if work.bias.shape[3] > 0:
@@ -249,11 +249,11 @@ def add_tile(work: Work, span: tuple[int, int], scores: Any, decay: Any, sums: R
     for t in range(tokens):
         factor = broadcast_four(work.scales[work.values.rows[start + t, 0]])
         store_four(scores, 0, t * ROWS, multiply(load_four(scores, 0, t * ROWS), factor))
-    accumulate_rows(work.task.rows, scores, work.values.rows, work.values.blocks, span, sums.sums)
+    accumulate_rows(used, scores, work.values.rows, work.values.blocks, span, sums.sums)
 
 
 @njit(**INLINED)
-def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
+def _run_tiles(used: Any, work: Work, keys: Rows, sums: RowSums) -> None:
     channels, size = work.channels, work.channels.own.shape[0]
     own, partners = zeros(ROWS, size), zeros(ROWS, size)
     scores = zeros(1, (TILE + 2) * ROWS)
@@ -264,13 +264,13 @@ def _run_tiles(work: Work, keys: Rows, sums: RowSums) -> None:
         span = (start, min(TILE, last - start))
         turn_to(work, start, own, partners)
         dot_rows(
-            work.task.rows, own, partners, keys.rows, keys.blocks, channels.means, key_scales, channels.cosines,
+            used, own, partners, keys.rows, keys.blocks, channels.means, key_scales, channels.cosines,
             channels.sines, span, scores,
         )  # fmt: skip
-        add_tile(work, span, scores, decay, sums)
+        add_tile(used, work, span, scores, decay, sums)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def shared_numbers(own: Any, first: int) -> tuple[Any, Any]:
     """
     What rows of both kinds have of a part's numbers, from one of them on.
@@ -285,7 +285,7 @@ def shared_numbers(own: Any, first: int) -> tuple[Any, Any]:
 
 
 @njit(**INLINED)
-def _run(number: int, call: Call, part: Part) -> None:
+def _run(used: Any, number: int, call: Call, part: Part) -> None:
     """
     One task of attention over a block of rows, as a partial result of an online softmax.
 
@@ -308,7 +308,7 @@ def _run(number: int, call: Call, part: Part) -> None:
     values = Rows(rows_at(value_rows, task, shape), value_blocks)
     sums = make_sums(value_count * LANES)
     work = load_work(task, call, part, channels, values, codebook, rotary)
-    _run_tiles(work, Rows(rows_at(key_rows, task, shape), key_blocks), sums)
+    _run_tiles(used, work, Rows(rows_at(key_rows, task, shape), key_blocks), sums)
     deviation = float_of_half(halves_at(own[12], (sides,))[task.matrix])
     run, b, h, row = task.part, task.batch, task.head, task.row
     for r in range(task.rows):
@@ -320,16 +320,24 @@ def _run(number: int, call: Call, part: Part) -> None:
         maximum[run, b, h, row + r] = sums.maximum[0, r]
 
 
-@njit(**WORKER)
-def attend_row_parts(address: int) -> None:
+def _make_worker(used: tuple[int, ...]) -> Any:
     """Attention over exact parts and blocks of rows: the worker of a table, see `calls` and `threads`."""
-    call, count = call_at(address), num_tasks(address)
-    task = take_task(address)
-    while task < count:
-        number, part = part_of(task, call)
-        if part.exact > 0:
-            attend_exact(number, call, part)
-        else:
-            _run(number, call, part)
-        end_task(address, call)
+
+    @njit(**WORKER)
+    def attend_row_parts(address: int) -> None:
+        call, count = call_at(address), num_tasks(address)
         task = take_task(address)
+        while task < count:
+            number, part = part_of(task, call)
+            if part.exact > 0:
+                attend_exact(number, call, part)
+            else:
+                _run(used, number, call, part)
+            end_task(address, call)
+            task = take_task(address)
+
+    return attend_row_parts
+
+
+# By the queries that a task has at most
+attend_row_parts = {rows: _make_worker((0,) * rows) for rows in range(1, ROWS + 1)}

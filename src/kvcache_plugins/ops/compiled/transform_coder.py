@@ -9,7 +9,6 @@ Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, R by
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numba import float32, int64, njit, uint64
 
@@ -18,7 +17,8 @@ from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 
 from . import trellis_coder
 from .arrays import bytes_at, floats_at, longs_at
-from .primitives import OPTIONS, WORKER
+from .new_arrays import zero_floats
+from .primitives import BORROWING, OPTIONS, WORKER
 from .threads import num_tasks, run, take_task
 from .transform_tokens import (
     Normalization,
@@ -55,7 +55,7 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return bounds, points, torch.searchsorted(bounds, ends)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _code(number: Any, width: int, bounds: Any, first_codes: Any) -> int:
     """How many bounds of a width lie below a number."""
     near = min(max(number, float32(-_GRID_END)), float32(_GRID_END))
@@ -68,7 +68,7 @@ def _code(number: Any, width: int, bounds: Any, first_codes: Any) -> int:
     return code
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _encode_token(
     state: Any, normalization: Normalization, rule: tuple[bool, bool, int], tables: Any, normal: Any, row: Any
 ) -> None:
@@ -82,7 +82,7 @@ def _encode_token(
         scale = found
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _encode_channels(
     normal: Any, widths: Any, rule: tuple[bool, bool, int], tables: Any, energy: Any, scale: Any, row: Any
 ) -> Any:
@@ -126,7 +126,7 @@ def _encode_task(
         longs_at(codebook[2], (MAX_WIDTH + 1, _GRID_CELLS)),
         floats_at(codebook[3], (MAX_WIDTH + 1,)),
     )
-    normal = np.zeros(normalization.own.shape[0], dtype=np.float32)
+    normal = zero_floats((normalization.own.shape[0],))
     all_states = floats_at(states, (num_matrices, length, head_dim))[matrix]
     all_rows = bytes_at(rows, (num_matrices, length, row_size))[matrix]
     for t in range(part * span, min((part + 1) * span, length)):

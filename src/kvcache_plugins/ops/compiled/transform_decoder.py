@@ -16,8 +16,9 @@ from numba import float32, njit
 from kvcache_plugins.ops.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 
-from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at, zeros
-from .primitives import OPTIONS, WORKER
+from .arrays import bytes_at, doubles_at, floats_at, halves_at, longs_at
+from .new_arrays import zero_floats, zero_longs, zeros
+from .primitives import BORROWING, OPTIONS, WORKER
 from .threads import FIRST, num_tasks, run, take_task
 from .tile import rotate_row
 from .transform_attention import TILE
@@ -40,19 +41,17 @@ def _load_channels(shape: Any, table: Any, matrix: int) -> Any:
     num_matrices, _, head_dim, _ = shape
     order, mean_address, deviation_address, num_deviations, _ = table
     size = -(-head_dim // LANES) * LANES
-    own = np.arange(head_dim)
-    deviations, means = zeros(1, size), zeros(1, size)
+    own, deviations, means = zero_longs((head_dim,)), zeros(1, size), zeros(1, size)
     stored = halves_at(deviation_address, (num_matrices, num_deviations))[matrix]
     for i in range(head_dim):
-        if order:
-            own[i] = longs_at(order, (num_matrices, head_dim))[matrix, i]
+        own[i] = longs_at(order, (num_matrices, head_dim))[matrix, i] if order else i
         deviations[0, i] = float_of_half(stored[own[i] if num_deviations > 1 else 0])
         if mean_address:
             means[0, i] = float_of_half(halves_at(mean_address, (num_matrices, head_dim))[matrix, own[i]])
     return own, deviations, means
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def _decode_token(row: Any, t: int, blocks: Blocks, scale: Any, deviations: Any, means: Any, normal: Any) -> None:
     """Channels of a token in the order of its row, `[1, 8 N]`."""
     for v in range(blocks.low.shape[0]):
@@ -138,9 +137,8 @@ def _turn_task(task: int, shape: Any, states: int, rotary: Any, place: Any) -> N
     cosines, sines = floats_at(rotary[1], (TILE + 1, head_dim)), floats_at(rotary[2], (TILE + 1, head_dim))
     frequencies = doubles_at(rotary[3], (head_dim,))
     origin = start + first - longs_at(padding, (batch_size,))[batch]
-    own_cosines, own_sines = np.empty(head_dim, dtype=np.float32), np.empty(head_dim, dtype=np.float32)
-    cosine, sine = np.empty(head_dim, dtype=np.float32), np.empty(head_dim, dtype=np.float32)
-    before = np.empty(head_dim, dtype=np.float32)
+    own_cosines, own_sines = zero_floats((head_dim,)), zero_floats((head_dim,))
+    cosine, sine, before = zero_floats((head_dim,)), zero_floats((head_dim,)), zero_floats((head_dim,))
     all_states = floats_at(states, (batch_size, num_heads, length, head_dim))[batch]
     for t in range(min(TILE, length - first)):
         # Told by the position alone, to the last bit, wherever a run of tokens begins

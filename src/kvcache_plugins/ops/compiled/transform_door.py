@@ -42,13 +42,13 @@ def prepare_rows(
     """
     layer = LayerCall(query, num_heads, _value_dim(parts[0]), scale)
     is_calibrated = any(isinstance(part, CodedPart) and isinstance(part.coder, BasisCoder) for part in parts)
-    worker, size = (attend_basis_parts, 28) if is_calibrated else (attend_row_parts, 24)
+    workers, size = (attend_basis_parts, 28) if is_calibrated else (attend_row_parts, 24)
     for part in parts:
         if isinstance(part, CodedPart):
             layer.add(part, *_split(part, layer.num_row_blocks), _numbers(part, query.device, layer.arguments))
         else:
             layer.add_exact(part, size)
-    return layer, worker
+    return layer, workers[layer.most_rows]
 
 
 def attend_rows(

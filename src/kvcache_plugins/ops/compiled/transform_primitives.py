@@ -8,7 +8,6 @@ not matter, and nothing is gathered from memory.
 Legend: N blocks of eight channels, T tokens of a tile.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +23,17 @@ from .fields import (
     multiply_ints,
     shift_right,
 )
-from .primitives import INLINED, OPTIONS, ROWS
+from .new_arrays import zero_flags, zero_ints, zero_longs, zeros
+from .primitives import BORROWING, INLINED, OPTIONS
+from .row_vectors import ROWS, add_to_rows, add_turned, add_weighted, no_sums, sums_of_two
 from .vectors import (
     LANES,
-    add,
     broadcast,
     load_floats,
     masked_to_floats,
     multiply,
     multiply_add,
     store_floats,
-    sums_of_eight,
 )
 
 
@@ -71,11 +70,9 @@ def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any)
     A state (`ops.transform_coding.trellis`) begins where its code does, and reaches beyond it.
     """
     count = widths.shape[0]
-    low, high = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    masks, shifts = np.zeros(count, dtype=np.int32), np.zeros((1, count * LANES), dtype=np.int32)
-    points, wide = np.zeros((count, 5), dtype=np.float32), np.zeros(count, dtype=np.int64)
-    of_states, in_tables = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.bool_)
-    tables = np.zeros((count, TABLE_SIZE), dtype=np.float32)
+    low, high, wide = zero_longs((count,)), zero_longs((count,)), zero_longs((count,))
+    masks, shifts, of_states = zero_ints((count,)), zero_ints((1, count * LANES)), zero_ints((count,))
+    points, tables, in_tables = zeros(count, 5), zeros(count, TABLE_SIZE), zero_flags((count,))
     offset = 1
     half = LANES // 2
     for v in range(count):
@@ -92,7 +89,9 @@ def make_blocks(widths: Any, row_size: int, coefficients: Any, multipliers: Any)
         masks[v] = num_codes - 1
         points[v, 0] = 2.0 / num_codes
         points[v, 1] = 1.0 / num_codes - 1.0
-        points[v, 2:] = coefficients[width]
+        # Not as slices, for whose errors Numba compiles a dozen functions
+        for i in range(3):
+            points[v, 2 + i] = coefficients[width, i]
         if in_tables[v]:
             for code in range(TABLE_SIZE):
                 centred = float32(code % num_codes) * points[v, 0] + points[v, 1]
@@ -133,128 +132,9 @@ def computed_points(rows: Any, token: Any, blocks: Blocks, v: Any) -> Any:
     return multiply(centred, multiply_add(square, inner, broadcast(points[v, 2])))
 
 
-@njit(**INLINED)
-def add_turned(
-    num_rows: int, own: Any, partners: Any, place: int, states: Any, offsets: Any, cosines: Any, sines: Any, sums: Any
-) -> Any:
-    """
-    Adds what eight channels of two tokens' keys add to scores.
-
-    Args:
-        num_rows: queries in use, 1 to 4.
-        own, partners, cosines, sines: as in `dot_rows`.
-        place: of the channels.
-        states: the channels of both tokens.
-        offsets: places of both tokens in the tile.
-        sums: the sums of the first token for four queries, and of the second.
-    """
-    (a, b), (t, u), (a0, a1, a2, a3, b0, b1, b2, b3) = states, offsets, sums
-    a_sine, b_sine = multiply(a, load_floats(sines, t, place)), multiply(b, load_floats(sines, u, place))
-    a, b = multiply(a, load_floats(cosines, t, place)), multiply(b, load_floats(cosines, u, place))
-    q, p = load_floats(own, 0, place), load_floats(partners, 0, place)
-    a0, b0 = multiply_add(a_sine, p, multiply_add(a, q, a0)), multiply_add(b_sine, p, multiply_add(b, q, b0))
-    if num_rows > 1:
-        q, p = load_floats(own, 1, place), load_floats(partners, 1, place)
-        a1, b1 = multiply_add(a_sine, p, multiply_add(a, q, a1)), multiply_add(b_sine, p, multiply_add(b, q, b1))
-    if num_rows > 2:
-        q, p = load_floats(own, 2, place), load_floats(partners, 2, place)
-        a2, b2 = multiply_add(a_sine, p, multiply_add(a, q, a2)), multiply_add(b_sine, p, multiply_add(b, q, b2))
-    if num_rows > 3:
-        q, p = load_floats(own, 3, place), load_floats(partners, 3, place)
-        a3, b3 = multiply_add(a_sine, p, multiply_add(a, q, a3)), multiply_add(b_sine, p, multiply_add(b, q, b3))
-    return a0, a1, a2, a3, b0, b1, b2, b3
-
-
-def _make_dot_rows(num_rows: int) -> Callable[..., None]:
-    @njit(**OPTIONS)
-    def dot_rows(
-        own: Any, partners: Any, rows: Any, blocks: Any, means: Any, scales: Any, cosines: Any, sines: Any, span: Any,
-        scores: Any,
-    ) -> None:  # fmt: skip
-        first, count = span
-        for t in range(0, count, 2):
-            u = min(t + 1, count - 1)
-            scale_a, scale_b = broadcast(scales[first + t]), broadcast(scales[first + u])
-            zero = broadcast(_ZERO)
-            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-            for v in range(blocks.low.shape[0]):
-                place = v * LANES
-                a = b = load_floats(means, 0, place)
-                if blocks.in_tables[v]:
-                    a = multiply_add(found_points(rows, first + t, blocks, v), scale_a, a)
-                    b = multiply_add(found_points(rows, first + u, blocks, v), scale_b, b)
-                elif blocks.widths[v] > 0:
-                    a = multiply_add(computed_points(rows, first + t, blocks, v), scale_a, a)
-                    b = multiply_add(computed_points(rows, first + u, blocks, v), scale_b, b)
-                sums = add_turned(num_rows, own, partners, place, (a, b), (t, u), cosines, sines, sums)
-            store_floats(scores, 0, t * ROWS, sums_of_eight(*sums))
-
-    return dot_rows  # type: ignore[no-any-return]
-
-
-@njit(**INLINED)
-def add_to_rows(num_rows: int, vectors: Any, place: int, sums: Any) -> None:
-    """Adds a vector of every row in use to `sums` `[4, 8 N]`."""
-    a0, a1, a2, a3 = vectors
-    store_floats(sums, 0, place, add(load_floats(sums, 0, place), a0))
-    if num_rows > 1:
-        store_floats(sums, 1, place, add(load_floats(sums, 1, place), a1))
-    if num_rows > 2:
-        store_floats(sums, 2, place, add(load_floats(sums, 2, place), a2))
-    if num_rows > 3:
-        store_floats(sums, 3, place, add(load_floats(sums, 3, place), a3))
-
-
-def _make_accumulate_rows(num_rows: int) -> Callable[..., None]:
-    @njit(**OPTIONS)
-    def accumulate_rows(weights: Any, rows: Any, blocks: Any, span: Any, sums: Any) -> None:
-        first, count = span
-        v, num_blocks = 0, blocks.low.shape[0]
-        while v < num_blocks:
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = broadcast(_ZERO)
-            # Two blocks share what is loaded of weights
-            step = 1 + (v + 1 < num_blocks and blocks.in_tables[v] and blocks.in_tables[v + 1])
-            if step == 2:
-                for t in range(count):
-                    a = found_points(rows, first + t, blocks, v)
-                    b = found_points(rows, first + t, blocks, v + 1)
-                    w = broadcast(weights[0, t * ROWS])
-                    a0, b0 = multiply_add(a, w, a0), multiply_add(b, w, b0)
-                    if num_rows > 1:
-                        w = broadcast(weights[0, t * ROWS + 1])
-                        a1, b1 = multiply_add(a, w, a1), multiply_add(b, w, b1)
-                    if num_rows > 2:
-                        w = broadcast(weights[0, t * ROWS + 2])
-                        a2, b2 = multiply_add(a, w, a2), multiply_add(b, w, b2)
-                    if num_rows > 3:
-                        w = broadcast(weights[0, t * ROWS + 3])
-                        a3, b3 = multiply_add(a, w, a3), multiply_add(b, w, b3)
-            elif blocks.widths[v] > 0:
-                for t in range(count):
-                    a = points_of(rows, first + t, blocks, v)
-                    a0 = multiply_add(a, broadcast(weights[0, t * ROWS]), a0)
-                    if num_rows > 1:
-                        a1 = multiply_add(a, broadcast(weights[0, t * ROWS + 1]), a1)
-                    if num_rows > 2:
-                        a2 = multiply_add(a, broadcast(weights[0, t * ROWS + 2]), a2)
-                    if num_rows > 3:
-                        a3 = multiply_add(a, broadcast(weights[0, t * ROWS + 3]), a3)
-            place, last = v * LANES, (v + step - 1) * LANES
-            # The second sums are zero where there is one block
-            add_to_rows(num_rows, (a0, a1, a2, a3), place, sums)
-            add_to_rows(num_rows, (b0, b1, b2, b3), last, sums)
-            v += step
-
-    return accumulate_rows  # type: ignore[no-any-return]
-
-
-_dot_1, _dot_2, _dot_3, _dot_4 = (_make_dot_rows(rows) for rows in range(1, ROWS + 1))
-_accumulate_1, _accumulate_2, _accumulate_3, _accumulate_4 = (_make_accumulate_rows(r) for r in range(1, ROWS + 1))
-
-
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def dot_rows(
-    num_rows: int,
+    used: Any,
     own: Any,
     partners: Any,
     rows: Any,
@@ -270,7 +150,7 @@ def dot_rows(
     Scores of a tile.
 
     Args:
-        num_rows: queries in use, 1 to 4.
+        used: queries in use, 1 to 4, as the length of a tuple.
         own, partners: `[4, 8 N]`: the queries as turned back to the tile's start, every channel's own and its
             partner's, times the channel's deviation.
         rows: `[tokens, bytes]`.
@@ -281,27 +161,48 @@ def dot_rows(
         span: the tile's first token, and how many.
         scores: `[1, 4 T + 4]`, filled, four numbers a token, and one token more if they are odd.
     """
-    if num_rows == 1:
-        _dot_1(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
-    elif num_rows == 2:
-        _dot_2(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
-    elif num_rows == 3:
-        _dot_3(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
-    else:
-        _dot_4(own, partners, rows, blocks, means, scales, cosines, sines, span, scores)
+    first, count = span
+    for t in range(0, count, 2):
+        u = min(t + 1, count - 1)
+        scale_a, scale_b = broadcast(scales[first + t]), broadcast(scales[first + u])
+        sums_a = sums_b = no_sums(used)
+        for v in range(blocks.low.shape[0]):
+            place = v * LANES
+            a = b = load_floats(means, 0, place)
+            if blocks.in_tables[v]:
+                a = multiply_add(found_points(rows, first + t, blocks, v), scale_a, a)
+                b = multiply_add(found_points(rows, first + u, blocks, v), scale_b, b)
+            elif blocks.widths[v] > 0:
+                a = multiply_add(computed_points(rows, first + t, blocks, v), scale_a, a)
+                b = multiply_add(computed_points(rows, first + u, blocks, v), scale_b, b)
+            sums_a = add_turned(sums_a, a, own, partners, cosines, sines, t, place)
+            sums_b = add_turned(sums_b, b, own, partners, cosines, sines, u, place)
+        store_floats(scores, 0, t * ROWS, sums_of_two(sums_a, sums_b))
 
 
-@njit(**OPTIONS)
-def accumulate_rows(num_rows: int, weights: Any, rows: Any, blocks: Blocks, span: tuple[int, int], sums: Any) -> None:
+@njit(**BORROWING)
+def accumulate_rows(used: Any, weights: Any, rows: Any, blocks: Blocks, span: tuple[int, int], sums: Any) -> None:
     """
     Adds the points of a tile's values, times `weights` `[1, 4 T + 4]`, to `sums` `[4, 8 N]`; the others as in
     `dot_rows`.
     """
-    if num_rows == 1:
-        _accumulate_1(weights, rows, blocks, span, sums)
-    elif num_rows == 2:
-        _accumulate_2(weights, rows, blocks, span, sums)
-    elif num_rows == 3:
-        _accumulate_3(weights, rows, blocks, span, sums)
-    else:
-        _accumulate_4(weights, rows, blocks, span, sums)
+    first, count = span
+    v, num_blocks = 0, blocks.low.shape[0]
+    while v < num_blocks:
+        sums_a = sums_b = no_sums(used)
+        # Two blocks share what is loaded of weights
+        step = 1 + (v + 1 < num_blocks and blocks.in_tables[v] and blocks.in_tables[v + 1])
+        if step == 2:
+            for t in range(count):
+                a = found_points(rows, first + t, blocks, v)
+                b = found_points(rows, first + t, blocks, v + 1)
+                sums_a = add_weighted(sums_a, a, weights, t * ROWS)
+                sums_b = add_weighted(sums_b, b, weights, t * ROWS)
+        elif blocks.widths[v] > 0:
+            for t in range(count):
+                a = points_of(rows, first + t, blocks, v)
+                sums_a = add_weighted(sums_a, a, weights, t * ROWS)
+        # The second sums are zero where there is one block
+        add_to_rows(sums, v * LANES, sums_a)
+        add_to_rows(sums, (v + step - 1) * LANES, sums_b)
+        v += step

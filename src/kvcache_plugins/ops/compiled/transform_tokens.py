@@ -9,7 +9,8 @@ import numpy as np
 from numba import float32, njit
 
 from .arrays import bytes_at, halves_at, longs_at
-from .primitives import OPTIONS
+from .new_arrays import zero_floats, zero_longs
+from .primitives import BORROWING, OPTIONS
 from .threads import FIRST
 from .vectors import LANES, float_of_half
 
@@ -36,13 +37,14 @@ def load_normalization(num_matrices: int, head_dim: int, table: Any, matrix: int
     """That of one head; `table` is what `transform_coder.encode_rows` made."""
     order, mean_address, deviation_address, num_deviations, width_address = table
     count = -(-head_dim // LANES)
-    widths = np.zeros(count, dtype=np.int64)
+    size = count * LANES
+    widths = zero_longs((count,))
     stored = bytes_at(width_address, (num_matrices, count))[matrix]
     for v in range(count):
         widths[v] = stored[v]
     deviations = halves_at(deviation_address, (num_matrices, num_deviations))[matrix]
-    own = np.full(count * LANES, -1, dtype=np.int64)
-    means, inverses = np.zeros(count * LANES, dtype=np.float32), np.zeros(count * LANES, dtype=np.float32)
+    own, means, inverses = zero_longs((size,)), zero_floats((size,)), zero_floats((size,))
+    own[head_dim:] = -1
     for i in range(head_dim):
         channel = longs_at(order, (num_matrices, head_dim))[matrix, i] if order else i
         own[i] = channel
@@ -53,7 +55,7 @@ def load_normalization(num_matrices: int, head_dim: int, table: Any, matrix: int
     return Normalization(own, means, inverses, widths)
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def normalize(state: Any, normalization: Normalization, normal: Any) -> tuple[Any, Any]:
     """Fills `normal` `[8 N]`; returns its energy, and a scale near to that of the numbers that have bits."""
     energy, coded_energy, num_coded = float32(0), float32(0), 0
@@ -69,7 +71,7 @@ def normalize(state: Any, normalization: Normalization, normal: Any) -> tuple[An
     return energy, scale_of(stored_scale(np.sqrt(coded_energy / max(num_coded, 1))))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def fitting_scale(weighted: bool, energy: Any, over: Any, under: Any, scale: Any) -> Any:
     """
     The scale that suits points found with `scale`, given sums of numbers squared, of numbers times their points and of
@@ -80,19 +82,19 @@ def fitting_scale(weighted: bool, energy: Any, over: Any, under: Any, scale: Any
     return energy / over if over > float32(_LEAST_GAIN) * energy / scale else scale
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def stored_scale(scale: float) -> int:
     """The byte that a scale is stored as."""
     return int(min(max(np.round(np.log2(max(scale, 1e-6)) * _SCALE_STEPS) + _SCALE_OFFSET, 0.0), 255.0))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def scale_of(stored: int) -> Any:
     """The scale that a byte stands for."""
     return float32(np.exp2((stored - _SCALE_OFFSET) / _SCALE_STEPS))
 
 
-@njit(**OPTIONS)
+@njit(**BORROWING)
 def coding_at(address: int) -> Any:
     """
     What a worker that codes reads of its table, see `threads`.

@@ -12,7 +12,8 @@ from numba import float32, int64, njit, uint64
 
 from kvcache_plugins.ops.transform_coding import trellis
 
-from .arrays import bytes_at, floats_at, zeros
+from .arrays import bytes_at, floats_at
+from .new_arrays import zeros
 from .primitives import OPTIONS, WORKER
 from .threads import num_tasks, take_task
 from .transform_tokens import (

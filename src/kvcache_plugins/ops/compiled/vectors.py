@@ -357,20 +357,25 @@ def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
     return _FLOATS(_FLOATS, _FLOATS), generate
 
 
+def add_pairs(builder: Any, vectors: list[Any], plus: Callable[[Any, Any], Any]) -> Any:
+    """The sum of every one of eight vectors, as code."""
+
+    def halve(vectors: list[Any], left: list[int], right: list[int]) -> list[Any]:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        return [plus(*(_shuffle(builder, *pair, places) for places in (left, right))) for pair in pairs]
+
+    # Neighbours first, within halves of a vector: what machines with such vectors do in one step
+    even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+    fours = halve(halve(vectors, even, odd), even, odd)
+    return halve(fours, [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])[0]
+
+
 @untyped_intrinsic
 def sums_of_eight(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
     """The sum of every one of eight vectors, of floats or of ints, as one vector."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def add_pairs(first: Any, second: Any, left: list[int], right: list[int]) -> Any:
-            halves = [_shuffle(builder, first, second, places) for places in (left, right)]
-            return builder.add(*halves) if a == _INTS else builder.fadd(*halves, flags=_FLAGS)
-
-        # Neighbours first, within halves of a vector: what machines with such vectors do in one step
-        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
-        pairs = [add_pairs(args[i], args[i + 1], even, odd) for i in range(0, LANES, 2)]
-        fours = [add_pairs(pairs[i], pairs[i + 1], even, odd) for i in (0, 2)]
-        return add_pairs(fours[0], fours[1], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
+        return add_pairs(builder, args, builder.add if a == _INTS else lambda x, y: builder.fadd(x, y, flags=_FLAGS))
 
     return a(*[a] * LANES), generate
 
