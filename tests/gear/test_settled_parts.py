@@ -50,9 +50,9 @@ def calls(monkeypatch):
     lengths = []
     original = SettledCall.attend
 
-    def noting(self, query, keys, values, length):
+    def noting(self, query, exact, length, newest):
         lengths.append(length)
-        return original(self, query, keys, values, length)
+        return original(self, query, exact, length, newest)
 
     monkeypatch.setattr(SettledCall, "attend", noting)
     return lengths
@@ -102,6 +102,28 @@ def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
             mask[..., 5] = False
         expected = attend(reference, *token, mask) if mask is not None else attend_anew(reference, *token)
         assert torch.equal(attend(layer, *token, mask), expected)
+    assert calls
+
+
+@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@torch.no_grad()
+def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, calls):
+    layer, reference = make_layer(preset), make_layer(preset)
+    for given in (tokens(PROMPT, torch.float32), tokens(1, torch.float32)):
+        for each in (layer, reference):
+            attend(each, *given)
+    for step in range(8):
+        query, keys, values = tokens(1, torch.float32)
+        layer.update(keys, values)
+        assert layer.buffer.left is not None
+        newest = layer.materialize("keys")[:, :, -1:] if step % 2 else None
+        attend_anew(reference, query, keys, values)
+        # Of two tokens in turn the first was not attended to
+        token = tokens(1, torch.float32)
+        expected = attend_anew(reference, *token)
+        assert torch.equal(attend(layer, *token), expected)
+        assert newest is None or torch.equal(newest, keys)
+        assert layer.buffer.left is None
     assert calls
 
 

@@ -213,6 +213,8 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
         return self._length - sum(length for *_, length in self._exact_tail())
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[2] == 1 and self._leaves(keys, values):
+            return
         if self.buffer is None:
             self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
         self.buffer.append(keys, values)

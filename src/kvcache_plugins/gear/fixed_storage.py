@@ -35,17 +35,19 @@ class FixedBuffer(ResidualBuffer):
     @property
     def storage(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with all their room, `[B, H, room, D]`."""
+        self._write_left()
         return self._keys, self._values
 
     def drop_first(self, count: int) -> None:
         """See `ResidualBuffer.drop_first`; the room stays."""
+        self._write_left()
         self.length -= count
         for states in self.storage:
             states[:, :, : self.length] = states[:, :, count : count + self.length].clone()
 
     def released(self) -> ResidualBuffer:
         """See `ResidualBuffer.released`: an empty one, in the same place."""
-        self.length = 0
+        self.length, self.left = 0, None
         return self
 
     def ordinary(self) -> ResidualBuffer:

@@ -24,8 +24,14 @@ class TokenCall(Protocol):
     def fits(self, query: torch.Tensor, scale: float | None) -> bool:
         """Whether it is for such queries."""
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> torch.Tensor:
-        """Attention, given the exact tokens at the end."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Attention, given the exact tokens at the end, and the last of them, if it is still to be written there."""
 
 
 class SettledParts:
@@ -76,7 +82,11 @@ class SettledPartsMixin(_Base):
             return None
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += 1
-        return settled.call.attend(query, *self.buffer.tensors(), self.buffer.length)
+        buffer = self.buffer
+        output = settled.call.attend(query, buffer.room(), buffer.length, buffer.left)
+        # It has been written
+        buffer.left = None
+        return output
 
     def _prepare_call(self, query: torch.Tensor, scale: float | None) -> None:
         """Makes a call for the tokens to come, if all that they change is the buffer."""
@@ -87,6 +97,11 @@ class SettledPartsMixin(_Base):
         if buffer.length and not torch.compiler.is_dynamo_compiling():
             newest = DensePart(*buffer.tensors(), buffer.length, None)
             settled.call = self._token_call(query, [*settled.parts, newest], scale)
+
+    def _leaves(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Adds a token that attention, called as before, will write into the buffer: whether it could be added."""
+        settled, buffer = self._settled, self.buffer
+        return settled is not None and settled.call is not None and buffer is not None and buffer.leave(keys, values)
 
     def _has_room(self) -> bool:
         """See `PromptLayer._has_room`."""

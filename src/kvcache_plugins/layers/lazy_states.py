@@ -28,7 +28,8 @@ from .view_steps import Layout, TokenStep, find_steps
 
 
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
-_STORED_SIDES: dict[str, View] = {side: StoredSide(side) for side in ("keys", "values")}
+_STORED_KEYS, _STORED_VALUES = StoredSide("keys"), StoredSide("values")
+_STORED_SIDES: dict[str, View] = {"keys": _STORED_KEYS, "values": _STORED_VALUES}
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
@@ -67,17 +68,10 @@ class LazyStates(torch.Tensor):
         token_dim: int = 2,
     ) -> "LazyStates":
         origin = _STORED_SIDES[origin] if isinstance(origin, str) else origin
-        states = cls.stored(layer, origin, torch.Size(shape), dtype, device)
-        states.exact, states.num_repeats, states.token_dim = exact, num_repeats, token_dim
-        return states
-
-    @classmethod
-    def stored(
-        cls, layer: StatesSource, origin: View, size: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> "LazyStates":
-        """All that a layer stores of one side, `[batch_size, num_heads, seq_len, head_dim]`, at the least cost."""
+        size = torch.Size(shape)
         states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
         states.layer, states.origin, states._size = layer, origin, size
+        states.exact, states.num_repeats, states.token_dim = exact, num_repeats, token_dim
         return states
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,18 +147,21 @@ class LazyStates(torch.Tensor):
 
 def stored_states(
     layer: StatesSource,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    sizes: tuple[torch.Size, torch.Size],
     dtype: torch.dtype,
     device: torch.device,
     exact: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[LazyStates, LazyStates]:
     """
-    All keys and all values of a layer, lazily, given their shapes; with the exact ones, where they are at hand.
+    All keys and all values of a layer, lazily, given their sizes; with the exact ones, where they are at hand.
 
     Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
     """
-    keys = LazyStates.stored(layer, _STORED_SIDES["keys"], torch.Size(shapes[0]), dtype, device)
-    values = LazyStates.stored(layer, _STORED_SIDES["values"], torch.Size(shapes[1]), dtype, device)
+    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    keys: LazyStates = make(LazyStates, sizes[0], dtype=dtype, device=device)
+    values: LazyStates = make(LazyStates, sizes[1], dtype=dtype, device=device)
+    keys.layer, keys.origin, keys._size = layer, _STORED_KEYS, sizes[0]
+    values.layer, values.origin, values._size = layer, _STORED_VALUES, sizes[1]
     if exact[0] is not None:
         keys.exact, values.exact = exact
     return keys, values

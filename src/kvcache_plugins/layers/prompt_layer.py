@@ -109,8 +109,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         if self._is_exact:
             # What a dense cache does
             states = self._append_token(key_states, value_states)
-            if states is not None:
-                self._length += 1
+            self._length += states is not None
             return states if states is None or not self._needs_queries else self._lazy(*states)
         if self._pending is not None or not self._has_room():
             return None
@@ -161,11 +160,11 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
 
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All states, lazily; exact ones, where they are at hand."""
-        items, num_tokens, shapes = self.batch_size, self.lazy_length(), self._shapes
-        _, key_heads, _, key_dim = shapes["keys"]
-        _, value_heads, _, value_dim = shapes["values"]
-        sizes = (items, key_heads, num_tokens, key_dim), (items, value_heads, num_tokens, value_dim)
-        return stored_states(self, sizes, self.dtype, self.device, (keys, values))
+        items, num_tokens, (key_shape, value_shape) = self.batch_size, self.lazy_length(), self._shapes.values()
+        size = key_size = torch.Size((items, key_shape[1], num_tokens, key_shape[3]))
+        if value_shape != key_shape:
+            size = torch.Size((items, value_shape[1], num_tokens, value_shape[3]))
+        return stored_states(self, (key_size, size), self.dtype, self.device, (keys, values))
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """What is stored may be read by address: what is attended with has to be of its shape."""

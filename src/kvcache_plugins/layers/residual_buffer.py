@@ -16,6 +16,9 @@ class ResidualBuffer:
     Capacity grows in small steps, as what is reserved is held too: moving a few tokens costs less than the room would.
     It ends at `limit`, the most that waits in ordinary decoding; a longer update goes beyond only as far as it needs.
 
+    A token may be left where the model made it, for attention to put it in its place: four small operations of PyTorch
+    take longer than all else that an update does. See `leave`.
+
     While nothing is compressed, attention is over all tokens as they are. They then lie in the same tensors, those
     that are not the buffer's in front, and grow as a dense cache does: see `append_to_all`.
     """
@@ -28,13 +31,17 @@ class ResidualBuffer:
         self.length = 0
         # Tokens in front that are not the buffer's
         self.num_in_front = 0
+        # The newest token, if it is still to be written
+        self.left: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def keys(self) -> torch.Tensor:
+        self._write_left()
         return self._keys[:, :, self.num_in_front : self.num_in_front + self.length]
 
     @property
     def values(self) -> torch.Tensor:
+        self._write_left()
         return self._values[:, :, self.num_in_front : self.num_in_front + self.length]
 
     def put_in_front(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -57,6 +64,7 @@ class ResidualBuffer:
 
     def everything(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens in use, with those in front."""
+        self._write_left()
         held = self.num_in_front + self.length
         if held == self._keys.shape[2]:
             return self._keys, self._values
@@ -72,12 +80,38 @@ class ResidualBuffer:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Adds tokens; there may be none in front."""
+        self._write_left()
         total = self.length + keys.shape[2]
         if total > self._keys.shape[2]:
             self._resize(max(total, min(-(-total // _STEP) * _STEP, self.limit)))
         self._keys.narrow(2, self.length, keys.shape[2]).copy_(keys)
         self._values.narrow(2, self.length, keys.shape[2]).copy_(values)
         self.length = total
+
+    def leave(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """
+        Adds a token `[B, H, 1, D]` without writing it, if there is room: as `left` it is there for attention that
+        writes it into `room()` itself, and then says so by `left = None`. Whoever else asks for tokens has it written.
+
+        Returns:
+            Whether it was added.
+        """
+        held = self._keys
+        is_like = keys.dtype is held.dtype and keys.is_contiguous() and values.is_contiguous()
+        if self.left is not None or self.length >= held.shape[2] or not is_like:
+            return False
+        self.left, self.length = (keys, values), self.length + 1
+        return True
+
+    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with all their room, in which the newest token may be still to be written."""
+        return self._keys, self._values
+
+    def _write_left(self) -> None:
+        if self.left is not None:
+            (keys, values), self.left = self.left, None
+            self._keys[:, :, self.length - 1 : self.length] = keys
+            self._values[:, :, self.length - 1 : self.length] = values
 
     def drop_first(self, count: int) -> None:
         """Forgets the oldest `count` tokens, and gives their room back."""
@@ -91,14 +125,17 @@ class ResidualBuffer:
         return None
 
     def drop_last(self, count: int) -> None:
+        self._write_left()
         self.length -= count
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._write_left()
         self.separate()
         self._keys, self._values = function(self._keys), function(self._values)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with all their room."""
+        self._write_left()
         if self.num_in_front:
             return self._keys[:, :, self.num_in_front :], self._values[:, :, self.num_in_front :]
         return self._keys, self._values

@@ -24,6 +24,8 @@ _SHAPE, _SCALE, QUERY, FIRST_PART = DONE + 1, DONE + 8, DONE + 9, DONE + 14
 # In a part: first task and first partial result; address of a mask and its four dimensions; tokens in use, tiles of a
 # task and runs of tiles; what exact tokens are stored as; what else it needs
 _MASK, LENGTH, _EXACT, OWN = 2, 7, 10, 11
+# Of exact tokens, behind what else they need: addresses of keys and values of the last one, if it is to be written
+NEWEST = OWN + 3
 _LONG = 8
 
 

@@ -30,7 +30,7 @@ from .threads import num_threads, run
 _MIN_TILES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
 # Numbers that a part has of its own: two tables, or those of exact tokens
-_OWN_SIZE = 3
+_OWN_SIZE = 5
 # Tables of states that live
 _TABLES: "WeakKeyDictionary[CompressedStates, np.ndarray]" = WeakKeyDictionary()
 
@@ -224,7 +224,7 @@ def prepare(
     num_heads, value_dim = _heads(dense, compressed)
     layer = LayerCall(query, num_heads, value_dim, scale)
     for part in compressed:
-        tables = layer.arguments.table(part.keys), layer.arguments.table(part.values), 0
+        tables = layer.arguments.table(part.keys), layer.arguments.table(part.values), *(0,) * (_OWN_SIZE - 2)
         layer.add(part, *_split(part, layer.num_row_blocks), tables)
     for exact in dense:
         layer.add_exact(exact, _OWN_SIZE)

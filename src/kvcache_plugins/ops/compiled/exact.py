@@ -94,18 +94,36 @@ def _states(address: int, storage: int, first: int, tokens: int, dim: int, room:
     return room
 
 
+@njit(**BORROWING)
+def _write_row(source: int, target: int, row: int, size: int, storage: int, dim: int) -> None:
+    """A row of `[any, dim]` at an address, to the last row of `[size, dim]` at another."""
+    if storage == _BFLOATS:
+        halves, kept_halves = halves_at(source, (row + 1, dim)), halves_at(target, (size, dim))
+        for d in range(dim):
+            kept_halves[size - 1, d] = halves[row, d]
+    else:
+        floats, kept = floats_at(source, (row + 1, dim)), floats_at(target, (size, dim))
+        for d in range(dim):
+            kept[size - 1, d] = floats[row, d]
+
+
 @njit(**OPTIONS)
 def attend_exact(number: int, call: Call, part: Part) -> None:
     """
     One task of attention over exact tokens, few of them, as a partial result of an online softmax.
 
-    `part.own` has the addresses of keys and values `[B, H, capacity, D]`, and their capacity.
+    `part.own` has the addresses of keys and values `[B, H, capacity, D]`, and their capacity; and those of the last
+    token's `[B, H, 1, D]`, if it is to be written there.
     """
     shape, length = call.shape, part.span[0]
     key_dim, value_dim = shape[4], shape[5]
     task = task_of(number, shape, part.span)
     query = queries_of(task, shape, call.query)
     origin = task.matrix * part.own[2]
+    if part.own[3] != 0:
+        # By every task of the head, which all write the same
+        _write_row(part.own[3], part.own[0], task.matrix, origin + length, part.exact, key_dim)
+        _write_row(part.own[4], part.own[1], task.matrix, origin + length, part.exact, value_dim)
     bias = floats_at(part.mask[0], part.mask[1:])
     most = min(length, OUTLIER_TILE)
     key_room, value_room = _room(part.exact, most, key_dim), _room(part.exact, most, value_dim)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .calls import DONE, FIRST_PART, LENGTH, OWN, QUERY
+from .calls import DONE, FIRST_PART, LENGTH, NEWEST, OWN, QUERY
 from .threads import COUNT, NEXT, entry_of, num_threads, run_at
 
 
@@ -48,6 +48,8 @@ class SettledCall:
         self._address, self._num_running = table.buffer_info()[0], min(self._num_threads, table[COUNT])
         self._last = len(table) - table[FIRST_PART - 1]
         self._exact: torch.Tensor | None = None
+        # What is like another tensor is made in half the time
+        self._is_like_query = tuple(query.shape) == result_shape
 
     def fits(self, query: torch.Tensor, scale: float | None) -> bool:
         """Whether queries are of the kind, and threads as many as there were."""
@@ -57,28 +59,41 @@ class SettledCall:
             and num_threads() == self._num_threads
         )
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
         """
         Attention over all parts.
 
         Args:
             query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries that fit.
-            keys, values (`torch.Tensor` of shape `[B, H, at least T, D]`): what the last part is now, contiguous and
-                of the dtype that it had.
+            exact (two `torch.Tensor` of shape `[B, H, at least T, D]`): keys and values that the last part is now,
+                contiguous and of the dtype that it had.
             length (`int`): its tokens in use, T.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D]`, *optional*): the last of them, contiguous and of the
+                same dtype, if it is to be written there.
 
         Returns:
             `torch.Tensor` of shape `[B, H * G, Q, value head dim]`, in the queries' dtype.
         """
         table, last = self._table, self._last
-        if keys is not self._exact:
+        if exact[0] is not self._exact:
+            keys, values = exact
             table[last + OWN], table[last + OWN + 1] = keys.data_ptr(), values.data_ptr()
             table[last + OWN + 2], self._exact = keys.shape[2], keys
+        table[last + NEWEST], table[last + NEWEST + 1] = (
+            (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
+        )
         queries = query if query.dtype is torch.float32 else query.float()
         if not queries.is_contiguous():
             queries = queries.contiguous()
         # No tensor, which would take longer to be made
-        result, scratch = torch.empty(self._result_shape), _ROOM * self._scratch_size
+        scratch = _ROOM * self._scratch_size
+        result = torch.empty_like(queries) if self._is_like_query else torch.empty(self._result_shape)
         table[NEXT] = table[DONE] = 0
         table[QUERY], table[QUERY + 1] = queries.data_ptr(), scratch.buffer_info()[0]
         table[QUERY + 2] = result.data_ptr()

@@ -40,6 +40,8 @@ from .vectors import (
 TILE = 32
 # Tiles after which the queries are turned back from where they were, and not from the last tile
 ANCHOR_TILES = 64
+# Offsets in a tile whose angles are read: all below it, and its multiples
+_STEP = 8
 # Of a key, so that a channel that does not vary has a deviation to be divided by
 _LEAST_DEVIATION = np.float32(1e-6)
 _MINUS = np.float32(-1)
@@ -47,7 +49,7 @@ _MINUS = np.float32(-1)
 
 class Channels(NamedTuple):
     """
-    The channels of a head's keys in the order of the rows, 8 N of them: their numbers, or -1, and those of their
+    The channels of a head's keys in the order of the rows, 8 N of them: their numbers, or -1, and the places of their
     partners `[8 N]`; deviations and means over deviations `[1, 8 N]`; cosines and negative sines of the offsets in a
     tile `[T, 8 N]`, and in the last row of the tile's length.
     """
@@ -75,17 +77,39 @@ def _load_channels(table: Any, rotary: Any, matrix: int, head_dim: int, num_bloc
     partner = longs_at(partner_address, (head_dim,))
     all_cosines = floats_at(cosine_address, (TILE + 1, head_dim))
     all_sines = floats_at(sine_address, (TILE + 1, head_dim))
+    places = zero_longs((head_dim,))
     for i in range(head_dim):
         channel = int(wide[i]) if is_wide else int(narrow[i])
-        own[i], partners[i] = channel, partner[channel]
+        own[i], places[channel] = channel, i
+        partners[i] = partner[channel]
         average = float_of_half(mean[channel])
         deviations[0, i] = max(float_of_half(deviation[channel]), _LEAST_DEVIATION * abs(average), float32(1e-9))
         means[0, i] = average / deviations[0, i]
     own[head_dim:], partners[head_dim:] = -1, -1
-    for t in range(TILE + 1):
+    for i in range(head_dim):
+        partners[i] = places[partners[i]]
+    # Of every offset is made what a few of them add up to: in another order, channel by channel, they are dear to read
+    for number in range(_STEP + TILE // _STEP):
+        t = number if number < _STEP else (number - _STEP + 1) * _STEP
         for i in range(head_dim):
             cosines[t, i], sines[t, i] = all_cosines[t, own[i]], -all_sines[t, own[i]]
+    for t in range(_STEP + 1, TILE):
+        if t % _STEP > 0:
+            _add_angles(cosines, sines, t - t % _STEP, t % _STEP)
     return Channels(own, partners, deviations, means, cosines, sines)
+
+
+@njit(**BORROWING)
+def _add_angles(cosines: Any, sines: Any, first: int, second: int) -> None:
+    """Fills the row of an offset that is the sum of two; sines are negative."""
+    minus = broadcast(_MINUS)
+    for i in range(0, cosines.shape[1], LANES):
+        cosine, minus_sine = load_floats(cosines, first, i), load_floats(sines, first, i)
+        other_cosine, other_sine = load_floats(cosines, second, i), load_floats(sines, second, i)
+        both = multiply(multiply(minus_sine, other_sine), minus)
+        store_floats(cosines, first + second, i, multiply_add(cosine, other_cosine, both))
+        product = multiply(cosine, other_sine)
+        store_floats(sines, first + second, i, multiply_add(minus_sine, other_cosine, product))
 
 
 @njit(**INLINED)
@@ -94,14 +118,23 @@ def _turn_back(
 ) -> None:
     """Queries `[rows, D]` turned back by the angles of a position: own channels and partners', times deviations."""
     for i in range(channels.own.shape[0]):
-        channel = channels.own[i]
-        if channel >= 0:
-            angle = position * frequencies[channel]
+        channel, j = channels.own[i], channels.partners[i]
+        # Both channels of a pair at once: they turn as fast, the other way around
+        if channel >= 0 and i <= j:
+            angle, other = position * frequencies[channel], channels.own[j]
             cosine, sine = float32(np.cos(angle)), float32(np.sin(angle))
-            factor = channels.deviations[0, i] * scale
             for r in range(rows):
-                a, b = query[r, channel] * factor, query[r, channels.partners[i]] * factor
-                own[r, i], partners[r, i] = a * cosine - b * sine, b * cosine + a * sine
+                q, p = query[r, channel] * scale, query[r, other] * scale
+                turned, turned_partner = q * cosine - p * sine, p * cosine + q * sine
+                own[r, i], partners[r, i] = (
+                    turned * channels.deviations[0, i],
+                    turned_partner * channels.deviations[0, i],
+                )
+                if j > i:
+                    own[r, j], partners[r, j] = (
+                        turned_partner * channels.deviations[0, j],
+                        turned * channels.deviations[0, j],
+                    )
 
 
 @njit(**INLINED)

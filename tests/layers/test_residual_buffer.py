@@ -1,0 +1,74 @@
+"""A token that is left where it was made is in the buffer for whoever asks."""
+
+import copy
+
+import pytest
+import torch
+
+from kvcache_plugins.gear.fixed_storage import FixedBuffer
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+
+
+HEADS, DIM, HELD, LIMIT = 2, 5, 3, 20
+DOORS = {
+    "keys and values": lambda buffer: (buffer.keys, buffer.values),
+    "tensors": lambda buffer: tuple(states[:, :, : buffer.length] for states in buffer.tensors()),
+    "everything": ResidualBuffer.everything,
+    "append": lambda buffer: (buffer.append(*tokens(2, seed=7)), *buffer.everything()),
+    "append_to_all": lambda buffer: buffer.append_to_all(*tokens(1, seed=8)),
+    "put_in_front": lambda buffer: (buffer.put_in_front(*tokens(2, seed=9)), *buffer.everything()),
+    "drop_first": lambda buffer: (buffer.drop_first(2), *buffer.everything()),
+    "drop_last": lambda buffer: (buffer.drop_last(1), buffer.append(*tokens(1, seed=6)), *buffer.everything()),
+    "map": lambda buffer: (buffer.map(lambda states: states.repeat(2, 1, 1, 1)), *buffer.everything()),
+    "a copy": lambda buffer: copy.deepcopy(buffer).everything(),
+}
+
+
+def tokens(count, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, HEADS, count, DIM, generator=generator).to(dtype) for _ in range(2)]
+
+
+def make_buffer(kind):
+    buffer = kind(*(states[:, :, :0] for states in tokens(1, seed=0)), LIMIT)
+    buffer.append(*tokens(HELD, seed=1))
+    return buffer
+
+
+def results(door, buffer):
+    return [each for each in door(buffer) if each is not None]
+
+
+@pytest.mark.parametrize("kind", [ResidualBuffer, FixedBuffer])
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_token_that_was_left_is_there_for_whoever_asks(door, kind):
+    buffer, reference = make_buffer(kind), make_buffer(kind)
+    assert buffer.leave(*tokens(1, seed=2))
+    reference.append(*tokens(1, seed=2))
+    assert buffer.left is not None and buffer.length == reference.length == HELD + 1
+    for found, expected in zip(results(door, buffer), results(door, reference), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_fixed_storage_has_it_too():
+    buffer, reference = make_buffer(FixedBuffer), make_buffer(FixedBuffer)
+    assert buffer.leave(*tokens(1, seed=2))
+    reference.append(*tokens(1, seed=2))
+    assert all(map(torch.equal, buffer.storage, reference.storage))
+    assert buffer.leave(*tokens(1, seed=3))
+    assert buffer.released().length == 0 and buffer.left is None
+
+
+def test_what_cannot_be_left_is_refused():
+    buffer = make_buffer(ResidualBuffer)
+    assert not buffer.leave(*tokens(1, seed=2, dtype=torch.bfloat16))
+    keys, values = tokens(1, seed=2)
+    wide = torch.cat([values, values], dim=3)[..., ::2]
+    assert not buffer.leave(keys, wide)
+    assert buffer.leave(keys, values)
+    # One at a time
+    assert not buffer.leave(keys, values)
+    assert buffer.length == HELD + 1
+    while buffer.length < buffer.room()[0].shape[2]:
+        buffer.append(keys, values)
+    assert not buffer.leave(keys, values)
