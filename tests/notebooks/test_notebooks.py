@@ -22,6 +22,8 @@ from kvcache_plugins.models.reference_model import reference_models
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = ["gear", "infinigen", "kv_runahead", "quickstart", "your_own_cache"]
+# What the others run is run by tests of guides and caches too
+RUN_ALWAYS = ("gear", "quickstart")
 # Paths of a machine, and what an execution at a certain time leaves in the metadata
 OF_A_MACHINE = re.compile(r"/(?:tmp|root|home|Users|work|mnt|opt)/|[A-Z]:\\\\|iopub\.|shell\.execute_reply")
 DISPLAYING = {"print", "display", "show", "Markdown"}
@@ -66,7 +68,9 @@ def test_all_notebooks_are_tested() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in RUN_ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+)
 def test_runs_and_shows_what_is_committed(name: str, executor: ModuleType, tmp_path: Path) -> None:
     if not reference_models()["smollm2"]:
         assert os.environ.get("CI") != "true", "the package that carries `smollm2` is not installed"
