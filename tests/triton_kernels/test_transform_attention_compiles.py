@@ -39,7 +39,7 @@ OTHER_NAMES = {80: ["t16-d256"], 90: ["t16-d64", "c16-d64"]}
 DEVICE = "-device"
 DEVICE_NAMES = {80: ["t16-d64-device"], 86: ["t16-d64-device", "c16-d64-device"], 90: ["t16-d128-device"]}
 # Warp instructions a cached number of the loop over whole tiles, and how much more is taken for the same
-COUNTS = {"t16-d64": 0.307, "t16-d128": 0.288, "t16-trellis-d64": 0.358, "c16-d64": 0.347, "c16-d128": 0.446}
+COUNTS = {"t16-d64": 0.303, "t16-d128": 0.281, "t16-trellis-d64": 0.348, "c16-d64": 0.340, "c16-d128": 0.436}
 # Bytes that a thread may spill, by capability: bases of 128 channels do not fit into registers, and values that are
 # turned back in the kernel want a few more in float32
 SPILLED = {(80, "c16-d64"): 24, (86, "c16-d64-device"): 56, (90, "c16-d128"): 80, (90, "t16-d128-float32"): 8}

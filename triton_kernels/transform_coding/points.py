@@ -73,15 +73,17 @@ def load_points(
     widths, first_bytes, factor, term, first, second, third, multipliers = codebook
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
-    rows = tl.arange(0, BLOCK_T)[:, None] * (8 * ROW_SIZE)
-    bits = ((start & 3) << 3).to(tl.int32) + (rows + 8 * first_bytes[None, :])
+    # Four rows are whole words: a thread's tokens lie alike, and their words at a distance that is known
+    tokens = tl.arange(0, BLOCK_T)[:, None]
+    bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + 8 * first_bytes[None, :])
     words = bits >> 5
-    words_ptr = word_ptr + first_word + words
+    words_ptr = word_ptr + first_word + words + (tokens >> 2).to(tl.int64) * ROW_SIZE
     if IS_WHOLE:
         word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
     else:
         # Of the words that hold rows in use the last: behind it may be no memory
         last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
+        words += (tokens >> 2) * ROW_SIZE
         word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
         word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
