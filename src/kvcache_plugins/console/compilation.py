@@ -1,4 +1,4 @@
-"""Says that kernels are compiled, which takes half a minute once on a CPU: what seems to hang is at work."""
+"""Says that kernels are compiled, which takes up to half a minute once on a CPU: what seems to hang is at work."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class _Announcer:
         self.stack = ExitStack()
         if sys.stderr.isatty():
             progress = self.stack.enter_context(open_progress())
-            task = progress.add_task("Compiling for this CPU, once: half a minute", total=None)
+            task = progress.add_task("Compiling for this CPU, once: up to half a minute", total=None)
             self.stack.callback(progress.remove_task, task)
         elif not self.is_said:
-            print_line("Compiling for this CPU, once: this takes half a minute", stderr=True)
+            print_line("Compiling for this CPU, once: this takes up to half a minute", stderr=True)
             self.is_said = True
 
     def on_end(self, _: Any) -> None:
