@@ -219,7 +219,11 @@ def test_contract_catches(name: str, contract_model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     "make_cache",
-    [ModularCache, partial(ModularCache, layer_class=CompressedLayer), SavableCache],
+    [
+        pytest.param(ModularCache, marks=pytest.mark.long),
+        partial(ModularCache, layer_class=CompressedLayer),
+        SavableCache,
+    ],
     ids=["dynamic", "compressed", "savable"],
 )
 def test_right_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], contract_model: PreTrainedModel) -> None:

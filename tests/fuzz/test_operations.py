@@ -59,7 +59,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
-@pytest.mark.parametrize("num_sequences", [6, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_sequences", [4, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_operations(kind: str, num_sequences: int) -> None:
     machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})

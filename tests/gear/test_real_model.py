@@ -41,7 +41,15 @@ def reconstruction_errors(model, batch, dense, **options):
     )
 
 
-@pytest.mark.parametrize(("nbits", "backbone"), [(2, "kivi"), (2, "kcvt"), (4, "kcvt"), (4, "per-token")])
+@pytest.mark.parametrize(
+    ("nbits", "backbone"),
+    [
+        (2, "kivi"),
+        pytest.param(2, "kcvt", marks=pytest.mark.long),
+        (4, "kcvt"),
+        pytest.param(4, "per-token", marks=pytest.mark.long),
+    ],
+)
 def test_each_part_lowers_the_error_of_every_head(smollm2, batch, nbits, backbone):
     model, _ = smollm2
     # The two shorter items, so that it takes seconds

@@ -328,11 +328,10 @@ def test_rows_that_attend_to_nothing_are_zero():
 
 
 def test_splits_do_not_matter():
-    # As many heads as programs fit one multiprocessor
     case = CASES["prompt-1000"]
     outputs = []
     for num_sms in (1, 64):
-        query, partials, _, scale, _ = attend(Case(**{**vars(case), "num_heads": 8, "num_sms": num_sms}))
+        query, partials, _, scale, _ = attend(Case(**{**vars(case), "num_heads": 3, "num_sms": num_sms}))
         outputs.append((partials.output.shape[2], combine([partials], [], query, scale)))
     assert outputs[0][0] != outputs[1][0]
     torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-4, atol=1e-5)

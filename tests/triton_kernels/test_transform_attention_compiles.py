@@ -42,7 +42,7 @@ DEVICE_NAMES = {80: ["t16-d64-device"], 86: ["t16-d64-device", "c16-d64-device"]
 COUNTS = {"t16-d64": 0.303, "t16-d128": 0.281, "t16-trellis-d64": 0.348, "c16-d64": 0.340, "c16-d128": 0.436}
 # Bytes that a thread may spill, by capability: bases of 128 channels do not fit into registers, and values that are
 # turned back in the kernel want a few more in float32
-SPILLED = {(80, "c16-d64"): 24, (86, "c16-d64-device"): 56, (90, "c16-d128"): 80, (90, "t16-d128-float32"): 8}
+SPILLED = {(80, "c16-d64"): 24, (86, "c16-d64-device"): 56, (90, "c16-d128"): 80, (90, "t16-d128-float32"): 16}
 MARGIN = 0.05
 # The least that any GPU since sm_80 has for a program, in bytes
 MAX_SHARED = 99 * 1024

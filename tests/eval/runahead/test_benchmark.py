@@ -56,6 +56,7 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
     assert other.exit_code == 2 and "`sweep` is over the first of two shares" in other.stderr
 
 
+@pytest.mark.long
 def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path) -> None:
     folder, path = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     # Long enough for times to grow with the length, and a median of three, on a machine with other work

@@ -39,7 +39,7 @@ print(json.dumps(compiled))
 MOST = {"gear": 60}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_compiles_few_functions(name, tmp_path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
