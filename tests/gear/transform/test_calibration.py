@@ -325,13 +325,13 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch
 def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, _ = gemma3
-    # Of the three layers without a window, each with one head of 256 channels
-    assert 0 < sum(packaged_cache("gemma3-270m", model).memory().shared.values()) < 0.9e6
+    # The file is of all 18 layers, and shared what is of the three without a window, each with one head of 256 channels
+    assert 0 < sum(packaged_cache("gemma3-270m", model, most=2.6e6).memory().shared.values()) < 0.9e6
 
 
-def packaged_cache(name, model):
+def packaged_cache(name, model, most=1.0e6):
     (file,) = Path(calibrations.__file__).parent.glob(f"reference_calibrations/{name}.safetensors")
-    assert file.stat().st_size < 1.0e6
+    assert file.stat().st_size < most
     cache = create_cache("gear-c12", model)
     assert cache.calibration.digest == TransformCalibration.read(file).digest
     return cache
