@@ -325,7 +325,7 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch
 def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, _ = gemma3
-    # The file is of all 18 layers, and shared what is of the three without a window, each with one head of 256 channels
+    # The file is of all 18 layers; shared is what three have, those without a window, each of a head of 256 channels
     assert 0 < sum(packaged_cache("gemma3-270m", model, most=2.6e6).memory().shared.values()) < 0.9e6
 
 
