@@ -49,7 +49,7 @@ def _make_cache(name: str, model: PreTrainedModel, stack: ExitStack) -> Cache:
 
 @torch.no_grad()
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Bytes that the frozen table's caches hold, by the length of the prompt, or the name of the error in their place."""
+    """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 300}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
