@@ -1,6 +1,30 @@
 """Where gradients end: at what a cache has stored."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def storing(function: Callable[P, R]) -> Callable[P, R]:
+    """
+    Has a function make ordinary tensors also under `torch.inference_mode()`: those that it would make there could not
+    be written to outside of it, where a cache may be used further.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def without_gradients(states: torch.Tensor) -> torch.Tensor:

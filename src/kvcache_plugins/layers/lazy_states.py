@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .gradients import without_gradients
+from .gradients import storing, without_gradients
 from .lazy_products import ADDING, FACTORS, attend_views, multiply
 from .lazy_views import Blank, BlankPart, Step, StoredSide, View
 from .states_source import StatesSource
@@ -131,8 +131,11 @@ class LazyStates(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
-        answer = _answer_outside_of_graphs if torch.compiler.is_dynamo_compiling() else _answer
-        return answer(func, args, kwargs or {})
+        if torch.compiler.is_dynamo_compiling():
+            return _answer_outside_of_graphs(func, args, kwargs or {})
+        if torch.is_inference_mode_enabled():
+            return _answer_and_store(func, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -191,6 +194,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
+_answer_and_store = storing(_answer)
 
 
 def _is_metadata_getter(func: Callable[..., Any]) -> bool:

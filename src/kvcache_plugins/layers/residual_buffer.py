@@ -97,7 +97,9 @@ class ResidualBuffer:
             Whether it was added.
         """
         held = self._keys
-        is_like = keys.dtype is held.dtype and keys.is_contiguous() and values.is_contiguous()
+        # They are read by address, by the dtypes and shapes of what is held
+        is_like = keys.dtype is held.dtype and values.dtype is self._values.dtype
+        is_like = is_like and keys.is_contiguous() and values.is_contiguous()
         if self.left is not None or self.length >= held.shape[2] or not is_like:
             return False
         self.left, self.length = (keys, values), self.length + 1

@@ -337,7 +337,8 @@ def attend_chosen(
     groups = query.shape[2]
     # Names keep alive what is handed over by address
     queries, slots, count = query.float().contiguous(), slots.contiguous(), count.contiguous()
-    window_keys, window_values = with_whole_rows(window_keys), with_whole_rows(window_values)
+    dtype = tokens.sinks.keys.dtype
+    window_keys, window_values = with_whole_rows(window_keys, dtype), with_whole_rows(window_values, dtype)
     mask = None if mask is None else readable_mask(mask)
     output = torch.empty((*query.shape[:3], table.value_dim), dtype=torch.float32)
     numbers = table.numbers

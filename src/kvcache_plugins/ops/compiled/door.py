@@ -21,7 +21,7 @@ from .calls import head_numbers
 from .exact import FLOATS, storage_of
 from .layout import code_layout
 from .row_vectors import ROWS
-from .settled_call import SettledCall
+from .settled_call import SettledCall, kind_of_tokens
 from .tasks import most_rows
 from .threads import num_threads, run
 
@@ -173,10 +173,14 @@ class LayerCall:
     def add_exact(self, part: DensePart, size: int) -> None:
         """Adds an exact part, of as many numbers as the others' own are."""
         keys, values = part.keys, part.values
-        storage = storage_of(keys.dtype, min(keys.shape[3], values.shape[3]))
+        storage = 0
+        # Both sides are read by one dtype
+        if keys.dtype is values.dtype:
+            storage = storage_of(keys.dtype, min(keys.shape[3], values.shape[3]))
         # By address only where they are what is stored
         of = self.arguments.address if storage == 0 else lambda states: self.arguments.keep(states).data_ptr()
         self.add(part, 1, 1, (of(keys), of(values), keys.shape[2], *(0,) * (size - 3)), storage or FLOATS)
+        self._exact_kind = kind_of_tokens(keys), kind_of_tokens(values)
 
     def run(self, worker: Any) -> torch.Tensor:
         """Attention `[B, H * G, Q, value head dim]` over all parts, in the queries' dtype."""
@@ -196,7 +200,8 @@ class LayerCall:
         batch_size, num_heads, groups, num_queries, _, value_dim = self._shape
         result_shape = batch_size, num_heads * groups, num_queries, value_dim
         table = array("q", (0, self._num_tasks, *self._table(0, 0, 0)))
-        return SettledCall(self.query, self.scale, worker, table, self._scratch_size(), result_shape, self.arguments)
+        sizes = self._scratch_size(), result_shape, self._exact_kind
+        return SettledCall(self.query, self.scale, worker, table, *sizes, self.arguments)
 
     def _scratch_size(self) -> int:
         batch_size, num_heads, groups, num_queries, _, value_dim = self._shape

@@ -297,7 +297,8 @@ def attend_rows(
     queries, slots, count = query.float().contiguous(), slots.contiguous(), count.contiguous()
     pages = [page.contiguous() for page in pages]
     page_addresses = np.array([page.data_ptr() for page in pages], dtype=np.int64)
-    window_keys, window_values = with_whole_rows(window_keys), with_whole_rows(window_values)
+    dtype = pages[0].dtype
+    window_keys, window_values = with_whole_rows(window_keys, dtype), with_whole_rows(window_values, dtype)
     output = torch.empty((batch_size, num_heads, groups, value_dim), dtype=torch.float32)
     masking = (0, 0, 0, 0, 0, 0)
     if mask is not None:
@@ -313,7 +314,7 @@ def attend_rows(
         *masking,
         *(queries.data_ptr(), output.data_ptr(), bits_of(scale)),
     )
-    run(_WORKERS[rows, window_keys.dtype], batch_size * num_heads * -(-groups // rows), numbers)
+    run(_WORKERS[rows, dtype], batch_size * num_heads * -(-groups // rows), numbers)
     return output.to(query.dtype)
 
 
@@ -328,8 +329,9 @@ def mask_numbers(mask: torch.Tensor) -> tuple[int, int, int, int]:
     return mask.data_ptr(), mask.stride(0), mask.shape[1], int(mask.dtype == torch.bool)
 
 
-def with_whole_rows(states: torch.Tensor) -> torch.Tensor:
-    """States `[B, H, tokens, D]` in which the tokens of a head follow each other."""
+def with_whole_rows(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States `[B, H, tokens, D]` of a dtype, in which the tokens of a head follow each other."""
+    states = states.to(dtype)
     if states.stride(3) == 1 and states.stride(2) == states.shape[3]:
         return states
     return states.contiguous()

@@ -29,6 +29,7 @@ class SettledCall:
         table (`array`): its numbers, but for the addresses of queries and results.
         scratch_size (`int`): numbers that there have to be room for.
         result_shape (`tuple[int, ...]`): what attention returns.
+        exact_kind (`tuple`): of the last part's keys and values what `kind_of_tokens` says.
         arguments: what the table has addresses of, to be kept alive.
     """
 
@@ -40,6 +41,7 @@ class SettledCall:
         table: "array[int]",
         scratch_size: int,
         result_shape: tuple[int, ...],
+        exact_kind: tuple[object, object],
         arguments: object,
     ):
         self._kind, self._scale, self._num_threads = (query.shape, query.dtype), scale, num_threads()
@@ -48,6 +50,7 @@ class SettledCall:
         self._address, self._num_running = table.buffer_info()[0], min(self._num_threads, table[COUNT])
         self._last = len(table) - table[FIRST_PART - 1]
         self._exact: torch.Tensor | None = None
+        self._exact_kind = exact_kind
         # What is like another tensor is made in half the time
         self._is_like_query = tuple(query.shape) == result_shape
 
@@ -83,6 +86,8 @@ class SettledCall:
         table, last = self._table, self._last
         if exact[0] is not self._exact:
             keys, values = exact
+            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._exact_kind:
+                raise ValueError(f"exact tokens have to be {self._exact_kind}, as when the call was prepared")
             table[last + OWN], table[last + OWN + 1] = keys.data_ptr(), values.data_ptr()
             table[last + OWN + 2], self._exact = keys.shape[2], keys
         table[last + NEWEST], table[last + NEWEST + 1] = (
@@ -100,3 +105,8 @@ class SettledCall:
         table[last + LENGTH] = length
         run_at(self._entry, self._address, self._num_running)
         return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+
+def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
+    """What is believed of tokens `[B, H, any, D]` that are read by address."""
+    return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
