@@ -10,8 +10,8 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -39,6 +39,13 @@ _UPDATE_LENGTHS = (2, 5, 17, 64, 70, 130)
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REFUSED = ("other rows", "reorder", "select", *(() if _CROP_TAKES_LENGTH else ("crop(3)",)))
 _SEEDS = st.integers(0, 1000)
+# Contexts of PyTorch that calls are made in
+_CONTEXTS = {
+    "plain": nullcontext,
+    "inference mode": torch.inference_mode,
+    "autocast to bfloat16": partial(torch.autocast, "cpu", torch.bfloat16),
+    "autocast to float16": partial(torch.autocast, "cpu", torch.float16),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +76,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happened to a row: tokens `[1, length]` that were fed to it, then the newest `num_removed` went again."""
+    """
+    What happened to a row: tokens `[1, length]` that were fed to it in a context, then the newest `num_removed` went
+    again.
+    """
 
     tokens: torch.Tensor
     num_removed: int = 0
+    context: str = "plain"
 
 
 class CacheOperations(RuleBasedStateMachine):
@@ -85,7 +96,19 @@ class CacheOperations(RuleBasedStateMachine):
         self.subject = subject_of(self.kind, data.draw(st.sampled_from(self.kind.dtypes)))
         self.cache = self.subject.make_cache()
         self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
+        self.context = "plain"
         self._prompt(*self._draw_prompt(data))
+
+    @rule(context=st.sampled_from([*_CONTEXTS]))
+    def change_context(self, context: str) -> None:
+        self.context = context
+
+    @property
+    def rounding(self) -> float:
+        """Distance between logits that rounding may make: autocast rounds as a model of half precision does."""
+        is_half = any("autocast" in step.context for row in getattr(self, "rows", []) for step in row)
+        is_half |= "autocast" in self.context
+        return max(self.subject.rounding, 20 * torch.finfo(torch.bfloat16).eps if is_half else 0.0)
 
     @rule(data=st.data(), how=st.sampled_from(["reset", "crop"]))
     def start_over(self, data: st.DataObject, how: str) -> None:
@@ -109,8 +132,10 @@ class CacheOperations(RuleBasedStateMachine):
         self.reference = None if self.kind.exactness is None else self.subject.make_reference()
         self.mask = (torch.arange(length) >= starts[:, None]).long()
         tokens = self.subject.rows(length, len(paddings), seed)
+        self.rows = []
         self._feed(tokens)
-        self.rows = [[Step(row[None, start:])] for row, start in zip(tokens, paddings, strict=True)]
+        steps = (Step(row[None, start:], context=self.context) for row, start in zip(tokens, paddings, strict=True))
+        self.rows = [[step] for step in steps]
 
     @precondition(lambda self: self.length < MOST_TOKENS)
     @rule(seed=_SEEDS, count=st.integers(1, 12))
@@ -131,24 +156,26 @@ class CacheOperations(RuleBasedStateMachine):
             return
         twin = copy.deepcopy(self.cache)
         logits = self._update(tokens)
-        with attention("eager", self.subject.model):
+        with attention("eager", self.subject.model), _CONTEXTS[self.context]():
             dense = self.subject.feed(twin, tokens, self.mask)
-        require_close(logits, dense, 2 * self.subject.rounding, "attention over densified states")
+        require_close(logits, dense, 2 * self.rounding, "attention over densified states")
 
     def _update(self, tokens: torch.Tensor) -> torch.Tensor:
         self.mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
         logits = self._feed(tokens)
         for row, new in zip(self.rows, tokens.split(1), strict=True):
-            row.append(Step(new))
+            row.append(Step(new, context=self.context))
         return logits
 
     def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of a forward through the cache, which may have to be those of the reference."""
-        logits = self.subject.feed(self.cache, tokens, self.mask)
+        with _CONTEXTS[self.context]():
+            logits = self.subject.feed(self.cache, tokens, self.mask)
         if self.reference is not None:
-            expected = self.subject.feed(self.reference, tokens, self.mask)
+            with _CONTEXTS[self.context]():
+                expected = self.subject.feed(self.reference, tokens, self.mask)
             real = self.mask[:, -tokens.shape[1] :, None]
-            limit = max(self.kind.exactness or 0, self.subject.rounding)
+            limit = max(self.kind.exactness or 0, self.rounding)
             require_close(logits * real, expected * real, limit, "a `DynamicCache`")
         return logits
 
@@ -162,10 +189,11 @@ class CacheOperations(RuleBasedStateMachine):
         if count == 0 and _CROP_TAKES_LENGTH:
             return
         for each in self._caches():
-            each.crop(-count)
+            with _CONTEXTS[self.context]():
+                each.crop(-count)
         self.mask = self.mask[:, : self.length - count]
         for row in self.rows:
-            row[-1] = Step(row[-1].tokens, row[-1].num_removed + count)
+            row[-1] = replace(row[-1], num_removed=row[-1].num_removed + count)
 
     def _caches(self) -> list[Cache]:
         return [self.cache] if self.reference is None else [self.cache, self.reference]
@@ -180,10 +208,11 @@ class CacheOperations(RuleBasedStateMachine):
             fewest = num_rows if how == "reorder" else 1
             sources = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=fewest, max_size=num_rows))
         for each in self._caches():
-            if how == "repeat":
-                each.batch_repeat_interleave(repeats)
-            else:
-                _move(each, how, sources)
+            with _CONTEXTS[self.context]():
+                if how == "repeat":
+                    each.batch_repeat_interleave(repeats)
+                else:
+                    _move(each, how, sources)
         self.mask = self.mask[sources]
         self.rows = [list(self.rows[source]) for source in sources]
 
@@ -198,7 +227,8 @@ class CacheOperations(RuleBasedStateMachine):
             "fork": lambda: self.cache.fork(2)[1],
             "save": self._saved_and_loaded,
         }
-        made = makers[how]()
+        with _CONTEXTS[self.context]():
+            made = makers[how]()
         self.set_aside = [*self.set_aside[-2:], (self.cache, stored(self.cache))]
         self.cache = made
 
@@ -249,8 +279,9 @@ class CacheOperations(RuleBasedStateMachine):
         logits = self.subject.feed_each(copy.deepcopy(self.cache), steps, self.mask)[index : index + 1]
         alone, dense = (each.feed_each(_replayed(each, row), row_steps) for each in (self.subject, self.subject.dense))
         # In half precision more is turned over
-        share = self.kind.as_alone if self.subject.model.dtype == torch.float32 else max(0.5, self.kind.as_alone)
-        limit = max(self.subject.rounding, share * distance(alone, dense), self.kind.exactness or 0)
+        is_half = self.subject.model.dtype != torch.float32 or any("autocast" in step.context for step in row)
+        share = max(0.5, self.kind.as_alone) if is_half else self.kind.as_alone
+        limit = max(self.rounding, share * distance(alone, dense), self.kind.exactness or 0)
         require_close(logits, alone, limit, f"row {index}, and the same alone")
 
 
@@ -302,6 +333,7 @@ def _replayed(subject: Subject, row: list[Step]) -> Cache:
     """A fresh cache that has been through what a row has."""
     made = subject.make_cache()
     for step in row:
-        subject.feed(made, step.tokens)
+        with _CONTEXTS[step.context]():
+            subject.feed(made, step.tokens)
         made.crop(-step.num_removed)
     return made

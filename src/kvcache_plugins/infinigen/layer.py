@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
+from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.parts import DensePart
@@ -218,6 +219,7 @@ class InfiniGenLayer(PromptLayer):
             _warn_of_all()
         super().on_dense_read(side)
 
+    @in_own_context
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """
         Starts to fetch for the next token.

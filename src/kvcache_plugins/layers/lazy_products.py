@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 
-from .gradients import without_gradients
+from .contexts import without_gradients
 from .head_layout import HeadLayout, find_head_layout
 from .lazy_views import View
 from .states_source import StatesSource

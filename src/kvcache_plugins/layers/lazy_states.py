@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .gradients import storing, without_gradients
+from .contexts import in_own_context, is_foreign_context, without_gradients
 from .lazy_products import ADDING, FACTORS, attend_views, multiply
 from .lazy_views import Blank, BlankPart, Step, StoredSide, View
 from .states_source import StatesSource
@@ -133,8 +133,6 @@ class LazyStates(torch.Tensor):
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
-        if torch.is_inference_mode_enabled():
-            return _answer_and_store(func, args, kwargs or {})
         return _answer(func, args, kwargs or {})
 
     @classmethod
@@ -194,7 +192,6 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
-_answer_and_store = storing(_answer)
 
 
 def _is_metadata_getter(func: Callable[..., Any]) -> bool:
@@ -274,10 +271,11 @@ def _attend(
         return output
     if key.num_tokens != layer.lazy_length():
         return None
+    attend = in_own_context(layer.attend) if is_foreign_context() else layer.attend
     if not torch.is_grad_enabled():
-        return layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+        return attend(query, attn_mask, is_causal=is_causal, scale=scale)
     with torch.no_grad():
-        output = layer.attend(query, attn_mask, is_causal=is_causal, scale=scale)
+        output = attend(query, attn_mask, is_causal=is_causal, scale=scale)
     return without_gradients(output) if query.requires_grad else output
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
 
-from .gradients import storing
+from .contexts import in_own_context, is_foreign_context
 from .index_states import IndexedLayerMixin, IndexStates
 from .lazy_layer import LazyLayer
 from .lazy_states import stored_states
@@ -97,12 +97,8 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
-        if torch.is_inference_mode_enabled():
-            # Ordinary tensors are stored, which may be written to outside of it too
-            with torch.inference_mode(False), torch.no_grad():
-                return self._update(*self._as_stored(key_states, value_states))
-        if key_states.dtype is not value_states.dtype:
-            key_states, value_states = self._as_stored(key_states, value_states)
+        if is_foreign_context() or key_states.dtype is not value_states.dtype:
+            return self._update_as_stored(key_states, value_states)
         if self._token_kind == _kind_of(key_states, value_states) and not torch.is_grad_enabled():
             states = self._append_another(key_states, value_states)
             if states is not None:
@@ -125,9 +121,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self._length += 1
         return self._lazy(None, None)
 
-    def _as_stored(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         States in the one dtype that a layer stores: `torch.autocast` leaves keys float32 by the rotary embedding and
         makes values of half precision.
@@ -137,6 +131,12 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         if states[0].is_inference() or states[1].is_inference():
             return states[0].clone(), states[1].clone()
         return states
+
+    @in_own_context
+    def _update_as_stored(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._update(*self._as_stored(key_states, value_states))
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in any case."""
@@ -330,7 +330,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         if self._pending is not None and len(self._sides_read) == 2:
             self.settle_prompt()
 
-    @storing
+    @in_own_context
     def settle_prompt(self) -> None:
         """Stores a prompt that still waits, so that what is stored is complete."""
         if self._pending is None:
@@ -356,7 +356,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
         return self._left_padding.valid_tokens(start, count, self.device)
 
-    @storing
+    @in_own_context
     def crop_tokens(self, count: int) -> None:
         self.settle_prompt()
         if count == self._length:
@@ -368,7 +368,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self._index.drop_last(count)
         self._length -= count
 
-    @storing
+    @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.settle_prompt()
         self._map_stored(function)
