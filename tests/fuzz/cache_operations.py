@@ -101,7 +101,9 @@ class CacheOperations(RuleBasedStateMachine):
 
     @rule(context=st.sampled_from([*_CONTEXTS]))
     def change_context(self, context: str) -> None:
-        self.context = context
+        # From one half precision to the other even `DynamicCache` fails
+        if self.subject.model.dtype == torch.float32 or "autocast" not in context:
+            self.context = context
 
     @property
     def rounding(self) -> float:
