@@ -34,10 +34,15 @@ VARIANTS = {
     "gear-3bit-d128": ((3, CHANNEL, 4, True), (3, TOKEN, 4, True), 128, BRAIN, 4, None),
     "gear-4bit-d128-rows32": ((4, CHANNEL, 4, True), (4, TOKEN, 4, True), 128, HALF, 32, None),
     "gear-2bit-d256": (GEAR_KEYS, GEAR_VALUES, 256, BRAIN, 4, None),
+    # A kernel has both 2 and 4 in it, or one other rank
+    **{
+        f"rank-{rank}": ((2, CHANNEL, rank, False), (2, TOKEN, rank, False), 64, HALF, 4, None)
+        for rank in (1, 2, 3, 8)
+    },
 }
 # Those that differ most; the table has the others
 NAMES = {
-    80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d128"],
+    80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d128", "rank-1"],
     86: ["kivi-2bit-d128"],
     120: ["kivi-2bit-d128"],
     90: [
@@ -50,7 +55,10 @@ NAMES = {
     ],
 }
 # Those that take longest to compile
-LARGE_NAMES = {80: ["gear-2bit-d64"], 90: ["gear-3bit-d128", "gear-2bit-d256"]}
+LARGE_NAMES = {
+    80: ["gear-2bit-d64", "rank-2", "rank-3", "rank-8"],
+    90: ["gear-3bit-d128", "gear-2bit-d256", "rank-1", "rank-2", "rank-3", "rank-8"],
+}
 # With lengths that are read on the device
 DEVICE = "-device"
 DEVICE_NAMES = {80: ["gear-2bit-d128-device"], 86: ["kivi-2bit-d128-device"], 90: ["kivi-2bit-d128-device"]}

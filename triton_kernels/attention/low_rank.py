@@ -111,9 +111,8 @@ def _add_from_basis(
 @triton.jit
 def load_coefficients(a_ptr, rank, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
     """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
-    if len(SIDE.ranks) == 1:
-        return _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[0], SIDE.block_rank, BLOCK_T)
-    if rank == SIDE.ranks[0]:
+    # Of one rank the other branch is not compiled, which a `return` would leave to be
+    if len(SIDE.ranks) == 1 or rank == SIDE.ranks[0]:
         rows = _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[0], SIDE.block_rank, BLOCK_T)
     else:
         rows = _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[1], SIDE.block_rank, BLOCK_T)
