@@ -18,19 +18,16 @@ TEXT_FROM_WIDTH = 100
 def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
     """Bytes held and speed of one generation."""
     memory = generation.memory
-    held = (
-        f"{memory.total_bytes:,} bytes held (compression {memory.compression_ratio:.2f}x, {memory.kv_percent:.1f} % "
-        "of a 16-bit cache)"
-    )
+    held = f"{memory}; the parts `residual` and `dense` are exact"
     if memory.shared:
         held += f", and {sum(memory.shared.values()):,} that all caches of the model share"
     if not generation.was_exercised:
         num_tokens = num_prompt_tokens + len(generation.token_ids)
         held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"
-    return (
-        f"{cache}: {held}; prompt of {num_prompt_tokens} tokens in {generation.prefill_seconds:.2f} s, "
-        f"{len(generation.token_ids)} new ones at {_number(generation.tokens_per_second, 1)} tokens/s"
-    )
+    clock = "processor" if "cpu" in memory.devices else "clock"
+    prompt = f"prompt of {num_prompt_tokens} tokens in {generation.prefill_seconds:.2f} s of {clock} time"
+    speed = f"{len(generation.token_ids)} new ones at {_milliseconds(generation.seconds_per_token)} ms"
+    return f"{cache}: {held}; {prompt}, {speed}"
 
 
 def choice_line(choice: PresetChoice) -> str:
@@ -51,8 +48,9 @@ def print_rows(title: str, rows: Sequence[ComparisonRow]) -> None:
         "MB": "number",
         "KV %": "number",
         "ratio": "number",
+        # Processor time on a CPU
         "prefill s": "number",
-        "tokens/s": "number",
+        "ms/token": "number",
     }
     # A narrow terminal keeps the numbers: the texts stand below in any case
     if console.width >= TEXT_FROM_WIDTH:
@@ -83,13 +81,17 @@ def _number_cells(row: ComparisonRow) -> tuple[str, ...]:
         f"{memory.kv_percent:.1f}" if generation.was_exercised else "exact",
         f"{memory.compression_ratio:.2f}" if generation.was_exercised else "-",
         f"{generation.prefill_seconds:.2f}",
-        _number(generation.tokens_per_second, 1),
+        _milliseconds(generation.seconds_per_token),
         shorten(row.text, SHORT_TEXT, placeholder="..."),
     )
 
 
 def _kilobytes(size: int) -> str:
     return f"{size / 1e3:,.1f}" if size else "-"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
 def _number(value: float | None, digits: int) -> str:

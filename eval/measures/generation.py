@@ -1,7 +1,8 @@
 """One prompt continued through one cache: the tokens, when each arrived, and what the cache held at the end.
 
 A streamer notes when each token arrives: the first interval is prefill, the next is a warm-up, the median of the
-others is the time of a decoded token.
+others is the time of a decoded token. On a CPU it is the process' own time that is counted, so that nothing else that
+the machine does is taken for the cache's; on a GPU it is the time of a clock.
 """
 
 import statistics
@@ -25,16 +26,23 @@ class TokenTimer(BaseStreamer):
     Args:
         inner (`BaseStreamer`, *optional*): Gets everything that this one gets.
         on_token (`Callable[[], None]`, *optional*): Called at each generated token.
+        clock (`Callable[[], float]`, *optional*): What seconds are read from.
     """
 
-    def __init__(self, inner: BaseStreamer | None = None, on_token: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        inner: BaseStreamer | None = None,
+        on_token: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.inner = inner
         self.on_token = on_token
+        self.clock = clock
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         """Called by `generate`: the prompt first, then token by token."""
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
         if self.on_token is not None and len(self.times) > 1:
             self.on_token()
         if self.inner is not None:
@@ -64,7 +72,7 @@ class Generation:
 
     Args:
         token_ids (`tuple[int, ...]`): The new tokens.
-        prefill_seconds (`float`): From the prompt to the first token.
+        prefill_seconds (`float`): From the prompt to the first token; on a CPU of the process, all threads together.
         seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
         memory (`MemoryReport`): What the cache held at the end.
         stats (`dict`): Its counters at the end.
@@ -113,7 +121,8 @@ def generate_with(
     if temperature is not None and temperature <= 0:
         raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
     set_seed(seed)
-    timer = TokenTimer(streamer, on_token)
+    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
+    timer = TokenTimer(streamer, on_token, clock)
     input_ids = token_ids[None].to(model.device)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     output = model.generate(  # type: ignore[operator]

@@ -18,7 +18,7 @@ from kvcache_plugins.models import reference_model
 
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 PROMPT = "It was the best of times, it was the worst of times. " * 3
-HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "tokens/s", "text"]
+HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "ms/token", "text"]
 
 
 def run(*arguments: str, **options: object) -> Result:
@@ -84,10 +84,12 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str) -> No
     assert len(dynamic.stdout.removesuffix("\n")) == 12
     assert PROMPT not in dynamic.stdout
     assert dynamic.stderr.startswith("dynamic: ")
-    assert "bytes held (compression 1.00x, 200.0 % of a 16-bit cache); prompt of 159 tokens in" in dynamic.stderr
-    assert dynamic.stderr.rstrip().endswith("tokens/s")
+    assert "200.0 % of a cache at 16 bits: dense 200.0 %; " in dynamic.stderr
+    assert "prompt of 159 tokens in" in dynamic.stderr and "s of processor time" in dynamic.stderr
+    assert dynamic.stderr.rstrip().endswith(" ms")
     assert gear.stderr.startswith("gear: ")
-    assert "compression 1.00x" not in gear.stderr
+    # The share that is still exact, and the word for it
+    assert "residual" in gear.stderr and "are exact" in gear.stderr
 
 
 def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_table_marks_what_is_recommended(folder: str) -> None:
     assert " no " in lines["dynamic"]
     assert " recommended " in lines["infinigen"]
     assert " yes " in lines["gear-2bit"]
-    headings = ["cache", "fits", "on cuda", "in host memory", "% of 16 bits", "largest context", "largest batch"]
+    headings = ["cache", "fits", "KL", "on cuda", "in host memory", "% of 16 bits", "largest context", "largest batch"]
     assert " ".join(lines["cache"].split()) == " ".join(headings)
     # The title is folded where the folder's name is long
     assert "in 400.00 kB" in " ".join(result.stdout.split())

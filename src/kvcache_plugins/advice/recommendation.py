@@ -19,59 +19,59 @@ from .models_without_weights import ModelSource
 from .search import CacheFit, Search
 
 
-# The most faithful first, by their KL to the dense cache behind a prompt: of the README's table and of
-# docs/results/gear.md, which a test compares, and of docs/infinigen_design.md. What drops tokens for good is last.
-FIDELITY_ORDER = (
-    "dynamic",
-    "llamacpp-q8_0",
-    "gear-c28",
-    "gear-t30",
-    "gear",
-    "gear-t25-trellis",
-    "gear-t25",
-    "gear-t22-trellis",
-    "gear-k4v4-g32",
-    "gear-c20",
-    "gear-t22",
-    "gear-c16-trellis",
-    "gear-c18",
-    "gear-k4v4",
-    "gear-k4v3",
-    "llamacpp-q5_1",
-    "gear-4bit",
-    "gear-c16",
-    "llamacpp-q5_0",
-    "kivi-4bit",
-    "quanto-4bit",
-    "fp8",
-    "gear-t16-trellis",
-    "infinigen",
-    "infinigen-gear",
-    "gear-c12-trellis",
-    "hqq-4bit",
-    "gear-c12",
-    "gear-t16",
-    "gear-l-4bit",
-    "kcvt-4bit",
-    "gear-t14-trellis",
-    "gear-c10-trellis",
-    "llamacpp-q4_1",
-    "gear-k3v2",
-    "llamacpp-q4_0",
-    "gear-t12-trellis",
-    "turboquant-4bit",
-    "infinigen-paper",
-    "gear-2bit",
-    "turboquant-3bit",
-    "gear-k2v2",
-    "gear-l-2bit",
-    "kivi-2bit",
-    "quanto-2bit",
-    "hqq-2bit",
-    "turboquant-2bit",
-    "per-token-2bit",
-    "h2o",
-)
+# The most faithful first, with their KL to the dense cache behind a prompt of 1024 tokens (SmolLM2, WikiText-2): of
+# docs/results/gear.md, which a test compares. Of others the place is known, by docs/infinigen_design.md.
+MEASURED_KL: dict[str, float | None] = {
+    "dynamic": 0.0,
+    "llamacpp-q8_0": 0.0001,
+    "gear-c28": 0.0009,
+    "gear-t30": 0.0008,
+    "gear": 0.0026,
+    "gear-t25-trellis": None,
+    "gear-t25": 0.0026,
+    "gear-t22-trellis": None,
+    "gear-k4v4-g32": 0.0033,
+    "gear-c20": 0.0033,
+    "gear-t22": 0.0046,
+    "gear-c16-trellis": 0.0047,
+    "gear-c18": 0.005,
+    "gear-k4v4": 0.0054,
+    "gear-k4v3": 0.0062,
+    "llamacpp-q5_1": 0.0069,
+    "gear-4bit": 0.0073,
+    "gear-c16": 0.0077,
+    "llamacpp-q5_0": 0.0077,
+    "kivi-4bit": 0.0084,
+    "quanto-4bit": 0.0085,
+    "fp8": 0.0087,
+    "gear-t16-trellis": 0.0091,
+    "infinigen": None,
+    "infinigen-gear": None,
+    "gear-c12-trellis": 0.015,
+    "hqq-4bit": 0.0134,
+    "gear-c12": 0.0217,
+    "gear-t16": 0.0179,
+    "gear-l-4bit": 0.0184,
+    "kcvt-4bit": 0.023,
+    "gear-t14-trellis": 0.0254,
+    "gear-c10-trellis": 0.0293,
+    "llamacpp-q4_1": 0.0293,
+    "gear-k3v2": 0.0324,
+    "llamacpp-q4_0": 0.0335,
+    "gear-t12-trellis": 0.0385,
+    "turboquant-4bit": 0.0481,
+    "infinigen-paper": None,
+    "gear-2bit": 0.1497,
+    "turboquant-3bit": 0.1976,
+    "gear-k2v2": None,
+    "gear-l-2bit": 0.2349,
+    "kivi-2bit": 0.3176,
+    "quanto-2bit": 0.318,
+    "hqq-2bit": 0.7572,
+    "turboquant-2bit": 0.9745,
+    "per-token-2bit": 1.4574,
+    "h2o": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,14 +113,19 @@ class Recommendation:
     def to_dict(self) -> dict[str, object]:
         """
         All of it for JSON: the attributes by name, and in `caches` for each a dictionary of `cache`, `fits`,
-        `device_bytes`, `host_bytes`, `total_bytes`, `kv_percent` (of a cache at 16 bits), `parts` (bytes by part),
-        `largest_context` and `largest_batch_size`.
+        `device_bytes`, `host_bytes`, `total_bytes`, `kl` (see `MEASURED_KL`), `kv_percent` (of a cache at 16 bits),
+        `parts` (bytes by part), `largest_context` and `largest_batch_size`.
         """
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}
             parts = {part: size for part, size in fit.memory.parts.items() if size}
-            row |= {"total_bytes": fit.memory.total_bytes, "kv_percent": fit.memory.kv_percent, "parts": parts}
+            row |= {
+                "kl": MEASURED_KL.get(fit.cache),
+                "total_bytes": fit.memory.total_bytes,
+                "kv_percent": fit.memory.kv_percent,
+                "parts": parts,
+            }
             rows.append(row)
         return {**{name: getattr(self, name) for name in Recommendation.__slots__}, "caches": rows}
 
@@ -228,8 +233,8 @@ def _weights_bytes(sizer: CacheSizer) -> int:
 
 def _rank(fit: CacheFit) -> tuple[int, int]:
     """The most faithful first; of what was not measured, what holds most."""
-    known = fit.cache in FIDELITY_ORDER
-    return (FIDELITY_ORDER.index(fit.cache) if known else len(FIDELITY_ORDER)), -fit.memory.total_bytes
+    order = [*MEASURED_KL]
+    return (order.index(fit.cache) if fit.cache in MEASURED_KL else len(order)), -fit.memory.total_bytes
 
 
 def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:
@@ -245,7 +250,7 @@ def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:
         )
     if chosen.cache == "dynamic":
         return chosen.cache, "`dynamic`, Transformers' dense cache, fits: nothing has to be given up."
-    if chosen.cache not in FIDELITY_ORDER:
+    if chosen.cache not in MEASURED_KL:
         return chosen.cache, f"`{chosen.cache}` holds most of what fits, and none of that was measured for fidelity."
     host = f"; {show_bytes(chosen.host_bytes, in_thousands)} of it are in host memory" if chosen.host_bytes else ""
     return chosen.cache, f"`{chosen.cache}` is nearest to the dense cache in measured KL of what fits{host}."

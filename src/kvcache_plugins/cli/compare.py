@@ -43,10 +43,11 @@ def main(
 ) -> None:
     """Run several caches on one prompt, side by side.
 
-    What is shown is the text, the KL to the dense cache, bytes held and speed. KL is the mean over the dense cache's
+    Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean over the dense cache's
     own continuation, fed through each cache after the prompt, and "top-1" the share of it at which both find the same
     token most likely. "differs at" is the first generated token that is not the dense cache's. KV % is of a cache at
-    16 bits, the ratio is to the model's dtype. Exit code 1 if a cache failed on the way: its row says how.
+    16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor time on a CPU, all threads
+    together. Exit code 1 if a cache failed on the way: its row says how.
 
     \b
     Examples:

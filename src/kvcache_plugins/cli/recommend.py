@@ -39,13 +39,13 @@ def main(
     Also what each would hold, and how far it would reach. Nothing is loaded but the model's config. Bytes are what
     caches hold, as `memory()` says after such a run; activations are not counted, and weights only with
     --with-weights. The largest context and batch are those for which one more does not fit, the other number staying
-    as asked. The most faithful caches come first. Exit code 1 if nothing fits.
+    as asked. Caches come by their measured KL to the dense one, the nearest first. Exit code 1 if nothing fits.
 
     JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
     weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made
     for, or null), recommended (a name or null), reason, not_sized (why, by name), and caches, a list of cache, fits,
-    device_bytes, host_bytes, total_bytes, kv_percent (of a cache at 16 bits), parts (bytes by name), largest_context
-    and largest_batch_size (null beyond 16777216 and 65536).
+    device_bytes, host_bytes, total_bytes, kl (or null), kv_percent (of 16 bits), parts (bytes by name),
+    largest_context and largest_batch_size (null beyond 16777216 and 65536).
 
     \b
     Examples:

@@ -86,4 +86,6 @@ def _print_findings(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"{finding['severity']}: {finding['what']}", markup=False, soft_wrap=True)
         console.print(f"    {finding['advice']}", markup=False, soft_wrap=True)
     verdict = "Everything that is needed works" if report["works"] else "Not everything that is needed works"
+    if report["works"] and report["findings"]:
+        verdict += "; what is said above concerns options"
     console.print(f"{verdict}.", style="bold", markup=False)

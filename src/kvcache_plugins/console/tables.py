@@ -3,6 +3,7 @@
 Results go to standard output; progress and errors go to standard error, so that a pipe holds results alone.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-# A pipe has no width to fit, so nothing is cut or folded there; every table fits 100 columns on its own.
+# A pipe has no width to fit unless COLUMNS says one, so nothing is cut or folded there
 PIPE_WIDTH = 160
 MIN_NAME_WIDTH = 10
 
@@ -19,7 +20,9 @@ MIN_NAME_WIDTH = 10
 def open_console(stderr: bool = False) -> Console:
     """A console that is plain, and wide enough for every column, where there is no terminal."""
     console = _Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 class _Console(Console):

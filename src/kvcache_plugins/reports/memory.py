@@ -68,6 +68,15 @@ class MemoryReport:
         """Bits stored for every key and value number."""
         return 8 * self.total_bytes / self.num_values if self.num_values else 0.0
 
+    def __str__(self) -> str:
+        """The size, and what each part takes of it: exact tokens are `residual` or `dense`."""
+        whole = f"{self.total_bytes / 1e6:.1f} MB, {self.kv_percent:.1f} % of a cache at 16 bits"
+        if not self.num_values:
+            return whole
+        shares = {part: 50 * number / self.num_values for part, number in self.parts.items()}
+        largest_first = sorted(shares.items(), key=lambda item: -item[1])
+        return f"{whole}: {', '.join(f'{part} {share:.1f} %' for part, share in largest_first)}"
+
     def _repr_html_(self) -> str:
         return self.to_html("MemoryReport")
 
