@@ -1,5 +1,6 @@
 """`LazyLayer`: the base of every layer that hands out `LazyStates`."""
 
+import copy
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from .contexts import in_own_context
 from .lazy_states import LazyStates
 from .lazy_views import View
 
@@ -49,6 +51,13 @@ class LazyLayer(CacheLayerMixin):
             f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
             "their own: make the cache for the model's config, which says whether it can be used"
         )
+
+    @in_own_context
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     @abstractmethod
     def attend(
