@@ -51,10 +51,20 @@ def _make_cache(name: str, model: PreTrainedModel, stack: ExitStack) -> Cache:
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 300}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).eval()
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval()
     ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
     measured: dict[str, dict[str, Any]] = {}
     for name in frozen:
