@@ -1,0 +1,247 @@
+"""Attention of a few queries over all parts of a layer by the C kernels: `cpu/layer.h` in Python.
+
+A call is made of a query and its parts. It runs once, or is prepared for queries to come: in a model's step whatever
+Python touches comes from memory, so of a prepared call only addresses and one length are written for a token.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, D and E channels of keys and values.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.parts import DensePart
+
+from .library import Tasks, address_of, function, num_threads, run_at
+
+
+# As in `layer.h`
+ROWS, TILE, MOST_CHANNELS = 4, 64, 640
+EXACT, ROWS_PART, BASIS_ROWS_PART, GROUPS_PART = range(4)
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+# A task has at least this many tiles, and there are enough tasks for the threads to end together
+_MIN_TILES_PER_TASK = 8
+_TASKS_PER_THREAD = 4
+_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+
+class Part(ctypes.Structure):
+    """A part of a layer, see `layer.h`."""
+
+    _fields_ = (
+        ("kind", _LONG),
+        ("length", _LONG),
+        ("mask", _ADDRESS),
+        ("mask_shape", _LONG * 4),
+        ("stored", _ADDRESS),
+    )
+
+
+class Exact(ctypes.Structure):
+    """Exact tokens, see `layer.h`."""
+
+    _fields_ = (
+        ("kind", _LONG),
+        ("capacity", _LONG),
+        ("keys", _ADDRESS),
+        ("values", _ADDRESS),
+        ("newest_key", _ADDRESS),
+        ("newest_value", _ADDRESS),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("tasks", Tasks),
+        *((name, _LONG) for name in ("batch", "heads", "groups", "queries", "key_dim", "value_dim", "runs", "kind")),
+        ("scale", ctypes.c_double),
+        ("query", _ADDRESS),
+        ("result", _ADDRESS),
+        ("partial", _ADDRESS),
+        ("num_parts", _LONG),
+        ("parts", _ADDRESS),
+    )
+
+
+class AttentionCall:
+    """
+    Attention of queries over parts that are added one by one.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries in float32, bfloat16 or float16.
+        num_heads, value_dim (`int`): H and E.
+        scale (`float`): factor of the scores.
+
+    Attributes:
+        has_copies (`bool`): whether any part reads a copy, which does not see what is written into the storage later.
+    """
+
+    def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
+        self.query, self.scale, self.has_copies = query, scale, False
+        batch_size, num_query_heads, num_queries, head_dim = query.shape
+        if num_query_heads % num_heads or max(head_dim, value_dim) > MOST_CHANNELS:
+            raise ValueError(f"{num_query_heads} query heads of {head_dim} channels over {num_heads} key/value heads")
+        self.batch_size, self.num_heads, self.key_dim, self.value_dim = batch_size, num_heads, head_dim, value_dim
+        self._groups, self._num_queries = num_query_heads // num_heads, num_queries
+        self._parts: list[Part] = []
+        self._alive: list[object] = []
+        self._exact: tuple[Exact, DensePart] | None = None
+
+    def keep(self, alive: Any) -> Any:
+        """Keeps an object alive as long as the call, and returns it."""
+        self._alive.append(alive)
+        return alive
+
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a contiguous copy of it, kept alive."""
+        kept = tensor.contiguous()
+        self.has_copies |= kept is not tensor
+        return self.keep(kept)
+
+    def add(self, kind: int, stored: int, length: int, mask: torch.Tensor | None) -> None:
+        """Adds a part of `length` tokens, given the address of what its kind has stored."""
+        part = Part(kind, length, None, (1, 1, 1, 0), stored)
+        if mask is not None:
+            # One column, or more than there are tokens, is not the mask of these tokens as it stands
+            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
+                mask = slice_mask(mask, 0, length)
+                assert mask is not None
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            mask = self.keep(mask.float().contiguous())
+            allowed = (self.batch_size, self.num_heads * self._groups, self._num_queries)
+            if any(size not in (1, most) for size, most in zip(mask.shape, allowed, strict=False)):
+                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self.query.shape)}")
+            part.mask, part.mask_shape = address_of("mask", mask, torch.float32, (None,) * 4), tuple(mask.shape)
+        self._parts.append(part)
+
+    def add_exact(self, part: DensePart) -> None:
+        """Adds exact tokens; the last that are added may grow in a prepared call."""
+        keys, values = part.keys, part.values
+        if keys.dtype is not values.dtype or keys.dtype not in KINDS:
+            keys, values = keys.float(), values.float()
+            self.has_copies = True
+        stored = Exact(KINDS[keys.dtype], keys.shape[2])
+        keys, values = self.contiguous(keys), self.contiguous(values)
+        self._exact = self.keep(stored), DensePart(keys, values, part.length, None)
+        self._place(stored, keys, values, part.length)
+        self.add(EXACT, ctypes.addressof(stored), part.length, part.mask)
+
+    def _place(self, stored: Exact, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        sizes = self.batch_size, self.num_heads, max(keys.shape[2], length)
+        stored.keys = address_of("keys", keys, keys.dtype, (*sizes, self.key_dim))
+        stored.values = address_of("values", values, keys.dtype, (*sizes, self.value_dim))
+
+    def run(self) -> torch.Tensor:
+        """Attention `[B, H * G, Q, E]` over all parts, in the queries' dtype."""
+        query = self.query if self.query.dtype in KINDS else self.query.float()
+        return PreparedCall(self, query).attend_now(query.contiguous()).to(self.query.dtype)
+
+    def prepare(self) -> "PreparedCall | None":
+        """The same for queries to come, where the last part is exact and grows; `None` if anything read is a copy."""
+        if self.has_copies or self._exact is None or self.query.dtype not in KINDS:
+            return None
+        return PreparedCall(self, self.query)
+
+
+class PreparedCall:
+    """
+    A call for queries of one shape and dtype, over parts of which only the last, exact one may grow.
+
+    Args:
+        call (`AttentionCall`): says what the parts are.
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries like those to come.
+    """
+
+    def __init__(self, call: AttentionCall, query: torch.Tensor):
+        parts = (Part * len(call._parts))(*call._parts)
+        self._alive, self._parts = (call._alive, parts), parts
+        self._shape, self._dtype, self._scale = query.shape, query.dtype, call.scale
+        self._threads = num_threads()
+        rows = call._groups * call._num_queries
+        units = call.batch_size * call.num_heads * -(-rows // ROWS)
+        tiles = sum(-(-part.length // TILE) for part in call._parts)
+        wanted = -(-self._threads * _TASKS_PER_THREAD // units) if self._threads > 1 else 1
+        runs = max(min(wanted, tiles // _MIN_TILES_PER_TASK), 1)
+        self._call = _Call(
+            Tasks(0, units * runs, 0),
+            *(call.batch_size, call.num_heads, call._groups, call._num_queries, call.key_dim, call.value_dim),
+            *(runs, KINDS[query.dtype], call.scale, None, None, None, len(parts), ctypes.addressof(parts)),
+        )
+        self._kernel, self._address = function("attend"), ctypes.addressof(self._call)
+        self._running = min(self._threads, units * runs)
+        self._result_shape = call.batch_size, query.shape[1], call._num_queries, call.value_dim
+        self._partial = torch.empty(units * runs * ROWS * (call.value_dim + 2)) if runs > 1 else None
+        if call._exact is not None:
+            self._exact, exact = call._exact
+            self._keys: torch.Tensor | None = exact.keys
+            self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
+            self._num_keys = exact.keys.shape[2]
+
+    def fits(self, query: torch.Tensor, scale: float | None) -> bool:
+        """Whether queries are of the kind, and threads as many as there were."""
+        return (
+            query.dtype is self._dtype
+            and query.shape == self._shape
+            and (query.shape[3] ** -0.5 if scale is None else scale) == self._scale
+            and num_threads() == self._threads
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """
+        Attention over all parts.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries that fit.
+            exact (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
+                now.
+            length (`int`): its tokens in use, T.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
+                written there.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H * G, Q, E]`, in the queries' dtype.
+
+        Raises:
+            ValueError: if exact tokens are not of the dtype and sizes that the call was prepared for.
+        """
+        stored = self._exact
+        if exact[0] is not self._keys:
+            keys, values = exact
+            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind:
+                raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
+            stored.keys, stored.values, stored.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+            self._keys, self._num_keys = keys, min(keys.shape[2], values.shape[2])
+        if not 0 <= length <= self._num_keys:
+            raise ValueError(f"{length} tokens in use of {self._num_keys}")
+        if newest is None:
+            stored.newest_key = stored.newest_value = None
+        else:
+            if (kind_of_tokens(newest[0]), kind_of_tokens(newest[1])) != self._kind or length == 0:
+                raise ValueError(f"the newest token has to be {self._kind}, as when the call was prepared")
+            stored.newest_key, stored.newest_value = newest[0].data_ptr(), newest[1].data_ptr()
+        self._parts[-1].length = length
+        return self.attend_now(query if query.is_contiguous() else query.contiguous())
+
+    def attend_now(self, query: torch.Tensor) -> torch.Tensor:
+        """Attention of contiguous queries that fit, over the parts as they are."""
+        result = query.new_empty(self._result_shape)
+        call = self._call
+        call.query, call.result = query.data_ptr(), result.data_ptr()
+        call.partial = None if self._partial is None else self._partial.data_ptr()
+        call.tasks.next = call.tasks.ended = 0
+        run_at(self._kernel, self._address, self._running)
+        return result
+
+
+def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
+    """What is believed of tokens `[B, H, any, D]` that are read by address."""
+    return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
