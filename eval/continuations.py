@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 from .harness.caches import cache_stats, check_length, was_exercised
@@ -163,7 +164,7 @@ class ContinuationScorer:
         for part in token_ids.split(chunk or token_ids.shape[1], dim=1):
             where = padding.arguments(filled + offset, part.shape[1], "position_ids" in self._accepted)
             with self._autocast():
-                logits = self.model(input_ids=part, past_key_values=cache, use_cache=True, **where, **keep).logits
+                logits = self.model(input_ids=part, **as_argument(cache), use_cache=True, **where, **keep).logits
             yield offset, logits
             offset += part.shape[1]
         check_length(cache, filled + offset)

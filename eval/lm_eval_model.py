@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import create_cache
 
@@ -183,20 +184,20 @@ class KVCacheLM(HFLM):
     ) -> torch.Tensor:
         """One forward through a fresh cache: what `batch_size=auto` tries batches with."""
         with torch.no_grad(), self._autocast():
-            logits: torch.Tensor = self.model(inps, past_key_values=self._create_cache(), use_cache=True).logits
+            logits: torch.Tensor = self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
         return logits
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
-        for name in ("cache_implementation", "past_key_values"):
+        for name in ("cache_implementation", *CACHE_NAMES):
             if name in generation_kwargs:
                 raise ValueError(
                     f"`{name}` in `gen_kwargs`: this model's cache is chosen by the model argument `cache`"
                 )
         cache = self._create_cache()
         output: torch.Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **generation_kwargs
+            context, max_length, stop, **as_argument(cache), **generation_kwargs
         )
         self._scorer.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
         return output

@@ -27,6 +27,7 @@ import torch
 import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import create_cache
 
@@ -73,9 +74,9 @@ def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
             with ExitStack() as stack:
                 try:
                     cache = _make_cache(name, model, stack)
-                    model(ids[:, :length], past_key_values=cache)
+                    model(ids[:, :length], **as_argument(cache))
                     for at in range(length, length + _DECODED):
-                        model(ids[:, at : at + 1], past_key_values=cache)
+                        model(ids[:, at : at + 1], **as_argument(cache))
                     row[str(length)] = cache.memory().total_bytes if hasattr(cache, "memory") else None
                 # A cache that this model or machine cannot have is a fact of the table
                 except (ValueError, ImportError, AttributeError) as error:
@@ -94,8 +95,8 @@ def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
     def log_probabilities(name: str, ids: torch.Tensor, chunk: int) -> torch.Tensor:
         with ExitStack() as stack:
             cache = _make_cache(name, model, stack)
-            model(ids[:, :_PROMPT], past_key_values=cache, logits_to_keep=1)
-            parts = [model(part, past_key_values=cache).logits[0] for part in ids[:, _PROMPT:].split(chunk, dim=1)]
+            model(ids[:, :_PROMPT], **as_argument(cache), logits_to_keep=1)
+            parts = [model(part, **as_argument(cache)).logits[0] for part in ids[:, _PROMPT:].split(chunk, dim=1)]
         return torch.cat(parts).float().log_softmax(-1)
 
     def divergence(name: str, chunk: int) -> float:
@@ -124,12 +125,12 @@ def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         with ExitStack() as stack:
             caches = {name: _make_cache(name, model, stack) for name in ("dynamic", *names)}
             for cache in caches.values():
-                model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
+                model(ids[:, :context], **as_argument(cache), logits_to_keep=1)
             times: dict[str, list[float]] = {name: [] for name in caches}
             for step in range(_STEPS):
                 for name in list(caches) if step % 2 else reversed(list(caches)):
                     start = time.perf_counter()
-                    model(ids[:, context + step : context + step + 1], past_key_values=caches[name])
+                    model(ids[:, context + step : context + step + 1], **as_argument(caches[name]))
                     times[name].append(time.perf_counter() - start)
         medians = {name: statistics.median(seconds[_WARM_UP:]) for name, seconds in times.items()}
         measured[str(context)] = {name: round(medians["dynamic"] / medians[name], 3) for name in names}

@@ -18,6 +18,7 @@ from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
 
@@ -55,14 +56,14 @@ def benchmark_compile(
     }
     for run, (instance, _) in runs.items():
         typer.echo(f"{run} reads {context} tokens", err=True)
-        network(token_ids[:, :context], past_key_values=instance, logits_to_keep=1)
+        network(token_ids[:, :context], **as_argument(instance), logits_to_keep=1)
     seconds: dict[str, list[float]] = {run: [] for run in runs}
     typer.echo(f"{_WARM_UP} steps that compile, then {steps} that count", err=True)
     for position in range(context, total):
         place = torch.tensor([[position]], device=network.device)
         for run, (instance, function) in runs.items():
             step = partial(
-                function, token_ids[:, position : position + 1], past_key_values=instance, position_ids=place
+                function, token_ids[:, position : position + 1], **as_argument(instance), position_ids=place
             )
             seconds[run].append(time_call(step, network.device))
     rows: list[dict[str, Any]] = []

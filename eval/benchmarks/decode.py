@@ -20,6 +20,7 @@ from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -32,11 +33,11 @@ def time_decode(model: PreTrainedModel, token_ids: torch.Tensor, prompt_length: 
     Returns:
         `list[float]`: seconds of each decode step.
     """
-    model(token_ids[:, :prompt_length], past_key_values=cache, logits_to_keep=1)
+    model(token_ids[:, :prompt_length], **as_argument(cache), logits_to_keep=1)
     seconds = []
     for position in range(prompt_length, token_ids.shape[1]):
         token = token_ids[:, position : position + 1]
-        seconds.append(time_call(partial(model, token, past_key_values=cache), token_ids.device))
+        seconds.append(time_call(partial(model, token, **as_argument(cache)), token_ids.device))
         if (position - prompt_length + 1) % 500 == 0:
             typer.echo(
                 f"  step {position - prompt_length + 1}: {statistics.median(seconds[-500:]) * 1e3:.0f} ms", err=True

@@ -21,6 +21,7 @@ from kvcache_plugins.infinigen import cache as cache_module
 from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
 from .step import describe, step_rows, time_turns
@@ -97,7 +98,7 @@ def benchmark_infinigen(
     for spec in cache:
         name, options = parse_cache_spec(spec)
         caches[spec] = create_cache(name, network, **options)
-        network(token_ids[:, :context], past_key_values=caches[spec], logits_to_keep=1)
+        network(token_ids[:, :context], **as_argument(caches[spec]), logits_to_keep=1)
         typer.echo(f"{context} tokens read through {spec}", err=True)
     fed = token_ids[:, context : context + 2 * steps]
     rows = step_rows(time_turns(network, caches, fed[:, :steps]), caches, context)
@@ -108,7 +109,7 @@ def benchmark_infinigen(
             continue
 
         def step(number: int, used: Cache = used) -> object:
-            return network(fed[:, steps + number : steps + number + 1], past_key_values=used)
+            return network(fed[:, steps + number : steps + number + 1], **as_argument(used))
 
         row["parts_s"] = time_parts(step, steps)
         for part, seconds in row["parts_s"].items():

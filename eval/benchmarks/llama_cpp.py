@@ -31,6 +31,7 @@ from kvcache_plugins.eval.llama_cpp.library import KV_TYPES, import_llama_cpp
 from kvcache_plugins.eval.llama_cpp.model import LlamaContext, LlamaModel
 from kvcache_plugins.eval.llama_cpp.weights import float32_gguf
 from kvcache_plugins.gear.kernel_check import MismatchError
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
@@ -75,7 +76,7 @@ def time_steps(
         name, options = parse_cache_spec(spec)
         cache: Cache = create_cache(name, network, **options)
         fill_cache(cache, states, context)
-        functions[spec] = partial(network, token, past_key_values=cache)
+        functions[spec] = partial(network, token, **as_argument(cache))
         functions[spec]()
         check_length(cache, context + 1)
         held[spec] = {"bytes": measure_memory(cache).total_bytes}

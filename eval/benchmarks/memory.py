@@ -22,6 +22,7 @@ from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -80,12 +81,12 @@ def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_
     name, options = parse_cache_spec(spec)
     cache = create_cache(name, model, **options)
     loaded = _peak_rss()
-    model(token_ids[:, :context], past_key_values=cache, logits_to_keep=1)
+    model(token_ids[:, :context], **as_argument(cache), logits_to_keep=1)
     after_prefill = _peak_rss()
-    model(token_ids[:, context : context + 1], past_key_values=cache)
+    model(token_ids[:, context : context + 1], **as_argument(cache))
     memory = measure_memory(cache)
     with LiveBytes() as live:
-        model(token_ids[:, context + 1 : context + 2], past_key_values=cache)
+        model(token_ids[:, context + 1 : context + 2], **as_argument(cache))
     layers = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
     return {
         "cache": spec,

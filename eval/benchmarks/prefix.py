@@ -31,6 +31,7 @@ from kvcache_plugins.console.loading import load_for_evaluation
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -56,7 +57,7 @@ def take_turns(network: PreTrainedModel, ways: Sequence[Way], continuations: tor
                 continue
             seconds, cache = _timed(way.make, network.device)
             way.ready_s.append(seconds)
-            seconds, output = _timed(partial(network, tokens[None], past_key_values=cache), network.device)
+            seconds, output = _timed(partial(network, tokens[None], **as_argument(cache)), network.device)
             way.tokens_s.append(seconds)
             way.caches.append(cache)
             way.logits.append(output.logits[0])
@@ -138,7 +139,7 @@ def benchmark_prefix(
             ways += gear_ways(network, token_ids[:, :prefix], continuations, spec, gear, path)
         # What is compiled or allocated the first time is no way's own
         for way in ways[1:]:
-            network(fed[:1], past_key_values=way.make())
+            network(fed[:1], **as_argument(way.make()))
         take_turns(network, ways, fed)
     _check_agreement(ways)
     rows = [prefix_row(way, continuations, prefix, ways[1].logits) for way in ways]

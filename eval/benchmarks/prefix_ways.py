@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.eval.harness.timing import time_call
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 # Of these the median is taken
@@ -100,7 +101,7 @@ def gear_ways(
 
 
 def _prefill(network: PreTrainedModel, prefix_ids: torch.Tensor, cache: Cache) -> Cache:
-    network(prefix_ids, past_key_values=cache, logits_to_keep=1)
+    network(prefix_ids, **as_argument(cache), logits_to_keep=1)
     return cache
 
 

@@ -24,6 +24,7 @@ from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
 from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
 
@@ -51,7 +52,7 @@ def read(network: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk:
     """Reads tokens `[1, tokens]` into a cache, `chunk` at a time; returns the last one's logits."""
     logits = torch.empty(0)
     for part in token_ids.split(chunk, dim=1):
-        logits = network(part, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+        logits = network(part, **as_argument(cache), logits_to_keep=1).logits[0, -1].float()
     return logits
 
 

@@ -24,6 +24,7 @@ from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import REFERENCE, check_length, with_reference
 from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
 from kvcache_plugins.eval.harness.timing import spread, time_in_turns
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
@@ -106,7 +107,7 @@ def time_steps(
         caches[spec] = create_cache(name, network, **options)
         fill_cache(caches[spec], states, place.context, place.batch_size)
     token_ids = torch.full((place.batch_size, 1), 7)
-    steps = {spec: partial(network, token_ids, past_key_values=cache) for spec, cache in caches.items()}
+    steps = {spec: partial(network, token_ids, **as_argument(cache)) for spec, cache in caches.items()}
     # Of the first step: nothing is timed that does not answer as the first cache does
     logits = {spec: step().logits[:, -1].float() for spec, step in steps.items()}
     for cache in caches.values():

@@ -23,6 +23,7 @@ from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import cache_stats
 from kvcache_plugins.eval.harness.filled_caches import fill_cache, read_states
 from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -53,7 +54,7 @@ def time_turns(
         token = token_ids[:, position : position + 1]
         for name in racing:
             with guard(name):
-                step = partial(network, token, past_key_values=caches[name])
+                step = partial(network, token, **as_argument(caches[name]))
                 seconds[name].append(time_call(step, network.device))
         racing = [name for name in racing if len(seconds[name]) > position]
     return seconds
@@ -116,7 +117,7 @@ def benchmark_steps(
             name, options = parse_cache_spec(spec)
             caches[spec] = create_cache(name, network, **options)
             if states is None:
-                network(token_ids[:, :length], past_key_values=caches[spec], logits_to_keep=1)
+                network(token_ids[:, :length], **as_argument(caches[spec]), logits_to_keep=1)
             else:
                 fill_cache(caches[spec], states, length)
             typer.echo(f"{length} tokens {'read through' if read is None else 'filled into'} {spec}", err=True)

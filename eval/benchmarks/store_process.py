@@ -22,6 +22,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from kvcache_plugins import PromptStore
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 
 
@@ -73,7 +74,7 @@ def _answer(
     cache, num_saved = _cache_of(model, way, folder, input_ids)
     tokens = model.generate(  # type: ignore[operator]
         input_ids,
-        past_key_values=cache,
+        **as_argument(cache),
         max_new_tokens=new_tokens,
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([first]),

@@ -17,6 +17,7 @@ from kvcache_plugins.eval.harness.timing import time_call
 from kvcache_plugins.gear.cache import GEARCache
 from kvcache_plugins.gear.captured_steps import CapturedSteps
 from kvcache_plugins.gear.kernel_check import MismatchError
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
 from .models import build_llama
@@ -47,7 +48,7 @@ def check_captured(name: str, model: PreTrainedModel, plan: Plan) -> dict[str, A
     def decode(cache: Cache) -> torch.Tensor:
         step, decoded = tokens, []
         for _ in range(plan.captured_tokens):
-            step = model(step, past_key_values=cache, logits_to_keep=1).logits.argmax(dim=-1)
+            step = model(step, **as_argument(cache), logits_to_keep=1).logits.argmax(dim=-1)
             decoded.append(step)
         return torch.cat(decoded, dim=1)
 
@@ -81,12 +82,12 @@ def time_captured(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> 
                 box.require(2 * longest)
                 preset, _, way = name.partition(", ")
                 cache = create_cache(preset, model)
-                read = partial(model, tokens[:, : plan.context], past_key_values=cache, logits_to_keep=1)
+                read = partial(model, tokens[:, : plan.context], **as_argument(cache), logits_to_keep=1)
                 longest = max(longest, time_call(read, device))
                 if way:
                     stack.enter_context(captured(cache, model))
                 # What is compiled and recorded is so before the first turn
-                model(tokens[:, plan.context : plan.context + 1], past_key_values=cache)
+                model(tokens[:, plan.context : plan.context + 1], **as_argument(cache))
                 caches[name] = cache
         seconds = time_turns(model, caches, tokens[:, plan.context + 1 :], report.attempt, lambda: box.is_up)
         for row in step_rows(seconds, caches, plan.context):

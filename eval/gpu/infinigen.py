@@ -19,6 +19,7 @@ from kvcache_plugins.eval.benchmarks.step import step_rows
 from kvcache_plugins.eval.harness.timing import time_call
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .models import build_llama
@@ -62,7 +63,7 @@ def check_exact(device: torch.device, num_context: int, num_steps: int) -> dict[
             model.generate(  # type: ignore[operator]
                 prompt,
                 attention_mask=mask,
-                past_key_values=each,
+                **as_argument(each),
                 max_new_tokens=num_steps,
                 do_sample=False,
                 return_dict_in_generate=True,
@@ -105,13 +106,13 @@ def _time_cache(
         options["track_times"] = True
     cache = create_cache(name, model, **options)
     context, fed = tokens[:, : plan.offload_context], tokens[:, plan.offload_context :]
-    prefill = time_call(lambda: model(context, past_key_values=cache, logits_to_keep=1), model.device)
+    prefill = time_call(lambda: model(context, **as_argument(cache), logits_to_keep=1), model.device)
     for token in fed[:, :_WARM_STEPS].split(1, dim=1):
-        model(token, past_key_values=cache)
+        model(token, **as_argument(cache))
     _time_steps(spec, plan, report, model, cache, fed, box, {"prefill_s": prefill})
     if isinstance(cache, InfiniGenCache):
         _make_resident(cache)
-        model(fed[:, :1], past_key_values=cache)
+        model(fed[:, :1], **as_argument(cache))
         _time_steps(spec + RESIDENT, plan, report, model, cache, fed, box, {})
         cache.detach()
 
@@ -132,7 +133,7 @@ def _time_steps(
     for token in fed.split(1, dim=1):
         if len(seconds) > 2 and box.is_up:
             break
-        seconds.append(time_call(partial(model, token, past_key_values=cache), model.device))
+        seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
     (row,) = step_rows({name: seconds}, {name: cache}, plan.offload_context)
     # Here the first is itself; `_compare` sets it against others
     del row["speed_against_first"]

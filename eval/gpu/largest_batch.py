@@ -20,6 +20,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import measure_memory
 
 from .partial_report import TimeBox, TimeIsUpError
@@ -109,14 +110,14 @@ def run_batch(
     num_read = 1 if way == "repeated" else batch_size
     tokens = torch.randint(model.config.vocab_size, (num_read, context), device=model.device)
     try:
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, **as_argument(cache), logits_to_keep=1)
         if way == "repeated":
             cache.batch_repeat_interleave(batch_size)
         budget.check(cache)
         token = torch.randint(model.config.vocab_size, (batch_size, 1), device=model.device)
         seconds = []
         for _ in range(steps):
-            seconds.append(time_call(partial(model, token, past_key_values=cache), model.device))
+            seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
             budget.check(cache)
     except torch.OutOfMemoryError:
         return None

@@ -20,6 +20,7 @@ from kvcache_plugins.eval.benchmarks.step import describe as describe_step
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_turns
 from kvcache_plugins.eval.harness.timing import time_call
 from kvcache_plugins.gear.kernel_check import require_close_layers
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
 from .captured import time_captured
@@ -137,10 +138,10 @@ def _fill(
     """A cache that holds the context and one decoded token, and the seconds of reading the context a second time."""
     context, token = tokens[:, : plan.context], tokens[:, plan.context : plan.context + 1]
     # The first time is for what is compiled
-    model(context, past_key_values=create(), logits_to_keep=1)
+    model(context, **as_argument(create()), logits_to_keep=1)
     cache = create()
-    seconds = time_call(partial(model, context, past_key_values=cache, logits_to_keep=1), model.device)
-    model(token, past_key_values=cache)
+    seconds = time_call(partial(model, context, **as_argument(cache), logits_to_keep=1), model.device)
+    model(token, **as_argument(cache))
     return cache, seconds
 
 
@@ -188,8 +189,8 @@ def search_largest_batches(plan: Plan, out: Path, device: torch.device, box: Tim
 def _require_close_batch(name: str, model: PreTrainedModel, cache: Cache, context: int) -> None:
     """Raises a `MismatchError` if attention over a batch of two, with a decoded token in the buffer, is wrong."""
     tokens = torch.randint(model.config.vocab_size, (2, context + 1), device=model.device)
-    model(tokens[:, :-1], past_key_values=cache, logits_to_keep=1)
-    model(tokens[:, -1:], past_key_values=cache)
+    model(tokens[:, :-1], **as_argument(cache), logits_to_keep=1)
+    model(tokens[:, -1:], **as_argument(cache))
     require_close_layers(name, cache, model.config.num_attention_heads)
 
 

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.eval.harness.caches import cache_stats
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
 from .models import build_llama
@@ -57,7 +58,7 @@ def _check(name: str, cache: Cache, model: PreTrainedModel, plan: Plan) -> float
     with torch.inference_mode():
         for count in plan.preset_tokens:
             tokens = torch.randint(model.config.vocab_size, (1, count), device=model.device)
-            model(tokens, past_key_values=cache, logits_to_keep=1)
+            model(tokens, **as_argument(cache), logits_to_keep=1)
         error = require_close_layers(name, cache, model.config.num_attention_heads)
     stats = cache_stats(cache)
     if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:

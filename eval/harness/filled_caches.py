@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 States = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -21,7 +22,7 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
     """Keys and values of every layer, `[B, H, T, D]`, of the tokens `[B, T]`."""
     cache = DynamicCache(config=network.config)
-    network(token_ids, past_key_values=cache, logits_to_keep=1)
+    network(token_ids, **as_argument(cache), logits_to_keep=1)
     states = []
     layers: list[Any] = cache.layers
     for layer in layers:

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache_plugins.console.run_report import memory_fields
 from kvcache_plugins.eval.harness.caches import cache_stats, was_exercised
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
@@ -128,7 +129,7 @@ def generate_with(
     output = model.generate(  # type: ignore[operator]
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
+        **as_argument(cache),
         max_new_tokens=max_new_tokens,
         streamer=timer,
         **sampling,

@@ -18,6 +18,7 @@ from kvcache_plugins.eval.harness.caches import (
     check_is_empty,
     check_length,
 )
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
@@ -66,7 +67,7 @@ def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, ch
     fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
     parts = []
     for part, wanted in zip(fed.split(chunk), targets.split(chunk), strict=True):
-        logits = model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
+        logits = model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0]
         parts.append(F.cross_entropy(logits.double(), wanted, reduction="none").cpu())
     check_length(cache, fed.numel())
     return torch.cat(parts)

@@ -13,6 +13,7 @@ from kvcache_plugins.eval.harness.caches import (
     check_is_empty,
     check_length,
 )
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 # Rows of logits turned into float64 at a time: a vocabulary of 50k takes 25 MB for them.
@@ -57,7 +58,7 @@ def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) ->
     check_is_empty(cache)
     # Only the last logits are computed where the model can do so: the others are a vocabulary each and nobody's.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    model(input_ids=token_ids[None].to(model.device), past_key_values=cache, use_cache=True, **keep)
+    model(input_ids=token_ids[None].to(model.device), **as_argument(cache), use_cache=True, **keep)
     check_length(cache, token_ids.numel())
 
 
@@ -88,7 +89,7 @@ def continuation_logits(
     parts = token_ids.to(model.device).split(chunk or token_ids.numel())
     logits = []
     for part in parts:
-        logits.append(model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0])
+        logits.append(model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0])
         if after_forward is not None:
             after_forward()
     check_length(cache, length_before + token_ids.numel())

@@ -28,6 +28,7 @@ from kvcache_plugins.kv_runahead.planning import planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
 from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .rank_processes import Ranks, Worker
@@ -124,7 +125,7 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
     if way == ONE_RANK:
         if worker.is_last:
             cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))
-            logits = worker.model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = worker.model(input_ids, **as_argument(cache), use_cache=True, logits_to_keep=1).logits
     elif way == TSP:
         output = tsp_prefill(worker.model, input_ids)
         logits, stats = output.logits, output.stats
@@ -157,7 +158,7 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     dist.barrier()
     start = time.perf_counter()
     with chain:
-        model.base_model(input_ids, past_key_values=chain.cache, use_cache=True)
+        model.base_model(input_ids, **as_argument(chain.cache), use_cache=True)
     return time.perf_counter() - start
 
 

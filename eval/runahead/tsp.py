@@ -19,6 +19,7 @@ from kvcache_plugins.kv_runahead.exchange import PrefixExchange
 from kvcache_plugins.kv_runahead.output import RunaheadOutput
 from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
 from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 # The name of it from PyTorch 2.13 on, which warns of the old one
@@ -103,9 +104,9 @@ def tsp_prefill(
     with chain:
         if cache is None:
             # Without the language-model head
-            model.base_model(ids, past_key_values=chain.cache, use_cache=True)
+            model.base_model(ids, **as_argument(chain.cache), use_cache=True)
         else:
-            logits = model(ids, past_key_values=chain.cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(ids, **as_argument(chain.cache), use_cache=True, logits_to_keep=1).logits
     neighbours = exchange.neighbours
     stats: dict[str, int | float] = {
         "seconds": time.perf_counter() - start,

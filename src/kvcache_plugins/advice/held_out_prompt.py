@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import unwrap_model
 
 
@@ -60,7 +61,7 @@ class HeldOutPrompt:
         if start == 0 and "logits_to_keep" in self._accepted:
             # Those of the prefix are nobody's
             options["logits_to_keep"] = 1
-        output = self.model(input_ids=self.input_ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
+        output = self.model(input_ids=self.input_ids[:, start:stop], **as_argument(cache), use_cache=True, **options)
         if cache.get_seq_length() != stop:
             raise ValueError(
                 f"`model` left {cache.get_seq_length()} tokens in the cache after {stop}: it does not go through "

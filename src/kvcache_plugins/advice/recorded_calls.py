@@ -8,6 +8,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.models.cache_argument import as_argument
 
 from .models_without_weights import NO_DATA_ERRORS
 
@@ -95,7 +96,7 @@ def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
     try:
         # Some models look for padding in what they are given
         model.config.pad_token_id = None
-        model(torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
+        model(torch.zeros(1, 1, dtype=torch.long, device="meta"), **as_argument(cache), use_cache=True)
     except NO_DATA_ERRORS as error:
         raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
     finally:

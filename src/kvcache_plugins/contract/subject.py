@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 from .comparison import require
 
 
@@ -124,7 +126,7 @@ class Subject:
         if mask is not None:
             position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             options = {"attention_mask": mask, "position_ids": position_ids}
-        logits = self.model(tokens, past_key_values=cache, use_cache=True, **options).logits.float()
+        logits = self.model(tokens, **as_argument(cache), use_cache=True, **options).logits.float()
         real = logits if mask is None else logits[mask[:, -tokens.shape[1] :].bool()]
         require(bool(torch.isfinite(real).all()), "the logits are not finite")
         return logits
@@ -180,7 +182,7 @@ class Subject:
         )
         options.setdefault("attention_mask", torch.ones_like(tokens))
         with _generation_config(plain, self.model):
-            output = self.model.generate(tokens, past_key_values=cache, **options)  # type: ignore[operator]
+            output = self.model.generate(tokens, **as_argument(cache), **options)  # type: ignore[operator]
         return output[:, tokens.shape[1] :]
 
     @property

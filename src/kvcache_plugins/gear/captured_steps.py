@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.layers.recurrent_states import RecurrentStates
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, find_cache
 from kvcache_plugins.ops.dispatch import choose_token_kernel, compiles_kernels, explain_kernel
 
 from .fixed_storage import FixedForm
@@ -53,7 +54,7 @@ class StepCall(NamedTuple):
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> "StepCall | None":
         """What arguments are; `None` if they are not for one token, or of another kind."""
-        rest = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        rest = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
         mask = rest.pop("attention_mask", None)
         inputs = {name: rest.pop(name) for name in _INPUTS if rest.get(name) is not None}
         ids = inputs.get("input_ids")
@@ -137,7 +138,7 @@ class CapturedSteps:
             if torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
             arguments = dict(zip(self._names, args, strict=False)) | kwargs
-            if arguments.get("past_key_values") is not self.cache:
+            if find_cache(arguments) is not self.cache:
                 return forward(*args, **kwargs)
             call = StepCall.of(arguments)
             if call is None or not self._can_replay(call):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.utils.generic import ModelOutput
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 from .step_cache import StepCache
 from .step_numbers import StepNumbers
 
@@ -67,7 +69,7 @@ class RecordedStep:
         return _copy(outputs, cache)
 
     def _run(self) -> Any:
-        return self._forward(**self._inputs, **self._constants, past_key_values=self._cache)
+        return self._forward(**self._inputs, **self._constants, **as_argument(self._cache))
 
 
 def _record(

@@ -1,8 +1,8 @@
 """What an InfiniGen cache hears of a model: the input of every attention, from forward hooks. Nothing is patched.
 
 A model is attached once and serves all its caches, in any number of threads: what is learned of the model is kept for
-all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the `past_key_values` at
-hand listens, and go with the last cache that does.
+all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the cache at hand
+listens, and go with the last cache that does.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
@@ -25,6 +25,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import CACHE_NAMES
+
 from .attention_inputs import AttentionInputs, ForwardNotes
 from .attention_modules import find_attention_modules
 from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError
@@ -33,7 +35,7 @@ from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
 # Held while hooks are added or removed. Reentrant, as garbage may be collected, and listeners with it, at any time
 _LOCK = threading.RLock()
-_CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
+_CACHE_NAMES = (*CACHE_NAMES, "layer_past", "past_key_value")
 
 
 class AttentionListener:

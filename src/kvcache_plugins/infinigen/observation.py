@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 from .attention_inputs import AttentionInputs
 from .hooks import Attachment, AttentionListener, attach
 from .queries import PositionEmbeddings
@@ -72,7 +74,7 @@ def observe(
     attachment.keeps_streams = True
     try:
         for cache, count in ((learner, 2), (recorder, window.numel())):
-            model.get_decoder()(window[None, :count].to(model.device), past_key_values=cache, use_cache=True)
+            model.get_decoder()(window[None, :count].to(model.device), **as_argument(cache), use_cache=True)
     finally:
         attachment.keeps_streams = False
     return recorder, attachment

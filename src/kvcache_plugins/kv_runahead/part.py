@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .agreement import Description, agree, digest
@@ -81,7 +82,7 @@ class Part:
     def _forward_options(self, start: int, stop: int, cache: Cache) -> dict[str, Any]:
         """What the model's forward takes for a slice."""
         mask = self.attention_mask
-        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        options: dict[str, Any] = {**as_argument(cache), "use_cache": True}
         if mask is not None:
             options["attention_mask"] = mask[:, :stop]
         if "position_ids" in inspect.signature(self.model.base_model.forward).parameters:

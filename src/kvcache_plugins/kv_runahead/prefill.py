@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 from .output import RunaheadOutput
 from .part import Partition, take_part
 
@@ -108,7 +110,7 @@ def runahead_generate(
             part.run_before_last()
         return None, part.output(start, None)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    inputs = {"attention_mask": mask, "past_key_values": part.cache, **generate_options}
+    inputs = {"attention_mask": mask, **as_argument(part.cache), **generate_options}
     # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
     generate: Any = model.generate
     with part.chain or nullcontext():

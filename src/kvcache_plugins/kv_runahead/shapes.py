@@ -8,6 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 from .wire import Wire
 
 
@@ -50,7 +52,7 @@ def _measure(model: PreTrainedModel) -> list[LayerShape]:
     # What the cache would make of other kinds of layers is told by its layers' types
     known = known and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if known:
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), **as_argument(cache), use_cache=True)
     if not known or not all(layer.is_initialized for layer in layers):
         raise ValueError(
             "`model` has to have layers of full or sliding-window attention only, each with keys and values of its "

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
@@ -29,7 +30,7 @@ from .statistics import StoreStatistics
 DEFAULT_BLOCK_TOKENS = 256
 DEFAULT_MAX_BYTES = "20GB"
 # What says nothing of states that the tokens do not say
-_KNOWN_INPUTS = {"attention_mask", "past_key_values", "position_ids", "logits_to_keep"}
+_KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep"}
 
 
 def default_folder() -> Path:
@@ -220,7 +221,7 @@ class PromptStore:
         _check_inputs(model_kwargs)
         made = self.cache_for(model, input_ids, cache)
         self.prefill(model, made, input_ids)
-        model_kwargs["past_key_values"] = made
+        model_kwargs |= as_argument(made)
         return model._sample(  # type: ignore[operator]
             input_ids,
             logits_processor=logits_processor,
@@ -307,7 +308,7 @@ def _token_ids(input_ids: torch.Tensor) -> list[int]:
 
 def _check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Raises a `ValueError` if anything but the tokens decides on states."""
-    given, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    given, mask = find_cache(model_kwargs), model_kwargs.get("attention_mask")
     if isinstance(given, Cache) and given.get_seq_length():
         raise ValueError("`past_key_values` holds tokens, but the store makes the cache: leave it out")
     if mask is not None and not bool(mask.all()):
@@ -326,7 +327,7 @@ def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor
     model(
         input_ids=input_ids[:, cache.get_seq_length() :].to(unwrap_model(model).device),
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
+        **as_argument(cache),
         use_cache=True,
         **options,
     )

@@ -219,7 +219,8 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
         per_token = sum(
             _quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values")
         )
-        return per_token * layer.get_seq_length(), layer.dtype.itemsize
+        # Not `dtype`, which such a layer has no more since 5.24
+        return per_token * layer.get_seq_length(), layer.keys.dtype.itemsize
     stored = [tensor for _, tensor in named if tensor.is_floating_point()]
     numbers = sum(tensor.numel() for tensor in stored)
     return numbers, (stored[0].element_size() if stored else 0)

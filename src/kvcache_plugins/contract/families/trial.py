@@ -16,6 +16,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
+
 
 Status = Literal["works", "reads dense", "refuses", "fails"]
 CacheMaker = Callable[[PreTrainedModel], Cache]
@@ -158,7 +160,7 @@ def generate(
     output = model.generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens) if mask is None else mask,
-        past_key_values=cache,
+        **as_argument(cache),
         logits_processor=[processor],
     )
     if cache.get_seq_length() != tokens.shape[1] + num_new - 1:

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.listening_layer import ListeningLayer
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table
@@ -114,7 +115,7 @@ def observe_window(
     cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer(), listen_to_window))
     window = window.to(model.device)[None]
     with torch.no_grad():
-        model(window[:, :prefix_length], past_key_values=cache, use_cache=True)
+        model(window[:, :prefix_length], **as_argument(cache), use_cache=True)
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
     for index, layer in observed.items():
         _add_states(layer, rotary_frequencies(config, index), windows.get(index), num_sinks, sums, index)
@@ -128,7 +129,7 @@ def observe_window(
                 own.values.add_gradients(of_values[0, :, num_sinks:].double(), num_scored)
         if together is not rest[-1]:
             with torch.no_grad():
-                model(together, past_key_values=cache, use_cache=True)
+                model(together, **as_argument(cache), use_cache=True)
 
 
 def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> torch.Tensor:
@@ -212,7 +213,7 @@ def _gradients(
         dense.update(keys, values)
         layers.append(dense)
     with torch.enable_grad():
-        logits = model(token_ids, past_key_values=Cache(layers=layers), use_cache=True).logits[0].float()
+        logits = model(token_ids, **as_argument(Cache(layers=layers)), use_cache=True).logits[0].float()
         logarithms = logits.log_softmax(dim=-1)
     inputs = [each for pair in leaves.values() for each in pair]
     chances = logarithms.detach().exp().cpu()
