@@ -76,8 +76,8 @@ def test_fed_in_one_go_is_not_kept(tiny_llama, tmp_path, name):
 def test_custom_generate(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     options = {"max_new_tokens": 40, "do_sample": False, "custom_generate": store.generate}
-    tokens = tiny_llama.generate(input_ids, cache="gear-t22", **options)
-    assert torch.equal(tiny_llama.generate(input_ids, cache="gear-t22", **options), tokens)
+    tokens = tiny_llama.generate(input_ids, spec="gear-t22", **options)
+    assert torch.equal(tiny_llama.generate(input_ids, spec="gear-t22", **options), tokens)
     assert store.stats()["hits"] == 1 and store.stats()["tokens_saved"] == 512
     expected = store.cache_for(tiny_llama, input_ids, "gear-t22")
     plain = tiny_llama.generate(input_ids, past_key_values=expected, max_new_tokens=40, do_sample=False)

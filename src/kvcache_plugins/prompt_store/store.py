@@ -205,21 +205,21 @@ class PromptStore:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        cache: str | GEARCache = "gear",
+        spec: str | GEARCache = "gear",
         **model_kwargs: Any,
     ) -> Any:
         """
-        For `model.generate(**inputs, custom_generate=store.generate, cache="gear-2bit")`: generates as always, by
+        For `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")`: generates as always, by
         sampling or greedily, and reads of the prompt what the store does not have.
 
         Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
 
         Args:
-            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): as for `cache_for`. All else is what
-                Transformers gives.
+            spec (`str` or `GEARCache`, *optional*, defaults to `"gear"`): the cache, as for `cache_for`; `cache` is
+                Transformers' own argument since 5.24. All else is what Transformers gives.
         """
         _check_inputs(model_kwargs)
-        made = self.cache_for(model, input_ids, cache)
+        made = self.cache_for(model, input_ids, spec)
         self.prefill(model, made, input_ids)
         model_kwargs |= as_argument(made)
         return model._sample(  # type: ignore[operator]
