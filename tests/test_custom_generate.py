@@ -1,6 +1,7 @@
 """`custom_generate`: in `generate`, a pipeline, a chat loop, and from a folder as it can be pushed to the hub."""
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,48 @@ def test_from_a_folder(model, tokenizer) -> None:
         model.generate(**inputs, cache_options={"rnak": 1}, **arguments)
     with pytest.raises(ValueError, match="leave out `past_key_values`"):
         model.generate(**inputs, past_key_values=DynamicCache(), **arguments)
+
+
+@pytest.fixture
+def bound(folder: str, tmp_path: Path) -> PreTrainedModel:
+    """A model whose `generate` Transformers has taken from the model's own repository."""
+    repository = tmp_path / "repository"
+    shutil.copytree(folder, repository)
+    shutil.copytree(HUB / "custom_generate", repository / "custom_generate")
+    return AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("is_positional", [False, True], ids=["by keyword", "by position"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("gear", {}), (NAME, {"cache": NAME}), ("gear", {"num_beams": 3})], ids=str
+)
+def test_from_the_models_own_repository(bound, model, tokenizer, name, options, is_positional) -> None:
+    input_ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    plain = {key: value for key, value in options.items() if key != "cache"}
+    tokens = expected(model, {"input_ids": input_ids}, name, **plain)
+    arguments = {"return_dict_in_generate": True, **OPTIONS, **options}
+    given = (input_ids,) if is_positional else ()
+    output = bound.generate(*given, **arguments, **({} if is_positional else {"input_ids": input_ids}))
+    assert torch.equal(output.sequences, tokens)
+    assert output.past_key_values.stats()["tokens_compressed"] > 0
+
+
+def test_from_the_models_own_repository_with_a_streamer(bound, model, tokenizer, capsys) -> None:
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    tokens = bound.generate(**inputs, streamer=TextStreamer(tokenizer, skip_prompt=True), **OPTIONS)
+    assert torch.equal(tokens, expected(model, inputs, "gear"))
+    assert tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :]).strip() == capsys.readouterr().out.strip()
+    with pytest.raises(ValueError, match="leave out `past_key_values`"):
+        bound.generate(**inputs, past_key_values=DynamicCache(), **OPTIONS)
+
+
+def test_transformers_hands_no_assistant_to_a_callable(model, tokenizer, tiny_model, monkeypatch) -> None:
+    """As the guide says: were it handed on, or refused, that line would have to change."""
+    inputs, assistant = tokenizer(TEXT, return_tensors="pt"), tiny_model("llama", seed=1)
+    calls = []
+    monkeypatch.setattr(assistant, "forward", calls.append)
+    tokens = model.generate(**inputs, assistant_model=assistant, custom_generate=generate_with(NAME), **OPTIONS)
+    assert torch.equal(tokens, expected(model, inputs)) and not calls
 
 
 def test_what_is_refused(model, tokenizer) -> None:

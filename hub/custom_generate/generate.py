@@ -1,4 +1,7 @@
-"""`generate` with a compressed KV cache: what `model.generate(..., custom_generate="<this repository>")` calls."""
+"""
+`generate` with a compressed KV cache: what `model.generate(..., custom_generate="<this repository>")` calls, and
+`model.generate` itself where this folder is in the model's own repository.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,12 +11,13 @@ from kvcache_plugins import create_cache
 
 
 def generate(
-    model: Any, cache: str = "gear", cache_options: Mapping[str, object] | None = None, **arguments: Any
+    *inputs: Any, model: Any, cache: str = "gear", cache_options: Mapping[str, object] | None = None, **arguments: Any
 ) -> Any:
     """
     `model.generate` with a fresh cache.
 
     Args:
+        inputs: What `generate` was called with by position.
         model: The model that `generate` was called on.
         cache (`str`, *optional*, defaults to `"gear"`): A name of `kvcache_plugins.list_caches()`.
         cache_options (`Mapping`, *optional*): Options of that cache.
@@ -27,4 +31,5 @@ def generate(
     made = create_cache(cache, model, **(cache_options or {}))
     # Caches that listen to the model do so until the call ends
     with made if isinstance(made, AbstractContextManager) else nullcontext():
-        return model.generate(**{**arguments, "past_key_values": made})
+        # The class's: the model's own is this function where it is in the model's repository
+        return type(model).generate(model, *inputs, **{**arguments, "past_key_values": made})

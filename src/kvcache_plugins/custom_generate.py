@@ -56,8 +56,10 @@ def generate_with(name: str, **options: object) -> CacheGeneration:
     """
     A `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
 
-    Greedy search, sampling and beam search are Transformers' own. Transformers hands no `streamer` and no assistant to
-    a callable: for those pass `past_key_values=create_cache(name, model)`, or the folder that the guide describes.
+    Greedy search, sampling and beam search are Transformers' own. Transformers hands no `streamer` and no
+    `assistant_model` to a callable, and drops them without a word: for those pass
+    `past_key_values=create_cache(name, model)`, or the folder that the guide describes. `generate_batch` calls no
+    callable at all.
 
     Args:
         name (`str`): One of `list_caches()`.

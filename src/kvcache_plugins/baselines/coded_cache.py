@@ -35,7 +35,7 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, int]:
         """
-        Counters over all coded layers.
+        Counters over all coded layers, 0 if there are none.
 
         Returns:
             `dict[str, int]`: `num_layers` and, of those, `layers_compressing` that hold coded tokens; `tokens_cached`
@@ -46,7 +46,8 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         layers = [layer for layer in self.layers if isinstance(layer, CodedTokensLayer)]
         total: Counter[str] = Counter()
-        for layer in layers:
+        # Of a new layer all are 0: the names are the same where a model has no layer that is ours
+        for layer in layers or [self._layer(0)]:
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         compressing = sum(layer.rows is not None for layer in layers)

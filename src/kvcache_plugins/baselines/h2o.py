@@ -93,7 +93,7 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, int]:
         """
-        Counters over all H2O layers.
+        Counters over all H2O layers, 0 if there are none.
 
         Returns:
             `dict[str, int]`: `num_layers` and, of those, `layers_dropping` that have dropped tokens; `tokens_cached`
@@ -105,7 +105,8 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         layers = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
         total: Counter[str] = Counter()
         dropping = 0
-        for layer in layers:
+        # Of a new layer all are 0: the names are the same where a model has no layer that is ours
+        for layer in layers or [self._layer(0)]:
             stats = layer.stats()
             total.update(stats)
             dropping += stats["tokens_dropped"] > 0

@@ -229,7 +229,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, StatValue]:
         """
-        Counters over all GEAR layers, and for a cache that `choose_cache` returned what it measured.
+        Counters over all GEAR layers, 0 if there are none, and for a cache of `choose_cache` what it measured.
 
         Returns:
             `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk,
@@ -238,15 +238,15 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
             them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
             them by a fused kernel), `written_out_calls` (attentions over compressed states that the model computes
-            itself, a tile of tokens at a time), `kernel_fallbacks` (those for which the kernel that was wanted could
-            not be had), `dense_reads` (times a side of a layer was made dense for something other than attention) and
-            `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen cache
-            `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were tried.
-            Only with a calibration `calibration_bytes`: of bases and means, which belong to the model, as its weights
-            do, and are shared by all of its caches. `memory()` has them apart, as `shared`.
+            itself), `kernel_fallbacks` (those for which the kernel that was wanted could not be had), `dense_reads`
+            (sides made dense for something other than attention) and `prompts_without_mask` (prompts compressed
+            without having seen a mask). Only of a chosen cache `chosen_preset` (a `str`), its `chosen_kl`, the bound
+            `max_kl`, and `kl_by_preset` of all that were tried. Only with a calibration `calibration_bytes`, which
+            `memory()` has apart as `shared`.
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
-        total: Counter[str] = Counter()
+        new = TransformLayer(own, 0) if isinstance(own := self.gear_config, TransformConfig) else GEARLayer(own, 0)
+        total: Counter[str] = Counter(new.stats())
         for layer in layers:
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +27,7 @@ from .attention_inputs import AttentionInputs
 from .calibration import Calibration, choose_full_layers, resolve_calibration
 from .config import InfiniGenConfig
 from .exact_store import ExactStore
-from .hooks import Attachment, AttentionListener, attach, attachment_of, unknown_queries_warning
+from .hooks import Attachment, AttentionListener, ModelReference, attach, attachment_of, unknown_queries_warning
 from .layer import InfiniGenLayer
 from .pool import is_gpu
 from .position_check import check_positions
@@ -197,7 +196,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
-        self._model = weakref.ref(model)
+        self._model = ModelReference(model)
         self._announced: int | None = None
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
@@ -236,7 +235,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        self._announced = layer_idx
+        # Of another model nothing is announced, which `update` refuses
+        self._announced = layer_idx if attachment.model() is self._model() else None
+        if self._announced is None:
+            return
         # In older releases of Transformers layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         offloaded = self.layers[next(iter(self._targets.values()))]

@@ -38,6 +38,19 @@ _LOCK = threading.RLock()
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past", "past_key_value")
 
 
+class ModelReference(weakref.ref[PreTrainedModel]):
+    """Names the model of a cache without keeping it; a deep copy of the cache refers to the same one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReference:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "an InfiniGen cache cannot be pickled, nor written by `torch.save`: it listens to a model in memory. "
+            "`copy.deepcopy(cache)` copies it; to keep a prompt in a file, use a `GEARCache` and its `save`"
+        )
+
+
 class AttentionListener:
     """What a cache has to be for the hooks to act: it is told of every attention before its layer's `update`."""
 
@@ -61,6 +74,7 @@ class Attachment:
         model (`PreTrainedModel`): any decoder.
 
     Attributes:
+        model (`ModelReference`): the model.
         projections (`dict[int, QueryProjection]`): how layers make their queries, where that is known.
         unknown (`dict[int, str]`): why it is not, by layer; -1 stands for all.
         listeners (`weakref.WeakSet`): caches that were made for the model and not detached.
@@ -70,6 +84,7 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
+        self.model = ModelReference(model)
         self.projections: dict[int, QueryProjection] = {}
         self.unknown: dict[int, str] = {}
         modules = self._known_modules(model)

@@ -1,0 +1,47 @@
+"""What ties an InfiniGen cache to its model: neither is taken for another's, and nothing of it goes into a file."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcache_plugins import InfiniGenCache
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: InfiniGenCache, input_ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids, past_key_values=cache).logits[:, -1]
+
+
+def test_pickling_is_refused_and_copying_is_not(tiny_model) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    cache = InfiniGenCache(model)
+    logits(model, cache, tokens(150))
+    for write in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(ValueError, match="cannot be pickled, .* `copy.deepcopy.*`GEARCache` and its `save`"):
+            write(cache)
+    copied = copy.deepcopy(cache)
+    assert torch.equal(logits(model, cache, tokens(1)), logits(model, copied, tokens(1)))
+
+
+def test_another_model_that_caches_listen_to_is_refused(tiny_model) -> None:
+    own, other = (tiny_model("llama", num_hidden_layers=4, seed=seed) for seed in (1, 2))
+    cache, others = InfiniGenCache(own), InfiniGenCache(other)
+    logits(own, cache, tokens(150))
+    logits(other, others, tokens(150))
+    with pytest.raises(ValueError, match="made for another model than the one"):
+        logits(other, cache, tokens(1))
+    assert cache.get_seq_length() == 150
+    logits(own, cache, tokens(1))
+    del own
+    gc.collect()
+    with pytest.raises(ValueError, match="made for another model than the one"):
+        logits(other, cache, tokens(1))
