@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from kvcache_plugins import create_cache, generate_with
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.models.cache_argument import IS_RENAMED
 
 
 HUB = Path(__file__).resolve().parents[1] / "hub"
@@ -130,8 +131,14 @@ def test_from_a_folder(model, tokenizer) -> None:
         assert drafted.past_key_values.stats()["tokens_compressed"] > 0
     with pytest.raises(ValueError, match="Unknown option `rnak`"):
         model.generate(**inputs, cache_options={"rnak": 1}, **arguments)
+    given = {**arguments, "past_key_values": DynamicCache()}
+    if IS_RENAMED:
+        # The same argument by its older name, which Transformers drops
+        with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache`"):
+            assert torch.equal(model.generate(**inputs, **given), tokens)
+        given = {**arguments, "cache": DynamicCache()}
     with pytest.raises(ValueError, match="leave out `past_key_values`"):
-        model.generate(**inputs, past_key_values=DynamicCache(), **arguments)
+        model.generate(**inputs, **given)
 
 
 @pytest.fixture

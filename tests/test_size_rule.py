@@ -9,7 +9,7 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "triton_kernels", "eval", "tests", "docs", "notebooks")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 120
 # Of functions that `triton.jit` compiles
 MAX_KERNEL_LINES = 200
@@ -49,7 +49,7 @@ def test_functions_are_no_longer_than_allowed() -> None:
 
 
 def test_long_file_is_found() -> None:
-    assert list(find_long_files({"a.py": "x = 1\n" * (MAX_FILE_LINES + 1)})) == ["a.py has 401 lines"]
+    assert list(find_long_files({"a.py": "x = 1\n" * (MAX_FILE_LINES + 1)})) == ["a.py has 801 lines"]
 
 
 @pytest.mark.parametrize(("decorator", "limit"), [("", MAX_FUNCTION_LINES), ("@triton.jit\n", MAX_KERNEL_LINES)])

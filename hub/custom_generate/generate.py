@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvcache_plugins import create_cache
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 def generate(
@@ -26,10 +27,11 @@ def generate(
     Raises:
         ValueError: for an unknown cache or option, or if there is a cache in the arguments already.
     """
-    if arguments.get("past_key_values") is not None or arguments.get("cache_implementation") is not None:
-        raise ValueError("leave out `past_key_values` and `cache_implementation`, or `custom_generate`")
+    given = [arguments.pop(name, None) for name in ("past_key_values", "cache_implementation")]
+    if given != [None, None] or not isinstance(cache, str):
+        raise ValueError("leave out `past_key_values` and `cache_implementation`: `cache` takes the name of a cache")
     made = create_cache(cache, model, **(cache_options or {}))
     # Caches that listen to the model do so until the call ends
     with made if isinstance(made, AbstractContextManager) else nullcontext():
         # The class's: the model's own is this function where it is in the model's repository
-        return type(model).generate(model, *inputs, **{**arguments, "past_key_values": made})
+        return type(model).generate(model, *inputs, **arguments, **as_argument(made))

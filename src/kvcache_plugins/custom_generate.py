@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.registry import check_cache, create_cache
 
 
@@ -49,7 +50,7 @@ class CacheGeneration:
         cache = create_cache(self.name, model, **self.options)
         decode = getattr(model, _METHODS[mode])
         with _listening(cache):
-            return decode(input_ids, generation_config=generation_config, **{**arguments, "past_key_values": cache})
+            return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 
 
 def generate_with(name: str, **options: object) -> CacheGeneration:
@@ -91,7 +92,7 @@ def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
 
     if not arguments.get("use_cache", True):
         raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
-    prepared = arguments.get("past_key_values")
+    prepared = find_cache(arguments)
     if prepared is not None and (type(prepared) is not DynamicCache or prepared.get_seq_length()):
         raise ValueError(
             f"`custom_generate=generate_with(...)` makes a new cache for each call, but `generate` was also given a "

@@ -10,7 +10,8 @@ from transformers import Cache, GenerationMixin
 
 
 _OLD_NAME = "past_key_values"
-_IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+# Whether the installed release has the new name
+IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # The new one first
 CACHE_NAMES = ("cache", _OLD_NAME)
 
@@ -24,7 +25,7 @@ def as_argument(cache: Cache, function: Callable[..., Any] | None = None) -> dic
         function (`Callable`, *optional*): what it is passed to, which may be older code of a model's own repository.
     """
     is_old = function is not None and _OLD_NAME in inspect.signature(function).parameters
-    return {"cache" if _IS_RENAMED and not is_old else _OLD_NAME: cache}
+    return {"cache" if IS_RENAMED and not is_old else _OLD_NAME: cache}
 
 
 def find_cache(arguments: Mapping[str, Any]) -> Any:
