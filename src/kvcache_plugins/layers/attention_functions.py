@@ -1,10 +1,9 @@
 """Attention functions of Transformers' table, over lazy states.
 
-`flex_attention` compiles what it is given, and flash attention has a kernel read it: neither asks lazy states anything.
-So their entries of the table are wrapped when this module is imported. States of any other cache go on to what was
-there; lazy states are attended to as under `sdpa`, by the layer that stores them, with the same tokens hidden. Layers
-then learn padding and queries too. A table's entry is looked up at each call: a model may change its implementation
-between two steps of one cache.
+`flex_attention` compiles what it is given, and a kernel of flash attention reads it: neither asks lazy states.
+Importing this module wraps their entries of the table. States of other caches go on to what was there; to lazy states
+the layer that stores them attends, as under `sdpa` and with the same tokens hidden, and so learns padding and queries.
+A table's entry is looked up at each call: a model may change its implementation between two steps of one cache.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,8 @@ _DENSE_MASKS: WeakKeyDictionary[BlockMask, _Mask] = WeakKeyDictionary()
 _NUM_ROWS = 256
 
 
-def _wrap(name: str, attend: Attention, read_mask: _MaskReader) -> Attention:
-    """The attention function of a name, that has lazy states attend by themselves."""
+def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
+    """Wrap `attend` so that layers attend to lazy states, under the mask that is read of its arguments."""
 
     @wraps(attend)
     def forward(
@@ -81,7 +80,7 @@ def _attend_eagerly(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Attention with a softcap or sinks, which `scaled_dot_product_attention` does not have, `[B, Q, H, D]`."""
+    """Attend with a softcap or sinks, which `scaled_dot_product_attention` does not have, `[B, Q, H, D]`."""
     num_groups = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, repeat_kv(key, num_groups).transpose(2, 3)) * scale
@@ -102,7 +101,7 @@ def _attend_eagerly(
 def _read_block_mask(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: BlockMask | torch.Tensor | None, **_: object
 ) -> _Mask:
-    """The mask of `flex_attention`, which hides nothing where there is none."""
+    """Read the mask of `flex_attention`, which hides nothing where there is none."""
     if not isinstance(mask, BlockMask):
         return None if mask is None else mask[..., : key.shape[2]], False
     if mask not in _DENSE_MASKS:
@@ -125,9 +124,12 @@ def _make_dense(mask: BlockMask, num_queries: int, num_tokens: int, device: torc
         )
 
     starts, columns = range(0, num_queries, _NUM_ROWS), torch.arange(num_tokens, device=device)
-    if num_queries == num_tokens and num_queries > 1:
-        if all(bool((rows(start) == (columns <= columns[start : start + _NUM_ROWS, None])).all()) for start in starts):
-            return None, True
+    is_square = num_queries == num_tokens > 1
+    # Left at the first rows that show something else
+    if is_square and all(
+        bool((rows(start) == (columns <= columns[start : start + _NUM_ROWS, None])).all()) for start in starts
+    ):
+        return None, True
     dense = torch.cat([rows(start) for start in starts], dim=2)
     return None if bool(dense.all()) else dense, False
 
@@ -144,7 +146,7 @@ def _read_padding_mask(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: object,
 ) -> _Mask | None:
-    """The mask of flash attention `[batch_size, num_tokens]`; `None` if several sequences are packed into one."""
+    """Read the mask of flash attention, `[batch_size, num_tokens]`; `None` if sequences are packed into one."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None and num_queries > 1:
         # As Transformers does, which looks at positions of one item alone
@@ -166,8 +168,8 @@ def _read_padding_mask(
 def _refuse(name: str) -> _MaskReader:
     def refuse(*_: object, **__: object) -> _Mask:
         raise ValueError(
-            f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set it "
-            "to `sdpa`, `eager` or `flex_attention`"
+            f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set "
+            "it to `sdpa`, `eager` or `flex_attention`"
         )
 
     return refuse
@@ -176,11 +178,11 @@ def _refuse(name: str) -> _MaskReader:
 def _register() -> None:
     for name, attend in list(ALL_ATTENTION_FUNCTIONS.items()):
         if name == "flex_attention":
-            AttentionInterface.register(name, _wrap(name, attend, _read_block_mask))
+            AttentionInterface.register(name, _wrap(attend, _read_block_mask))
         elif name.startswith("flash_attention"):
-            AttentionInterface.register(name, _wrap(name, attend, _read_padding_mask))
+            AttentionInterface.register(name, _wrap(attend, _read_padding_mask))
         elif name.startswith("paged|"):
-            AttentionInterface.register(name, _wrap(name, attend, _refuse(name)))
+            AttentionInterface.register(name, _wrap(attend, _refuse(name)))
 
 
 _register()
