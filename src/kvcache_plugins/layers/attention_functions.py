@@ -150,18 +150,19 @@ def _read_padding_mask(
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None and num_queries > 1:
         # As Transformers does, which looks at positions of one item alone
-        is_single = position_ids is not None and query.shape[0] == position_ids.shape[0] == 1
-        if cu_seq_lens_q is not None or (is_single and bool((position_ids.diff() != 1).any())):
+        positions = None if query.shape[0] > 1 else position_ids
+        if cu_seq_lens_q is not None or (positions is not None and bool((positions.diff() != 1).any())):
             return None
-    is_causal = module.is_causal if is_causal is None else is_causal
-    is_windowed = sliding_window is not None and num_tokens > sliding_window
+    is_causal = bool(module.is_causal if is_causal is None else is_causal)
+    window = num_tokens if sliding_window is None else sliding_window
+    is_windowed = num_tokens > window
     if mask is None and not is_windowed and (num_queries in (1, num_tokens) or not is_causal):
         return None, is_causal and num_queries > 1
     columns = torch.arange(num_tokens, device=query.device)
     distances = columns[num_tokens - num_queries :, None] - columns
     seen = distances >= 0 if is_causal else torch.ones_like(distances, dtype=torch.bool)
     if is_windowed:
-        seen = seen & (distances.abs() < sliding_window)
+        seen = seen & (distances.abs() < window)
     return seen[None, None] if mask is None else seen & mask[:, None, None, :].bool(), False
 
 
