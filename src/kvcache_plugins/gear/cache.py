@@ -96,8 +96,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `"auto"`, which compresses windows of at least four times a chunk and the buffer together (512 tokens by
             default), or of 2048 tokens with the `transform` backbone, which is worth little in shorter ones.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            Padding of the prompt, needed for batches of unequal length under attention implementations other than
-            `sdpa`.
+            Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
+            dense states, such as one of your own.
         key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity,
         value_rank, value_decode_rank (*optional*):
             The same options for keys or values alone.

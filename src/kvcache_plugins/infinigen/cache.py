@@ -102,8 +102,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         calibration (`Calibration`, `str` or `Path`, *optional*):
             What `calibrate` found out about the model, or the file that holds it.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            Padding of the prompt, needed for batches of unequal length under attention implementations other than
-            `sdpa`.
+            Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
+            dense states, such as one of your own.
 
     Raises:
         ValueError: if an option is out of range, or the model has no layers that could be offloaded.

@@ -9,7 +9,7 @@ but only refers to its layer. It is asked through two doors:
   product of weights with values their sum, made a tile of tokens at a time: see `lazy_products`.
 
 What models do to states on the way (transposing, repeating heads, splitting, projecting) is carried along as a view,
-see `view_steps`. Anything else (flash attention, a user's own code) gets the dense tensor: right, and slower.
+see `view_steps`. Anything else (a user's own attention) gets the dense tensor: right, and slower.
 
 What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is the base of every layer that does.
 """
@@ -187,7 +187,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    _refuse_writing(func, args)
+    _refuse_access(func, args)
     return func(*_densify(args), **_densify(kwargs))
 
 
@@ -215,14 +215,14 @@ def _densify(value: Any) -> Any:
     return value
 
 
-def _refuse_writing(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What is written into a dense copy would be lost."""
+def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse writing into a dense copy, where it would be lost, and its address, which would be of freed memory."""
     name = func.__name__
     is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if is_writing and args and isinstance(args[0], LazyStates) and args[0].exact is None:
-        raise NotImplementedError(
-            f"the model writes into the keys or values that a cache returned (`{name}`), which are stored compressed"
-        )
+    if (is_writing or name == "data_ptr") and args and isinstance(args[0], LazyStates) and args[0].exact is None:
+        access = "writes into" if is_writing else "asks for the address of"
+        message = f"the model {access} the keys or values that a cache returned (`{name}`), stored compressed"
+        raise (NotImplementedError if is_writing else ValueError)(message)
 
 
 def _scaled_dot_product_attention(
