@@ -80,16 +80,31 @@ UNPACK(unpack16, Words16, (uint16_t)0x0101)
 UNPACK(unpack8, uint64_t, 0x0101010101010101u)
 UNPACK(unpack4, uint32_t, 0x01010101u)
 UNPACK(unpack1, uint8_t, 1u)
+/* Four slabs of eight bytes, which lie one behind the other */
+static void unpack_four(const uint8_t *from, int64_t row, int width, int down, int mask, int up, int tokens, uint8_t *to, int stride) {
+    typedef uint64_t Words __attribute__((vector_size(32)));
+    Words downs = {(uint64_t)down, (uint64_t)(down + width), (uint64_t)(down + 2 * width), (uint64_t)(down + 3 * width)};
+    for (int t = 0; t < tokens; t++) {
+        uint64_t word;
+        Words x, before;
+        memcpy(&word, from + t * row, sizeof word);
+        x = ((Words){word, word, word, word} >> downs & 0x0101010101010101u * (unsigned)mask) << up;
+        if (up) memcpy(&before, to + t * stride, sizeof x), x |= before;
+        memcpy(to + t * stride, &x, sizeof x);
+    }
+}
 
 static void unpack(const Side *side, const uint8_t *rows, int tokens, uint8_t *codes, int stride) {
     for (int shift = 0, width; shift < side->nbits; shift += width) {
         int rest = (int)side->nbits - shift;
         width = rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
         int slabs = 8 / width, size = ((int)side->dim + slabs - 1) / slabs;
-        for (int s = 0; s < slabs; s++) {
+        for (int s = 0, step; s < slabs; s += step) {
             int down = s * width, mask = (1 << width) - 1;
             uint8_t *to = codes + s * size;
-            if (size % 32 == 0) unpack32(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
+            step = size == 8 && slabs >= 4 ? 4 : 1;
+            if (step == 4) unpack_four(rows, side->row_size, width, down, mask, shift, tokens, to, stride);
+            else if (size % 32 == 0) unpack32(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
             else if (size % 16 == 0) unpack16(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
             else if (size % 8 == 0) unpack8(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
             else if (size % 4 == 0) unpack4(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
@@ -105,10 +120,13 @@ INLINE void dot_rows(
     f4 *scores) {
     for (int t = 0; t < tokens; t += wide) {
         const uint8_t *at[8];
-        vf sums[8][ROWS] = {{{0}}};
+        vf sums[8][ROWS];
         int d = 0;
-        /* Tokens behind the last one are the last one again */
-        for (int i = 0; i < wide; i++) at[i] = codes + (t + i < tokens ? t + i : tokens - 1) * stride;
+        for (int i = 0; i < wide; i++) {
+            /* Tokens behind the last one are the last one again */
+            at[i] = codes + (t + i < tokens ? t + i : tokens - 1) * stride;
+            for (int r = 0; r < ROWS; r++) sums[i][r] = (vf){0};
+        }
         for (; d + L <= dim; d += L) {
             for (int i = 0; i < wide; i++) {
                 vf x = codes_at(at[i] + d);
