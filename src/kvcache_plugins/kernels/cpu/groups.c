@@ -26,16 +26,57 @@ typedef float f4 __attribute__((vector_size(16)));
 enum { FACTORS = 1024, ALL_CHANNELS = 1024 /* that an index of an outlier can name */ };
 
 INLINE f4 splat4(float x) { return x - (f4){0}; }
-INLINE vf codes_at(const uint8_t *p) {
+/* A code as it stands between unpacking and the inner loops: the byte itself, or, where the machine makes floats of
+   bytes by shuffles, of up to 7 bits, the second byte of 1 + code / 2^bits, which scales and zeros then make up for. */
+#if defined(KVC_IS_AVX2)
+INLINE int is_biased(const Side *side) { return side->nbits < 8; }
+#else
+INLINE int is_biased(const Side *side) { return (void)side, 0; }
+#endif
+INLINE float code_at(const uint8_t *p, const int biased) { return biased ? *p / 128.0f : *p; }
+INLINE vf codes_at(const uint8_t *p, const int biased) {
 #if defined(KVC_IS_AVX512)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    return (void)biased, (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(KVC_IS_AVX2)
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    vu x = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return biased ? (vf)(x << 16 | 0x3f000000u) : to_float(x);
 #else
     uint8_t b __attribute__((vector_size(L)));
     memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vf);
+    return (void)biased, __builtin_convertvector(b, vf);
 #endif
+}
+/* Of a block of four vectors of codes the ones numbered `half` and `half + 2`, in the order of `swap` */
+enum { BLOCK = 4 * L };
+INLINE void pair_at(const uint8_t *p, const int half, const int biased, vf *x) {
+#if defined(KVC_IS_AVX2)
+    if (biased) {
+        __m256i y = _mm256_loadu_si256((const __m256i *)p), high = _mm256_set1_epi8(0x3f), zero = _mm256_setzero_si256();
+        y = half ? _mm256_unpackhi_epi8(y, high) : _mm256_unpacklo_epi8(y, high);
+        x[0] = (vf)_mm256_unpacklo_epi16(zero, y), x[1] = (vf)_mm256_unpackhi_epi16(zero, y);
+        return;
+    }
+#endif
+    x[0] = codes_at(p + half * L, biased), x[1] = codes_at(p + (half + 2) * L, biased);
+}
+/* Brings a pair into the order of the channels, or out of it */
+INLINE void swap(const int biased, vf *x) {
+#if defined(KVC_IS_AVX2)
+    __m256 a = (__m256)x[0], b = (__m256)x[1];
+    if (biased) x[0] = (vf)_mm256_permute2f128_ps(a, b, 0x20), x[1] = (vf)_mm256_permute2f128_ps(a, b, 0x31);
+#else
+    (void)biased, (void)x;
+#endif
+}
+INLINE void load_pair(const float *p, const int half, vf *x) { x[0] = load(p + half * L), x[1] = load(p + (half + 2) * L); }
+INLINE void store_pair(float *p, const int half, const vf *x) { store(p + half * L, x[0]), store(p + (half + 2) * L, x[1]); }
+/* Numbers of `dim` channels in the order of their codes */
+static void order(float *numbers, int dim) {
+    for (int d = 0; d + BLOCK <= dim; d += BLOCK)
+        for (int half = 0; half < 2; half++) {
+            vf x[2];
+            load_pair(numbers + d, half, x), swap(1, x), store_pair(numbers + d, half, x);
+        }
 }
 /* The sum of each of four vectors */
 INLINE f4 sums_of_four(const vf *v) {
@@ -56,20 +97,23 @@ INLINE f4 sums_of_four(const vf *v) {
     return (f4){sum_of(v[0]), sum_of(v[1]), sum_of(v[2]), sum_of(v[3])};
 #endif
 }
-INLINE void halves_of(const uint16_t *from, int64_t step, int count, float *to) {
-    if (step == 1) read_numbers(from, HALVES, 0, count, count, to);
-    else for (int i = 0; i < count; i++) to[i] = float_of_half(from[i * step]);
+/* Halves, `step` apart, as floats, and zeros up to `size` */
+INLINE void halves_of(const uint16_t *from, int64_t step, int count, int size, float *to) {
+    if (step == 1) read_numbers(from, HALVES, 0, count, size, to);
+    else for (int i = 0; i < size; i++) to[i] = i < count ? float_of_half(from[i * step]) : 0;
 }
 
-/* One slab of one plane of all tokens, so many bytes at once: see `ops.quantization` for the packing */
+/* One slab of one plane of all tokens, so many bytes at once, with the bits `set`, or those of the planes before if that
+   is negative: see `ops.quantization` for the packing */
 #define UNPACK(name, Word, ones) \
-    static void name(const uint8_t *from, int64_t row, int size, int down, int mask, int up, int tokens, uint8_t *to, int stride) { \
+    static void name(const uint8_t *from, int64_t row, int size, int down, int mask, int set, int tokens, uint8_t *to, int stride) { \
         for (int j = 0; j + (int)sizeof(Word) <= size; j += (int)sizeof(Word)) \
             for (int t = 0; t < tokens; t++) { \
                 Word x, before; \
                 memcpy(&x, from + t * row + j, sizeof x); \
-                x = (x >> down) & (__typeof__(ones))(ones * (unsigned)mask); \
-                if (up) memcpy(&before, to + t * stride + j, sizeof x), x = (x << up) | before; \
+                x = (down >= 0 ? x >> down : x << -down) & (__typeof__(ones))(ones * (unsigned)mask); \
+                if (set < 0) memcpy(&before, to + t * stride + j, sizeof x), x |= before; \
+                else x |= (__typeof__(ones))(ones * (unsigned)set); \
                 memcpy(to + t * stride + j, &x, sizeof x); \
             } \
     }
@@ -81,15 +125,17 @@ UNPACK(unpack8, uint64_t, 0x0101010101010101u)
 UNPACK(unpack4, uint32_t, 0x01010101u)
 UNPACK(unpack1, uint8_t, 1u)
 /* Four slabs of eight bytes, which lie one behind the other */
-static void unpack_four(const uint8_t *from, int64_t row, int width, int down, int mask, int up, int tokens, uint8_t *to, int stride) {
+static void unpack_four(
+    const uint8_t *from, int64_t row, int width, int down, int mask, int up, int set, int tokens, uint8_t *to, int stride) {
     typedef uint64_t Words __attribute__((vector_size(32)));
     Words downs = {(uint64_t)down, (uint64_t)(down + width), (uint64_t)(down + 2 * width), (uint64_t)(down + 3 * width)};
     for (int t = 0; t < tokens; t++) {
         uint64_t word;
         Words x, before;
         memcpy(&word, from + t * row, sizeof word);
-        x = ((Words){word, word, word, word} >> downs & 0x0101010101010101u * (unsigned)mask) << up;
-        if (up) memcpy(&before, to + t * stride, sizeof x), x |= before;
+        x = (Words){word, word, word, word} >> downs << up & 0x0101010101010101u * (unsigned)mask;
+        if (set < 0) memcpy(&before, to + t * stride, sizeof x), x |= before;
+        else x |= 0x0101010101010101u * (unsigned)set;
         memcpy(to + t * stride, &x, sizeof x);
     }
 }
@@ -98,26 +144,28 @@ static void unpack(const Side *side, const uint8_t *rows, int tokens, uint8_t *c
     for (int shift = 0, width; shift < side->nbits; shift += width) {
         int rest = (int)side->nbits - shift;
         width = rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
+        int up = shift + (is_biased(side) ? 7 - (int)side->nbits : 0), set = shift ? -1 : is_biased(side) ? 0x80 : 0;
         int slabs = 8 / width, size = ((int)side->dim + slabs - 1) / slabs;
         for (int s = 0, step; s < slabs; s += step) {
-            int down = s * width, mask = (1 << width) - 1;
+            int down = s * width - up, mask = ((1 << width) - 1) << up;
             uint8_t *to = codes + s * size;
             step = size == 8 && slabs >= 4 ? 4 : 1;
-            if (step == 4) unpack_four(rows, side->row_size, width, down, mask, shift, tokens, to, stride);
-            else if (size % 32 == 0) unpack32(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
-            else if (size % 16 == 0) unpack16(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
-            else if (size % 8 == 0) unpack8(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
-            else if (size % 4 == 0) unpack4(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
-            else unpack1(rows, side->row_size, size, down, mask, shift, tokens, to, stride);
+            if (step == 4) unpack_four(rows, side->row_size, width, s * width, mask, up, set, tokens, to, stride);
+            else if (size % 32 == 0) unpack32(rows, side->row_size, size, down, mask, set, tokens, to, stride);
+            else if (size % 16 == 0) unpack16(rows, side->row_size, size, down, mask, set, tokens, to, stride);
+            else if (size % 8 == 0) unpack8(rows, side->row_size, size, down, mask, set, tokens, to, stride);
+            else if (size % 4 == 0) unpack4(rows, side->row_size, size, down, mask, set, tokens, to, stride);
+            else unpack1(rows, side->row_size, size, down, mask, set, tokens, to, stride);
         }
         rows += size;
     }
 }
 
-/* Products of queries with tokens' codes from channel 0 up to `dim`; `wide` tokens at once, all sums in registers */
+/* Products of queries, in the order of the codes, with `dim` channels of tokens; `wide` tokens at once, all sums in
+   registers */
 INLINE void dot_rows(
-    const int rows, const int wide, const float (*query)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens,
-    f4 *scores) {
+    const int rows, const int wide, const int biased, const float (*query)[MOST_CHANNELS], const uint8_t *codes, int stride,
+    int dim, int tokens, f4 *scores) {
     for (int t = 0; t < tokens; t += wide) {
         const uint8_t *at[8];
         vf sums[8][ROWS];
@@ -127,60 +175,96 @@ INLINE void dot_rows(
             at[i] = codes + (t + i < tokens ? t + i : tokens - 1) * stride;
             for (int r = 0; r < ROWS; r++) sums[i][r] = (vf){0};
         }
-        for (; d + L <= dim; d += L) {
+        for (; d + BLOCK <= dim; d += BLOCK)
+            for (int half = 0; half < 2; half++)
+                for (int i = 0; i < wide; i++) {
+                    vf x[2];
+                    pair_at(at[i] + d, half, biased, x);
+                    for (int r = 0; r < rows; r++)
+                        sums[i][r] += x[0] * load(query[r] + d + half * L), sums[i][r] += x[1] * load(query[r] + d + (half + 2) * L);
+                }
+        for (; d + L <= dim; d += L)
             for (int i = 0; i < wide; i++) {
-                vf x = codes_at(at[i] + d);
+                vf x = codes_at(at[i] + d, biased);
                 for (int r = 0; r < rows; r++) sums[i][r] += x * load(query[r] + d);
             }
-        }
-        for (int i = 0; i < wide && t + i < tokens; i++) {
-            f4 own = sums_of_four(sums[i]);
+#pragma GCC unroll 8
+        for (int i = 0; i < wide; i++) if (t + i < tokens) scores[t + i] = sums_of_four(sums[i]);
+        for (int i = 0; i < wide && t + i < tokens; i++)
             for (int e = d; e < dim; e++)
-                for (int r = 0; r < rows; r++) own[r] += (float)at[i][e] * query[r][e];
-            scores[t + i] = own;
-        }
+                for (int r = 0; r < rows; r++) scores[t + i][r] += code_at(at[i] + e, biased) * query[r][e];
     }
 }
-static void dot(int rows, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, f4 *scores) {
-    switch (rows) {
-    case 1: dot_rows(1, 8, q, codes, stride, dim, tokens, scores); break;
-    case 2: dot_rows(2, 4, q, codes, stride, dim, tokens, scores); break;
-    case 3: dot_rows(3, 4, q, codes, stride, dim, tokens, scores); break;
-    default: dot_rows(4, 2, q, codes, stride, dim, tokens, scores);
-    }
-}
-/* Adds weighted codes to `sums`; `wide` vectors of channels at once, all sums in registers */
-INLINE void accumulate_vectors(
-    const int rows, const int wide, const float (*weights)[TILE], const uint8_t *codes, int stride, int tokens,
-    float (*sums)[MOST_CHANNELS]) {
-    vf own[ROWS][8] = {{{0}}};
+/* Adds weighted codes to `sums`; `halves` of a block at once, all sums in registers */
+INLINE void accumulate_halves(
+    const int rows, const int halves, const int biased, const float (*weights)[TILE], const uint8_t *codes, const int first,
+    int stride, int tokens, float *sums) {
+    vf own[ROWS][4][2], x[2];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < halves; h++) own[r][h][0] = own[r][h][1] = (vf){0};
     for (int t = 0; t < tokens; t++)
-        for (int u = 0; u < wide; u++) {
-            vf x = codes_at(codes + t * stride + u * L);
-            for (int r = 0; r < rows; r++) own[r][u] += x * weights[r][t];
+        for (int h = 0; h < halves; h++) {
+            pair_at(codes + t * stride + (first + h) / 2 * BLOCK, (first + h) % 2, biased, x);
+            for (int r = 0; r < rows; r++) own[r][h][0] += x[0] * weights[r][t], own[r][h][1] += x[1] * weights[r][t];
         }
     for (int r = 0; r < rows; r++)
-        for (int u = 0; u < wide; u++) store(sums[r] + u * L, load(sums[r] + u * L) + own[r][u]);
+        for (int h = 0; h < halves; h++) {
+            float *to = sums + r * MOST_CHANNELS + (first + h) / 2 * BLOCK;
+            load_pair(to, (first + h) % 2, x), swap(biased, own[r][h]);
+            x[0] += own[r][h][0], x[1] += own[r][h][1], store_pair(to, (first + h) % 2, x);
+        }
 }
 INLINE void accumulate_rows(
-    const int rows, const int wide, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens,
-    float (*sums)[MOST_CHANNELS]) {
+    const int rows, const int halves, const int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim,
+    int tokens, float *sums) {
     int d = 0;
-    for (; d + wide * L <= dim; d += wide * L)
-        accumulate_vectors(rows, wide, w, codes + d, stride, tokens, (float (*)[MOST_CHANNELS])(sums[0] + d));
-    for (; d + L <= dim; d += L)
-        accumulate_vectors(rows, 1, w, codes + d, stride, tokens, (float (*)[MOST_CHANNELS])(sums[0] + d));
+    for (; halves == 4 && d + 2 * BLOCK <= dim; d += 2 * BLOCK)
+        accumulate_halves(rows, 4, biased, w, codes + d, 0, stride, tokens, sums + d);
+    for (; halves > 1 && d + BLOCK <= dim; d += BLOCK) accumulate_halves(rows, 2, biased, w, codes + d, 0, stride, tokens, sums + d);
+    for (; d + BLOCK <= dim; d += BLOCK) {
+        accumulate_halves(rows, 1, biased, w, codes + d, 0, stride, tokens, sums + d);
+        accumulate_halves(rows, 1, biased, w, codes + d, 1, stride, tokens, sums + d);
+    }
+    for (; d + L <= dim; d += L) {
+        vf own[ROWS] = {{0}};
+        for (int t = 0; t < tokens; t++) {
+            vf x = codes_at(codes + t * stride + d, biased);
+            for (int r = 0; r < rows; r++) own[r] += x * w[r][t];
+        }
+        for (int r = 0; r < rows; r++) store(sums + r * MOST_CHANNELS + d, load(sums + r * MOST_CHANNELS + d) + own[r]);
+    }
     for (; d < dim; d++)
         for (int t = 0; t < tokens; t++)
-            for (int r = 0; r < rows; r++) sums[r][d] += (float)codes[t * stride + d] * w[r][t];
+            for (int r = 0; r < rows; r++) sums[r * MOST_CHANNELS + d] += code_at(codes + t * stride + d, biased) * w[r][t];
+}
+/* As wide as the registers allow */
+INLINE void dot_by_rows(
+    const int rows, int biased, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, f4 *scores) {
+    if (biased) dot_rows(rows, rows == 1 ? 8 : 6 - rows, 1, q, codes, stride, dim, tokens, scores);
+    else dot_rows(rows, rows == 1 ? 8 : 6 - rows, 0, q, codes, stride, dim, tokens, scores);
+}
+INLINE void accumulate_by_rows(
+    const int rows, int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
+    if (biased) accumulate_rows(rows, rows == 1 ? 4 : rows < 4 ? 2 : 1, 1, w, codes, stride, dim, tokens, sums);
+    else accumulate_rows(rows, rows == 1 ? 4 : rows < 4 ? 2 : 1, 0, w, codes, stride, dim, tokens, sums);
+}
+static void dot(
+    int rows, int biased, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, f4 *scores) {
+    BY_ROWS(rows, dot_by_rows, biased, q, codes, stride, dim, tokens, scores)
 }
 static void accumulate(
-    int rows, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float (*sums)[MOST_CHANNELS]) {
-    switch (rows) {
-    case 1: accumulate_rows(1, 8, w, codes, stride, dim, tokens, sums); break;
-    case 2: accumulate_rows(2, 4, w, codes, stride, dim, tokens, sums); break;
-    case 3: accumulate_rows(3, 4, w, codes, stride, dim, tokens, sums); break;
-    default: accumulate_rows(4, 2, w, codes, stride, dim, tokens, sums);
+    int rows, int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
+    BY_ROWS(rows, accumulate_by_rows, biased, w, codes, stride, dim, tokens, sums)
+}
+
+/* Scales and zeros of `count` numbers as floats, for codes as they are unpacked; 0 up to `size` */
+static void read_scales(const Side *side, int64_t at, int64_t step, int count, int size, float *scale, float *zero) {
+    float factor = is_biased(side) ? (float)(1 << side->nbits) : 1, bias = is_biased(side) ? 1 : 0;
+    halves_of(side->scale + at, step, count, size, scale);
+    halves_of(side->zero + at, step, count, size, zero);
+    for (int i = 0; i < size; i += L) {
+        vf own = load(scale + i) * factor;
+        store(scale + i, own), store(zero + i, load(zero + i) - own * bias);
     }
 }
 
@@ -189,7 +273,7 @@ static void add_products(const uint16_t *factors, int rank, int count, const f4 
     ALIGNED float own[FACTORS];
     for (int i = 0, step = FACTORS / rank; i < count; i += step) {
         int most = count - i < step ? count - i : step;
-        halves_of(factors + i * rank, 1, most * rank, own);
+        halves_of(factors + i * rank, 1, most * rank, most * rank, own);
         for (int j = 0; j < most; j++)
             for (int k = 0; k < rank; k++) out[i + j] += splat4(own[j * rank + k]) * columns[k];
     }
@@ -199,7 +283,7 @@ static void sum_products(const uint16_t *factors, int rank, int count, const f4 
     ALIGNED float own[FACTORS];
     for (int i = 0, step = FACTORS / rank; i < count; i += step) {
         int most = count - i < step ? count - i : step;
-        halves_of(factors + i * rank, 1, most * rank, own);
+        halves_of(factors + i * rank, 1, most * rank, most * rank, own);
         for (int k = 0; k < rank; k++) {
             f4 even = {0}, odd = {0};
             int j = 0;
@@ -241,9 +325,9 @@ typedef struct { int64_t chunk, start, skipped; int tokens; } Piece;
 typedef struct {
     const Groups *groups;
     Unit unit;
-    int64_t heads, group;           /* the group whose scales are in `folded` */
+    int64_t heads, group;
     const float (*query)[MOST_CHANNELS];
-    ALIGNED float folded[ROWS][MOST_CHANNELS];
+    ALIGNED float folded[ROWS][MOST_CHANNELS]; /* queries in the order of the codes, times the scales of `group` if any */
     ALIGNED uint8_t codes[TILE * MOST_CHANNELS];
     f4 base;                        /* what the zeros of that group add to a score */
     f4 by_channel[ALL_CHANNELS];    /* queries */
@@ -276,15 +360,16 @@ INLINE const uint16_t *rows_of_a(const Work *work, const Side *side, const Piece
 static void fold_scales(Work *work, const Side *keys, int64_t at) {
     ALIGNED float scale[MOST_CHANNELS], zero[MOST_CHANNELS];
     int dim = (int)keys->dim, size = padded(dim);
-    read_numbers(keys->scale, HALVES, at, dim, size, scale);
-    read_numbers(keys->zero, HALVES, at, dim, size, zero);
     vf base[ROWS] = {{0}};
-    for (int r = 0; r < work->unit.rows; r++)
+    read_scales(keys, at, 1, dim, size, scale, zero);
+    for (int r = 0; r < work->unit.rows; r++) {
         for (int d = 0; d < size; d += L) {
             vf q = load(work->query[r] + d);
             store(work->folded[r] + d, q * load(scale + d));
             base[r] += q * load(zero + d);
         }
+        if (is_biased(keys)) order(work->folded[r], size);
+    }
     work->base = sums_of_four(base);
 }
 static void score_codes(Work *work, const Side *keys, const Piece *p, f4 *scores) {
@@ -296,7 +381,7 @@ static void score_codes(Work *work, const Side *keys, const Piece *p, f4 *scores
             int64_t group = (first + t) / size, end = (group + 1) * size - first;
             last = end < p->tokens ? (int)end : p->tokens;
             if (work->group != group) fold_scales(work, keys, scales + group * dim), work->group = group;
-            dot(rows, work->folded, work->codes + t * stride, stride, padded(dim), last - t, scores + t);
+            dot(rows, is_biased(keys), work->folded, work->codes + t * stride, stride, padded(dim), last - t, scores + t);
             for (int i = t; i < last; i++) scores[i] += work->base;
         }
         return;
@@ -304,10 +389,9 @@ static void score_codes(Work *work, const Side *keys, const Piece *p, f4 *scores
     f4 products[TILE];
     ALIGNED float scale[TILE], zero[TILE];
     for (int g = 0, size = dim / groups; g < groups; g++) {
-        const float (*query)[MOST_CHANNELS] = (const float (*)[MOST_CHANNELS])(work->query[0] + g * size);
-        dot(rows, query, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens, products);
-        halves_of(keys->scale + scales + first * groups + g, groups, p->tokens, scale);
-        halves_of(keys->zero + scales + first * groups + g, groups, p->tokens, zero);
+        const float (*query)[MOST_CHANNELS] = (const float (*)[MOST_CHANNELS])(work->folded[0] + g * size);
+        dot(rows, is_biased(keys), query, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens, products);
+        read_scales(keys, scales + first * groups + g, groups, p->tokens, TILE, scale, zero);
         for (int t = 0; t < p->tokens; t++) {
             f4 own = products[t] * scale[t] + work->totals[g] * zero[t];
             scores[t] = g ? scores[t] + own : own;
@@ -328,13 +412,12 @@ static void add_values(Work *work, const Piece *p, const float (*weights)[TILE],
     const Side *values = work->groups->values;
     int stride = stride_of(values), dim = (int)values->dim, groups = (int)values->groups, rows = work->unit.rows, first;
     int64_t at = scales_of(work, values, p->chunk) + (p->start + p->skipped) * groups;
-    ALIGNED float scale[TILE] = {0}, zero[TILE] = {0}, scaled[ROWS][TILE];
+    ALIGNED float scale[TILE], zero[TILE], scaled[ROWS][TILE];
     f4 by_token[TILE];
     unpack_piece(work, values, p);
     for (int g = 0, size = dim / groups; g < groups; g++) {
         vf lows[ROWS] = {{0}};
-        halves_of(values->scale + at + g, groups, p->tokens, scale);
-        halves_of(values->zero + at + g, groups, p->tokens, zero);
+        read_scales(values, at + g, groups, p->tokens, TILE, scale, zero);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < TILE; t += L) {
                 store(scaled[r] + t, load(weights[r] + t) * load(scale + t));
@@ -342,8 +425,8 @@ static void add_values(Work *work, const Piece *p, const float (*weights)[TILE],
             }
         work->zeros[g] += sums_of_four(lows);
         accumulate(
-            rows, scaled, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens,
-            (float (*)[MOST_CHANNELS])(sums[0] + g * size));
+            rows, is_biased(values), scaled, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens,
+            sums[0] + g * size);
     }
     if (!values->rank && !values->num_outliers) return;
     for (int t = 0; t < p->tokens; t++)
@@ -381,6 +464,11 @@ static void begin(Work *work) {
     if (keys->by_channel) return;
     memset(work->totals, 0, sizeof(f4) * (size_t)keys->groups);
     for (int d = 0; d < dim; d++) work->totals[d / size] += work->by_channel[d];
+    for (int r = 0; r < work->unit.rows; r++) {
+        memcpy(work->folded[r], work->query[r], sizeof(float) * (size_t)padded(dim));
+        for (int g = 0; g < keys->groups && is_biased(keys); g++)
+            order(work->folded[r] + g * size, keys->groups == 1 ? padded(dim) : size);
+    }
 }
 static void scale_sums(Work *work, const float *factors) {
     const Side *values = work->groups->values;
