@@ -27,6 +27,7 @@
 /* `EXPORT(attend)(...)` defines what `library.function("attend")` finds */
 #define EXPORT(name) KVC_VISIBLE void KVC_NAME(name, KVC_LEVEL)
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float vf __attribute__((vector_size(4 * L)));
