@@ -87,8 +87,6 @@ def relative_error(output, expected):
     return ((output.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
-
-
 def check(case, kernel, dtype=torch.float32, mask=None, padding=None):
     layer = filled_layer(case, dtype, padding)
     batch_size, num_heads, groups, head_dim, *_, num_queries, _ = case

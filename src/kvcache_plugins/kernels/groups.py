@@ -39,6 +39,14 @@ class _Groups(ctypes.Structure):
 _SIDES: "WeakKeyDictionary[CompressedStates, _Side]" = WeakKeyDictionary()
 
 
+def can_attend(part: DensePart | CompressedPart) -> bool:
+    """Whether heads are not too large for the kernel."""
+    dims = [
+        side.head_dim if isinstance(side, CompressedStates) else side.shape[3] for side in (part.keys, part.values)
+    ]
+    return max(dims) <= MOST_CHANNELS
+
+
 def attend(
     query: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[CompressedPart], scale: float
 ) -> torch.Tensor:
@@ -84,7 +92,9 @@ def _add(call: AttentionCall, part: CompressedPart) -> None:
             f"compressed keys and values have to be {sizes} of {call.key_dim} and {call.value_dim} channels, but got "
             f"{shapes[0]} of {dims[0]} and {shapes[1]} of {dims[1]}"
         )
-    if part.values.grouping.axis == "channel" or part.keys.is_rotated or not 0 <= part.length <= chunks * chunk_length:
+    if not 0 <= part.length <= chunks * chunk_length:
+        raise ValueError(f"{part.length} tokens of {chunks} chunks of {chunk_length}")
+    if part.values.grouping.axis == "channel" or part.keys.is_rotated:
         raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
     keys, values = (_side(call, side) for side in sides)
     groups = call.keep(_Groups(chunks, chunk_length, ctypes.addressof(keys), ctypes.addressof(values)))

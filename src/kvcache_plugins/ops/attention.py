@@ -46,6 +46,12 @@ def attend(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel != "torch":
         parts = list(parts)
+    if kernel == "compiled":
+        # Imported late, as it needs a library that may not be there
+        from kvcache_plugins.kernels.groups import can_attend
+
+        kernel = "compiled" if can_attend(parts[0]) else "torch"
+    if kernel != "torch":
         compressed = [part for part in parts if isinstance(part, CompressedPart)]
         # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
         if kernel == "compiled" or compressed:
@@ -65,9 +71,10 @@ def prepare_tokens(
     Compiled attention of tokens to come, whose queries are like `query`, over parts of which the last is exact and
     grows, and all others stay; `None` if what is stored cannot be read where it is. The arguments are as in `attend`.
     """
-    # Imported late, as it needs a package that may not be there
-    from kvcache_plugins.kernels.groups import call_of
+    from kvcache_plugins.kernels.groups import call_of, can_attend
 
+    if not can_attend(parts[0]):
+        return None
     dense = [part for part in parts if isinstance(part, DensePart)]
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
     return call_of(query, dense, compressed, query.shape[3] ** -0.5 if scale is None else scale).prepare()
