@@ -15,7 +15,7 @@ from .tiles import attend_tiles
 
 
 if TYPE_CHECKING:
-    from .compiled.settled_call import SettledCall
+    from kvcache_plugins.kernels.layer import PreparedCall
 
 
 def attend(
@@ -46,6 +46,12 @@ def attend(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel != "torch":
         parts = list(parts)
+    if kernel == "compiled":
+        # Imported late, as it needs a library that may not be there
+        from kvcache_plugins.kernels.groups import can_attend
+
+        kernel = "compiled" if can_attend(parts[0]) else "torch"
+    if kernel != "torch":
         compressed = [part for part in parts if isinstance(part, CompressedPart)]
         # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
         if kernel == "compiled" or compressed:
@@ -60,15 +66,15 @@ def attend(
 
 def prepare_tokens(
     query: torch.Tensor, parts: Sequence[DensePart | CompressedPart], scale: float | None
-) -> "SettledCall | None":
+) -> "PreparedCall | None":
     """
     Compiled attention of tokens to come, whose queries are like `query`, over parts of which the last is exact and
     grows, and all others stay; `None` if what is stored cannot be read where it is. The arguments are as in `attend`.
     """
-    # Imported late, as it needs a package that may not be there
-    from .compiled import prepare
+    from kvcache_plugins.kernels.groups import call_of, can_attend
 
+    if not can_attend(parts[0]):
+        return None
     dense = [part for part in parts if isinstance(part, DensePart)]
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
-    call, worker = prepare(query, dense, compressed, query.shape[3] ** -0.5 if scale is None else scale)
-    return call.settle(worker)
+    return call_of(query, dense, compressed, query.shape[3] ** -0.5 if scale is None else scale).prepare()

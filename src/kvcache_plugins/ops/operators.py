@@ -81,7 +81,7 @@ def run_kernel(
         from .triton_attention import attend as attend_with_triton
 
         return attend_with_triton(query, dense, compressed, scale)
-    from .compiled import attend as attend_compiled
+    from kvcache_plugins.kernels.groups import attend as attend_compiled
 
     return attend_compiled(query, dense, compressed, scale)
 

@@ -8,8 +8,9 @@ static void write_newest(const Call *call, const Part *part, const Exact *exact,
     memcpy((char *)exact->keys + at * key, (const char *)exact->newest_key + unit.matrix * key, key);
     memcpy((char *)exact->values + at * value, (const char *)exact->newest_value + unit.matrix * value, value);
 }
-static void attend_exact(
-    const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
+INLINE void attend_exact(
+    const int rows, const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last,
+    State *state) {
     const Exact *exact = part->stored;
     int dim = (int)call->key_dim, value_dim = (int)call->value_dim, kind = (int)exact->kind;
     int key_size = padded(dim), value_size = padded(value_dim);
@@ -23,15 +24,15 @@ static void attend_exact(
             vf sums[ROWS] = {{0}};
             read_numbers(exact->keys, kind, (origin + start + t) * dim, dim, key_size, numbers);
             for (int d = 0; d < key_size; d += L)
-                for (int r = 0; r < unit.rows; r++) sums[r] += load(numbers + d) * load(query[r] + d);
-            for (int r = 0; r < unit.rows; r++) scores[r][t] = sum_of(sums[r]);
+                for (int r = 0; r < rows; r++) sums[r] += load(numbers + d) * load(query[r] + d);
+            for (int r = 0; r < rows; r++) scores[r][t] = sum_of(sums[r]);
         }
         add_mask(call, part, unit, start, tokens, scores);
-        softmax_tile(state, unit.rows, tokens, scores, state->total, decay);
+        softmax_tile(state, rows, tokens, scores, state->total, decay);
         for (int t = 0; t < tokens; t++) {
             read_numbers(exact->values, kind, (origin + start + t) * value_dim, value_dim, value_size, numbers);
             for (int d = 0; d < value_size; d += L)
-                for (int r = 0; r < unit.rows; r++)
+                for (int r = 0; r < rows; r++)
                     store(state->sums[r] + d, load(state->sums[r] + d) + load(numbers + d) * scores[r][t]);
         }
     }
@@ -40,11 +41,8 @@ static void write_result(const Call *call, Unit unit, int r, const float *sums, 
     int64_t at = (unit.matrix * call->groups * call->queries + unit.row + r) * call->value_dim;
     /* A query that may attend to nothing has the sum of nothing */
     float factor = total > 0 ? 1 / total : 0;
-    for (int64_t d = 0; d < call->value_dim; d++) {
-        float x = sums[d] * factor;
-        if (call->states_kind == FLOATS) ((float *)call->result)[at + d] = x;
-        else ((uint16_t *)call->result)[at + d] = bfloat_of(x);
-    }
+    for (int64_t d = 0; d < call->value_dim; d++)
+        store_number(call->result, (int)call->states_kind, at + d, sums[d] * factor);
 }
 static void run_task(const Call *call, int64_t number) {
     int64_t unit_number = number / call->runs, run = number % call->runs, all = 0, seen = 0;
@@ -71,7 +69,7 @@ static void run_task(const Call *call, int64_t number) {
         case PART_ROWS: KVC_NAME(attend_rows, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
         case PART_BASIS_ROWS: KVC_NAME(attend_basis_rows, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
         case PART_GROUPS: KVC_NAME(attend_groups, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
-        default: attend_exact(call, part, unit, query, first, last, &state);
+        default: BY_ROWS(unit.rows, attend_exact, call, part, unit, query, first, last, &state);
         }
     }
     for (int r = 0; r < unit.rows; r++) {

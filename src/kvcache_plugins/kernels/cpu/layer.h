@@ -67,6 +67,15 @@ INLINE Unit unit_at(const Call *call, int64_t number) {
 }
 INLINE int64_t tiles_of(const Part *part) { return (part->length + TILE - 1) / TILE; }
 
+/* Calls an INLINE function whose first argument is how many rows there are, so that loops over them are unrolled */
+#define BY_ROWS(rows, function, ...) \
+    switch (rows) { \
+    case 1: function(1, __VA_ARGS__); break; \
+    case 2: function(2, __VA_ARGS__); break; \
+    case 3: function(3, __VA_ARGS__); break; \
+    default: function(ROWS, __VA_ARGS__); \
+    }
+
 /* Adds the mask of a tile's tokens to its scores; columns that a mask lacks add nothing */
 INLINE void add_mask(const Call *call, const Part *part, Unit unit, int64_t start, int tokens, float (*scores)[TILE]) {
     const int64_t *n = part->mask_shape;

@@ -27,6 +27,7 @@
 /* `EXPORT(attend)(...)` defines what `library.function("attend")` finds */
 #define EXPORT(name) KVC_VISIBLE void KVC_NAME(name, KVC_LEVEL)
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float vf __attribute__((vector_size(4 * L)));
@@ -63,6 +64,10 @@ INLINE vf look_up16(const float *table, vu at) {
 INLINE float sum_of(vf v) {
 #if defined(KVC_IS_AVX512)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(KVC_IS_AVX2)
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float s = 0;
     for (int i = 0; i < L; i++) s += v[i];
@@ -72,6 +77,10 @@ INLINE float sum_of(vf v) {
 INLINE float largest_of(vf v) {
 #if defined(KVC_IS_AVX512)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(KVC_IS_AVX2)
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float s = v[0];
     for (int i = 1; i < L; i++) s = s > v[i] ? s : v[i];
@@ -117,6 +126,19 @@ INLINE float float_of_half(uint16_t h) {
     return float_of_bits(sign | bits_of_float(f));
 #endif
 }
+/* To the nearest, ties to even, subnormal ones too; what is too large is infinite, NaN stays NaN */
+INLINE uint16_t half_of(float f) {
+#if defined(KVC_IS_AVX512) || defined(KVC_IS_AVX2)
+    return (uint16_t)_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+#else
+    uint32_t u = bits_of_float(f), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    /* Below 2^-14 the addition rounds: 0.5 is where a float's last bit is worth a half's */
+    if (rest < 0x38800000) return (uint16_t)(sign | (bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
+#endif
+}
 /* L numbers stored as `kind`, as float32 */
 enum { NO_KIND, FLOATS, BFLOATS, HALVES };
 INLINE size_t size_of_kind(int kind) { return kind == FLOATS ? 4 : 2; }
@@ -141,6 +163,10 @@ INLINE float number_at(const void *base, int kind, int64_t at) {
     if (kind == FLOATS) return ((const float *)base)[at];
     uint16_t h = ((const uint16_t *)base)[at];
     return kind == HALVES ? float_of_half(h) : float_of_bfloat(h);
+}
+INLINE void store_number(void *base, int kind, int64_t at, float x) {
+    if (kind == FLOATS) ((float *)base)[at] = x;
+    else ((uint16_t *)base)[at] = kind == HALVES ? half_of(x) : bfloat_of(x);
 }
 /* `dim` numbers from `at` on, as float32, and zeros up to `padded` */
 INLINE void read_numbers(const void *base, int kind, int64_t at, int dim, int padded, float *to) {

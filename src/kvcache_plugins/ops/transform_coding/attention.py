@@ -12,7 +12,7 @@ from .parts import CodedPart
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.ops.compiled.settled_call import SettledCall
+    from kvcache_plugins.kernels.layer import PreparedCall
 
 
 def attend(
@@ -31,9 +31,11 @@ def attend(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel == "compiled":
         # Imported late, as it needs a package that may not be there
-        from kvcache_plugins.ops.compiled import attend_transform_rows
+        from kvcache_plugins.kernels.rows import attend_rows, can_attend
 
-        return attend_transform_rows(query, list(parts), num_key_value_heads, scale)
+        parts = list(parts)
+        if can_attend(parts):
+            return attend_rows(query, parts, num_key_value_heads, scale)
     if kernel == "triton":
         parts = list(parts)
         # Without rows PyTorch's own steps are the fast ones
@@ -47,10 +49,11 @@ def attend(
 
 def prepare_tokens(
     query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_key_value_heads: int, scale: float | None
-) -> "SettledCall | None":
+) -> "PreparedCall | None":
     """Compiled attention of tokens to come; see `ops.attention.prepare_tokens`."""
-    from kvcache_plugins.ops.compiled import prepare_transform_rows
+    from kvcache_plugins.kernels.rows import can_attend, prepare_rows
 
+    if not can_attend(parts):
+        return None
     factor = query.shape[3] ** -0.5 if scale is None else scale
-    call, worker = prepare_transform_rows(query, parts, num_key_value_heads, factor)
-    return call.settle(worker)
+    return prepare_rows(query, parts, num_key_value_heads, factor).prepare()

@@ -1,0 +1,209 @@
+/* Points of packed codes, a strip of STRIP tokens at a time: lanes are tokens.
+
+   A strip's rows are turned into planes, the byte at one place of every row. A channel's codes are then two shifts away,
+   a byte each, and its points are looked up as bytes: four look-ups of 16 entries, in runs of 16 lanes, give the four
+   bytes of a float32, and interleaving them gives four vectors of floats. Nothing is rounded, nothing crosses runs of
+   16 bytes, and it costs a third of a look-up of floats. Token v L + 4 h + k of a strip is byte 16 h + 4 v + k of a
+   plane, so that the four vectors are tokens in their order.
+
+   Codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones, and states of a trellis,
+   are put into the polynomial that the tables are made of. */
+#pragma once
+#include "layer.h"
+
+enum { STRIP = 4 * L, MOST_ROW = MOST_CHANNELS + 1, MOST_WIDTH = 8, MOST_STATE_WIDTH = 6, STATES = 16 };
+
+typedef uint8_t vb __attribute__((vector_size(STRIP)));
+typedef int8_t vsb __attribute__((vector_size(STRIP)));
+typedef uint16_t vh __attribute__((vector_size(STRIP)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+INLINE vb load_bytes(const uint8_t *p) { vb v; memcpy(&v, p, sizeof v); return v; }
+INLINE vb all_bytes(uint8_t x) { return x - (vb){0}; }
+
+#if defined(KVC_IS_AVX512)
+#define IN_RUNS(name) _mm512_##name
+typedef __m512i bytes_of_machine;
+#elif defined(KVC_IS_AVX2)
+#define IN_RUNS(name) _mm256_##name
+typedef __m256i bytes_of_machine;
+#endif
+/* Bytes, or pairs of them, of the lower or upper half of every run of 16, interleaved */
+#if defined(IN_RUNS)
+#define INTERLEAVE(name, instruction, ...) \
+    INLINE vb name(vb a, vb b) { return (vb)IN_RUNS(instruction)((bytes_of_machine)a, (bytes_of_machine)b); }
+#else
+#define INTERLEAVE(name, instruction, ...) \
+    INLINE vb name(vb a, vb b) { return __builtin_shufflevector(a, b, __VA_ARGS__); }
+#endif
+INTERLEAVE(low_bytes, unpacklo_epi8, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+INTERLEAVE(high_bytes, unpackhi_epi8, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+INTERLEAVE(low_pairs, unpacklo_epi16, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23)
+INTERLEAVE(high_pairs, unpackhi_epi16, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31)
+
+/* Entries of a table of 16 bytes by numbers below 16 */
+#if defined(KVC_IS_PLAIN)
+APART
+#else
+INLINE
+#endif
+vb look_up_bytes(const uint8_t *table, vb at) {
+#if defined(KVC_IS_AVX512)
+    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table)), (__m512i)at);
+#elif defined(KVC_IS_AVX2)
+    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table)), (__m256i)at);
+#elif defined(KVC_IS_NEON)
+    return (vb)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)at);
+#else
+    vb v;
+    for (int i = 0; i < STRIP; i++) v[i] = table[at[i] & 15];
+    return v;
+#endif
+}
+/* 16 bytes of each of the rows that byte `i` of every run of a plane is of */
+INLINE vb load_run(const uint8_t *const *rows, int i, int64_t column) {
+    int token = i / 4 * L + i % 4;
+#if defined(KVC_IS_AVX512)
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[token] + column)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(rows[token + 4] + column)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(rows[token + 8] + column)), 2);
+    return (vb)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(rows[token + 12] + column)), 3);
+#elif defined(KVC_IS_AVX2)
+    __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(rows[token] + column)));
+    return (vb)_mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i *)(rows[token + 4] + column)), 1);
+#else
+    return load_bytes(rows[token] + column);
+#endif
+}
+typedef uint8_t Planes[MOST_ROW + 1][STRIP];
+
+/* The planes of `tokens` rows of `size` bytes, the last one again in place of those that a strip lacks, and one of
+   zeros, which the states of a row's last channel reach into. No byte beside the rows is read. */
+APART void make_planes(const uint8_t *from, int64_t size, int tokens, Planes planes) {
+    const uint8_t *rows[STRIP];
+    uint8_t copies[STRIP][16];
+    for (int t = 0; t < STRIP; t++) {
+        rows[t] = from + (t < tokens ? t : tokens - 1) * size;
+        if (size < 16) memcpy(copies[t], rows[t], (size_t)size), rows[t] = copies[t];
+    }
+    for (int64_t column = 0; column < size; column += 16) {
+        int64_t first = column + 16 <= size ? column : size < 16 ? 0 : size - 16;
+        vb x[16], y[16];
+        for (int i = 0; i < 16; i++) x[i] = load_run(rows, i, first);
+        /* Four times the first half of vectors between the second: then rows are columns */
+        for (int round = 0; round < 2; round++) {
+            for (int i = 0; i < 8; i++) y[2 * i] = low_bytes(x[i], x[i + 8]), y[2 * i + 1] = high_bytes(x[i], x[i + 8]);
+            for (int i = 0; i < 8; i++) x[2 * i] = low_bytes(y[i], y[i + 8]), x[2 * i + 1] = high_bytes(y[i], y[i + 8]);
+        }
+        for (int i = 0; i < 16 && first + i < size; i++) memcpy(planes[first + i], &x[i], STRIP);
+    }
+    memset(planes[size], 0, STRIP);
+}
+
+/* What a channel's codes stand for: bytes of points, or `u -> x (c[2] + x^2 (c[3] + x^2 c[4]))` of `x = u c[0] + c[1]` */
+typedef union { ALIGNED uint8_t bytes[4][16]; float c[5]; } Points;
+
+/* Where a block of eight channels is, and how it is coded: a width, or STATES + a width, or 0 for nothing */
+typedef struct { int kind, offset; } Block;
+
+/* Blocks of a row; widths that no row has, or that reach beyond the row, are taken for 0 */
+APART void make_blocks(const uint8_t *widths, int count, int64_t size, const int64_t *multipliers, Block *blocks) {
+    int64_t offset = 1;
+    for (int v = 0; v < count; v++) {
+        int width = widths[v], is_state = width <= MOST_WIDTH && multipliers[width] != 0;
+        if (width > (is_state ? MOST_STATE_WIDTH : MOST_WIDTH) || offset + width > size) width = 0;
+        blocks[v] = (Block){width && is_state ? STATES + width : width, (int)offset};
+        offset += width;
+    }
+}
+INLINE float polynomial(const float *c, float code) {
+    float x = code * c[0] + c[1], square = x * x;
+    return x * (c[2] + square * (c[3] + square * c[4]));
+}
+/* The points of a kind as 16 numbers that are looked up, or five coefficients */
+APART void base_points(int kind, const float *coefficients, float *base) {
+    int width = kind % STATES;
+    float codes = (float)(1 << (kind > STATES ? 8 : width));
+    float c[5] = {2 / codes, 1 / codes - 1, coefficients[3 * width], coefficients[3 * width + 1], coefficients[3 * width + 2]};
+    if (kind > 5) memcpy(base, c, sizeof c);
+    else for (int i = 0; i < 16; i++) base[i] = polynomial(c, (float)(kind == 5 ? 16 + i : i % (1 << width)));
+}
+/* The same times a factor */
+APART Points points_of(int kind, const float *base, float factor) {
+    Points points;
+    if (kind > 5) {
+        for (int i = 0; i < 5; i++) points.c[i] = i < 2 ? base[i] : base[i] * factor;
+        return points;
+    }
+    ALIGNED float scaled[16];
+    u8x16 x[4], y[4];
+    for (int i = 0; i < 16; i++) scaled[i] = base[i] * factor;
+    memcpy(x, scaled, sizeof x);
+    for (int i = 0; i < 4; i++) x[i] = __builtin_shufflevector(x[i], x[i], 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int i = 0; i < 4; i += 2) {
+        y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 2; i++) {
+        x[2 * i] = __builtin_shufflevector(y[i], y[i + 2], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[2 * i + 1] = __builtin_shufflevector(y[i], y[i + 2], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    memcpy(points.bytes, x, sizeof x);
+    return points;
+}
+
+/* `bits` bits from bit `bit` of a row on, a byte for every token */
+INLINE vb field(const uint8_t (*planes)[STRIP], const int bit, const int bits) {
+    int shift = bit % 8, own = 8 - shift, mask = (1 << bits) - 1;
+    vb x = load_bytes(planes[bit / 8]);
+    if (shift) x = (vb)((vh)x >> (uint16_t)shift);
+    if (bits <= own) return bits == 8 ? x : x & all_bytes((uint8_t)mask);
+    vb next = (vb)((vh)load_bytes(planes[bit / 8 + 1]) << (uint16_t)own);
+    int low = (1 << own) - 1;
+    return (x & all_bytes((uint8_t)low)) | (next & all_bytes((uint8_t)(mask & ~low)));
+}
+INLINE void interleave(vb a, vb b, vb c, vb d, float *to) {
+    vb low[2] = {low_bytes(a, b), low_bytes(c, d)}, high[2] = {high_bytes(a, b), high_bytes(c, d)};
+    store(to, (vf)low_pairs(low[0], low[1])), store(to + L, (vf)high_pairs(low[0], low[1]));
+    store(to + 2 * L, (vf)low_pairs(high[0], high[1])), store(to + 3 * L, (vf)high_pairs(high[0], high[1]));
+}
+INLINE void widen_block(
+    const int kind, int multiplier, const uint8_t (*planes)[STRIP], const Points *points, int step, float (*to)[STRIP]) {
+    const int width = kind % STATES, is_state = kind > STATES;
+    _Pragma("GCC unroll 8")
+    for (int lane = 0; lane < 8; lane++, points += step) {
+        vb at = field(planes, lane * width, is_state ? 8 : width);
+        if (kind <= 5) {
+            vb sign = {0};
+            if (kind == 5) sign = (vb)((vsb)at < 16), at = (at ^ sign) & all_bytes(15);
+            vb last = look_up_bytes(points->bytes[3], at);
+            if (kind == 5) last ^= sign & all_bytes(0x80);
+            interleave(
+                look_up_bytes(points->bytes[0], at), look_up_bytes(points->bytes[1], at),
+                look_up_bytes(points->bytes[2], at), last, to[lane]);
+            continue;
+        }
+        if (is_state) {
+            vh even = (vh)at * (uint16_t)multiplier & 0xff, odd = ((vh)at >> 8) * (uint16_t)multiplier << 8;
+            at = (vb)(even | odd);
+        }
+        /* 2^23 and the code, as a float */
+        interleave(at, (vb){0}, (vb){0}, all_bytes(0x4b), to[lane]);
+        const float *c = points->c;
+        for (int t = 0; t < STRIP; t += L) {
+            vf x = (load(to[lane] + t) - 8388608.0f) * c[0] + c[1], square = x * x;
+            store(to[lane] + t, x * (c[2] + square * (c[3] + square * c[4])));
+        }
+    }
+}
+/* The points of a block's eight channels; `step` is 0 where all have the same */
+APART void widen(
+    Block block, const int64_t *multipliers, const Planes all, const Points *points, int step, float (*to)[STRIP]) {
+    const uint8_t (*planes)[STRIP] = all + block.offset;
+    switch (block.kind) {
+#define CASE(kind) case kind: widen_block(kind, (int)multipliers[(kind) % STATES], planes, points, step, to); break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    CASE(STATES + 1) CASE(STATES + 2) CASE(STATES + 3) CASE(STATES + 4) CASE(STATES + 5) CASE(STATES + 6)
+#undef CASE
+    }
+}
