@@ -48,19 +48,25 @@ class Turn(NamedTuple):
     padding: torch.Tensor | None
 
 
+class _Rotary(ctypes.Structure):
+    _fields_ = (*((name, _ADDRESS) for name in ("partners", "offsets", "origins")), ("tiles", _LONG))
+
+
 class _Coding(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
         *((name, _LONG) for name in ("batch", "heads", "tokens", "dim", "row_size", "kind")),
-        *((name, _ADDRESS) for name in ("states", "result", "rows", "order", "mean", "deviation")),
+        *((name, _ADDRESS) for name in ("states", "result", "rows", "order")),
+        ("order_size", _LONG),
+        *((name, _ADDRESS) for name in ("mean", "deviation")),
         ("deviations", _LONG),
         ("widths", _ADDRESS),
         *((name, _LONG) for name in ("is_trellis", "is_weighted", "by_energy", "refits")),
         ("codebook", _ADDRESS),
         ("rotation", _LONG),
-        *((name, _ADDRESS) for name in ("partners", "offsets", "origins")),
-        ("tiles", _LONG),
-        ("shifts", _ADDRESS),
+        ("rotary", _ADDRESS),
+        ("start", _LONG),
+        ("padding", _ADDRESS),
         ("is_back", _LONG),
         ("scratch", _ADDRESS),
         ("scratch_size", _LONG),
@@ -145,21 +151,27 @@ class _Call:
         self.shape, self.alive = shape, dict[str, torch.Tensor]()
         self.fields = _Coding(batch=shape[0], heads=shape[1], tokens=shape[2], dim=shape[3], rotation=1)
 
-    def take(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    def take(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtype: torch.dtype | tuple[torch.dtype, ...],
+        shape: tuple[int | None, ...],
+    ) -> None:
         self.alive[name] = tensor
         setattr(self.fields, name, address_of(name, tensor, dtype, shape))
 
     def add_table(self, table: RowTable, *, is_rotated: bool) -> None:
         fields, heads = self.fields, self.shape[:2]
         if table.order is not None:
-            self.take("order", table.order.long().contiguous(), torch.int64, (*heads, table.head_dim))
+            self.take("order", table.order.contiguous(), (torch.uint8, torch.int16), (*heads, table.head_dim))
+            fields.order_size = table.order.element_size()
         if table.mean is not None:
             self.take("mean", table.mean.contiguous(), torch.float16, (*heads, table.head_dim))
         fields.deviations = table.deviation.shape[2] if table.deviation.shape[2] == 1 else table.head_dim
         self.take("deviation", table.deviation.contiguous(), torch.float16, (*heads, fields.deviations))
         self.take("widths", table.widths.contiguous(), torch.uint8, (*heads, num_blocks(table.head_dim)))
-        codebook = _codebook(table.quantizer, table.is_weighted)
-        self.take("codebook", codebook, torch.float32, codebook.shape)
+        fields.codebook = _codebook(table.quantizer, table.is_weighted).data_ptr()
         fields.row_size, fields.is_trellis = table.row_size, table.quantizer == "trellis"
         fields.is_weighted, fields.by_energy, fields.refits = table.is_weighted, table.by_energy, table.num_refits
         fields.rotation = rotation_size(table.head_dim) if is_rotated else 1
@@ -167,24 +179,19 @@ class _Call:
     def add_turn(self, turn: Turn | None, *, is_back: bool) -> None:
         if turn is None or not turn.layout.frequencies:
             return
-        layout, batch_size, head_dim = turn.layout, self.shape[0], self.shape[3]
-        # Without padding all items have the positions of one
-        first = torch.tensor([turn.start]) if turn.padding is None else turn.start - turn.padding.long()
-        shifts = first % TILE
-        # The place of a first token in its tile may be the last
-        tiles = (self.shape[2] + 2 * TILE - 2) // TILE
-        origins = layout.angles((first - shifts)[:, None] + TILE * torch.arange(tiles))
-        by_item = torch.stack(origins, dim=3).expand(batch_size, -1, -1, -1).contiguous()
-        self.take("partners", layout.partners(first.device), torch.int64, (head_dim,))
-        self.take("offsets", _offsets(layout), torch.float32, (head_dim, 2, TILE + _MOST_LANES))
-        self.take("origins", by_item, torch.float32, (batch_size, tiles, head_dim, 2))
-        self.take("shifts", shifts.expand(batch_size).contiguous(), torch.int64, (batch_size,))
-        self.fields.tiles, self.fields.is_back = tiles, is_back
+        # Tiles of positions up to the last token's, and as many below 0, where padding is
+        most = 2 ** ((turn.start + self.shape[2]) // TILE).bit_length()
+        rotary, _ = _rotary(turn.layout, most)
+        if turn.layout.head_dim != self.shape[3]:
+            raise ValueError(f"keys of {self.shape[3]} channels, a rotary embedding of {turn.layout.head_dim}")
+        self.fields.rotary, self.fields.start, self.fields.is_back = ctypes.addressof(rotary), turn.start, is_back
+        if turn.padding is not None:
+            self.take("padding", turn.padding.long().contiguous(), torch.int64, (self.shape[0],))
 
     def run(self, name: str) -> None:
         fields = self.fields
         # Tasks are counted from the start of a tile
-        before = TILE - 1 if fields.partners else 0
+        before = TILE - 1 if fields.rotary else 0
         fields.tasks.count = fields.batch * fields.heads * -(-(fields.tokens + before) // _TASK_TOKENS)
         threads = max(min(num_threads(), fields.tasks.count), 1)
         if name == "encode_rows" and fields.is_trellis:
@@ -213,7 +220,14 @@ def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
         scale_bounds = _by_levels(halfway[:15])
         scale_bounds[15] = halfway[15]
         points = trellis.all_points(bounds.device)
-        parts = bounds, scale_bounds, scale_of(torch.arange(256)), coefficients, points, multipliers.view(torch.float32)
+        parts = (
+            bounds,
+            scale_bounds,
+            scale_of(torch.arange(256)),
+            coefficients,
+            points,
+            multipliers.view(torch.float32),
+        )
         return torch.cat([part.flatten() for part in parts])
 
 
@@ -227,8 +241,13 @@ def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _offsets(layout: RotaryLayout) -> torch.Tensor:
-    """Cosine and signed sine of the places in a tile, `[D, 2, TILE + 16]`: lanes may read over its end."""
+def _rotary(layout: RotaryLayout, tiles: int) -> tuple[_Rotary, tuple[torch.Tensor, ...]]:
+    """`Rotary` of `coding.h`, for as many tiles of positions from 0 on as below, and what it has the addresses of."""
     with torch.inference_mode(False):
-        angles = torch.stack(layout.angles(torch.arange(TILE)))
-        return F.pad(angles.permute(2, 0, 1), (0, _MOST_LANES)).contiguous()
+        partners = layout.partners(torch.device("cpu"))
+        offsets = torch.stack(layout.angles(torch.arange(TILE))).permute(2, 0, 1)
+        # Lanes may read over the end of a tile
+        offsets = F.pad(offsets, (0, _MOST_LANES)).contiguous()
+        origins = torch.stack(layout.angles(torch.arange(-tiles, tiles) * TILE), dim=2)
+    tables = partners, offsets, origins
+    return _Rotary(*(table.data_ptr() for table in tables), tiles), tables

@@ -16,7 +16,7 @@ typedef struct {
     float means[MOST_CHANNELS], deviations[MOST_CHANNELS], inverses[MOST_CHANNELS];
 } Head;
 /* Up to L tokens of a matrix, at consecutive places of one tile */
-typedef struct { int64_t matrix, batch, first, place; int count; } Group;
+typedef struct { int64_t matrix, first, tile, place; int count; } Group;
 typedef uint32_t Bits[MOST_BLOCKS][2][L];
 
 INLINE vf larger_of(vf a, float b) { return larger(a, splat(b)); }
@@ -69,7 +69,8 @@ INLINE float weight_of(const Coding *c, int width) {
 static void load_head(const Coding *c, int64_t matrix, Head *head) {
     head->dim = (int)c->dim, head->blocks = (int)((c->dim + BLOCK - 1) / BLOCK), head->coded = 0;
     for (int i = 0; i < head->dim; i++) {
-        int64_t own = c->order ? c->order[matrix * c->dim + i] : i;
+        int64_t at = matrix * c->dim + i, own = i;
+        if (c->order) own = c->order_size == 1 ? ((const uint8_t *)c->order)[at] : ((const int16_t *)c->order)[at];
         /* An order that is none reads and writes channels that there are */
         own = own < 0 || own >= c->dim ? 0 : own;
         float deviation = float_of_half(c->deviation[matrix * c->deviations + (c->deviations > 1 ? own : 0)]);
@@ -86,48 +87,118 @@ static void load_head(const Coding *c, int64_t matrix, Head *head) {
         head->coded += head->widths[v] ? BLOCK : 0;
     }
 }
+/* Squares of four by four numbers, one behind the other in vectors, with rows for columns */
+INLINE void transpose4(vf *r) {
+#if defined(KVC_IS_AVX512)
+    __m512 a = _mm512_unpacklo_ps((__m512)r[0], (__m512)r[1]), b = _mm512_unpackhi_ps((__m512)r[0], (__m512)r[1]);
+    __m512 c = _mm512_unpacklo_ps((__m512)r[2], (__m512)r[3]), d = _mm512_unpackhi_ps((__m512)r[2], (__m512)r[3]);
+    r[0] = (vf)_mm512_shuffle_ps(a, c, 0x44), r[1] = (vf)_mm512_shuffle_ps(a, c, 0xee);
+    r[2] = (vf)_mm512_shuffle_ps(b, d, 0x44), r[3] = (vf)_mm512_shuffle_ps(b, d, 0xee);
+#elif defined(KVC_IS_AVX2)
+    __m256 a = _mm256_unpacklo_ps((__m256)r[0], (__m256)r[1]), b = _mm256_unpackhi_ps((__m256)r[0], (__m256)r[1]);
+    __m256 c = _mm256_unpacklo_ps((__m256)r[2], (__m256)r[3]), d = _mm256_unpackhi_ps((__m256)r[2], (__m256)r[3]);
+    r[0] = (vf)_mm256_shuffle_ps(a, c, 0x44), r[1] = (vf)_mm256_shuffle_ps(a, c, 0xee);
+    r[2] = (vf)_mm256_shuffle_ps(b, d, 0x44), r[3] = (vf)_mm256_shuffle_ps(b, d, 0xee);
+#else
+    for (int i = 1; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            float x = r[i][j];
+            r[i][j] = r[j][i], r[j][i] = x;
+        }
+#endif
+}
+/* Four numbers of each token, token 4 i + j at i of vector j */
+INLINE void load4(const float *const *from, int d, vf *r) {
+    for (int j = 0; j < 4; j++) {
+#if defined(KVC_IS_AVX512)
+        __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from[j] + d));
+        v = _mm512_insertf32x4(v, _mm_loadu_ps(from[j + 4] + d), 1), v = _mm512_insertf32x4(v, _mm_loadu_ps(from[j + 8] + d), 2);
+        r[j] = (vf)_mm512_insertf32x4(v, _mm_loadu_ps(from[j + 12] + d), 3);
+#elif defined(KVC_IS_AVX2)
+        __m256 v = _mm256_castps128_ps256(_mm_loadu_ps(from[j] + d));
+        r[j] = (vf)_mm256_insertf128_ps(v, _mm_loadu_ps(from[j + 4] + d), 1);
+#else
+        r[j] = load(from[j] + d);
+#endif
+    }
+}
+INLINE void store4(float *const *to, int d, const vf *r) {
+    for (int j = 0; j < 4; j++) {
+#if defined(KVC_IS_AVX512)
+        __m512 v = (__m512)r[j];
+        _mm_storeu_ps(to[j] + d, _mm512_castps512_ps128(v)), _mm_storeu_ps(to[j + 4] + d, _mm512_extractf32x4_ps(v, 1));
+        _mm_storeu_ps(to[j + 8] + d, _mm512_extractf32x4_ps(v, 2)), _mm_storeu_ps(to[j + 12] + d, _mm512_extractf32x4_ps(v, 3));
+#elif defined(KVC_IS_AVX2)
+        _mm_storeu_ps(to[j] + d, _mm256_castps256_ps128((__m256)r[j]));
+        _mm_storeu_ps(to[j + 4] + d, _mm256_extractf128_ps((__m256)r[j], 1));
+#else
+        store(to[j] + d, r[j]);
+#endif
+    }
+}
 static void load_tokens(const Coding *c, Group g, vf *x) {
-    ALIGNED float line[MOST_CHANNELS];
-    int dim = (int)c->dim;
+    ALIGNED float lines[L][MOST_CHANNELS];
+    const float *from[L];
+    int dim = (int)c->dim, d = 0;
     for (int t = 0; t < L; t++) {
         /* Lanes behind the last token repeat it */
         int64_t token = g.matrix * c->tokens + g.first + (t < g.count ? t : g.count - 1);
-        float *to = (float *)x + t;
-        read_numbers(c->states, (int)c->kind, token * dim, dim, dim, line);
-        for (int d = 0; d < dim; d++) to[d * L] = line[d];
+        from[t] = c->kind == FLOATS ? (const float *)c->states + token * dim : lines[t];
+        if (c->kind != FLOATS) read_numbers(c->states, (int)c->kind, token * dim, dim, dim, lines[t]);
     }
+    for (; d + 4 <= dim; d += 4) {
+        load4(from, d, x + d);
+        transpose4(x + d);
+    }
+    for (; d < dim; d++)
+        for (int t = 0; t < L; t++) x[d][t] = from[t][d];
 }
 static void store_tokens(const Coding *c, Group g, const vf *x) {
-    for (int t = 0; t < g.count; t++) {
-        float *to = c->result + (g.matrix * c->tokens + g.first + t) * c->dim;
-        const float *from = (const float *)x + t;
-        for (int64_t d = 0; d < c->dim; d++) to[d] = from[d * L];
+    ALIGNED float rest[MOST_CHANNELS];
+    int dim = (int)c->dim, d = 0;
+    float *to[L];
+    for (int t = 0; t < L; t++) to[t] = t < g.count ? c->result + (g.matrix * c->tokens + g.first + t) * dim : rest;
+    for (; d + 4 <= dim; d += 4) {
+        vf r[4] = {x[d], x[d + 1], x[d + 2], x[d + 3]};
+        transpose4(r);
+        store4(to, d, r);
     }
+    for (; d < dim; d++)
+        for (int t = 0; t < L; t++) to[t][d] = x[d][t];
 }
 /* Rotary embedding done or undone. Angles are sums of those of the tile and of the place in it: told by the position
    alone, to the last bit, wherever a run of tokens begins. */
 static void turn_tokens(const Coding *c, Group g, vf *x) {
-    const float *origins = c->origins + (g.batch * c->tiles + g.place / TILE) * c->dim * 2;
+    const Rotary *rotary = c->rotary;
+    const float *origins = rotary->origins + g.tile * c->dim * 2;
     float sign = c->is_back ? -1 : 1;
     for (int64_t d = 0; d < c->dim; d++) {
-        int64_t p = c->partners[d];
+        int64_t p = rotary->partners[d];
         if (p <= d || p >= c->dim) continue;
-        const float *offsets = c->offsets + d * 2 * (TILE + 16) + g.place % TILE;
+        const float *offsets = rotary->offsets + d * 2 * (TILE + 16) + g.place;
         vf cosine = load(offsets), sine = load(offsets + TILE + 16), low = x[d], high = x[p];
         vf both_cosine = cosine * origins[2 * d] - sine * origins[2 * d + 1];
         vf both_sine = (sine * origins[2 * d] + cosine * origins[2 * d + 1]) * sign;
         x[d] = low * both_cosine + high * both_sine, x[p] = high * both_cosine - low * both_sine;
     }
 }
+/* Hadamard's transform of every `rotation` channels: two steps at a time, as they wait for memory */
 static void rotate_tokens(const Coding *c, vf *x) {
-    for (int64_t half = 1; half < c->rotation; half *= 2)
-        for (int64_t start = 0; start + 2 * half <= c->dim; start += 2 * half)
-            for (int64_t d = start; d < start + half; d++) {
-                vf low = x[d], high = x[d + half];
-                x[d] = low + high, x[d + half] = low - high;
+    int dim = (int)c->dim, size = (int)c->rotation, half = 1;
+    float factor = 1 / sqrtf((float)size);
+    for (; half * 2 < size; half *= 4)
+        for (int start = 0; start < dim; start += 4 * half)
+            for (int d = start; d < start + half; d++) {
+                vf *y = x + d, a = y[0] + y[half], b = y[0] - y[half];
+                vf e = y[2 * half] + y[3 * half], f = y[2 * half] - y[3 * half];
+                y[0] = a + e, y[half] = b + f, y[2 * half] = a - e, y[3 * half] = b - f;
             }
-    float factor = 1 / sqrtf((float)c->rotation);
-    for (int64_t d = 0; d < c->dim; d++) x[d] *= factor;
+    for (int d = 0; d < dim; d += 2 * half)
+        for (int i = d; half < size && i < d + half; i++) {
+            vf a = x[i], b = x[i + half];
+            x[i] = a + b, x[i + half] = a - b;
+        }
+    for (int d = 0; d < dim; d++) x[d] *= factor;
 }
 
 /* Numbers of variance 1 in the order of rows, `energy` for the fit of the scale, and a first scale */
@@ -241,27 +312,30 @@ INLINE uint64_t word_at(const uint8_t *row, int64_t place, int64_t size) {
     else memcpy(&word, row + place, (size_t)(size - place));
     return word;
 }
-static void decode_rows(const Coding *c, const Head *head, Group g, vf *x) {
+static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
     const uint8_t *rows = c->rows + (g.matrix * c->tokens + g.first) * c->row_size;
-    vu stored = {0};
-    for (int t = 0; t < g.count; t++) stored[t] = rows[t * c->row_size];
+    ALIGNED Bits bits;
+    vu stored;
+    for (int t = 0; t < L; t++) {
+        const uint8_t *row = rows + (t < g.count ? t : g.count - 1) * c->row_size;
+        int64_t place = 1;
+        stored[t] = row[0];
+        for (int v = 0; v < head->blocks; place += head->widths[v++]) {
+            uint64_t word = head->widths[v] ? word_at(row, place, c->row_size) : 0;
+            bits[v][0][t] = (uint32_t)word, bits[v][1][t] = (uint32_t)(word >> 4 * head->widths[v]);
+        }
+    }
     vf scale = gather(c->codebook->scales, stored);
-    int64_t place = 1;
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v], states = c->is_trellis ? 8 : width;
-        const float *p = c->codebook->coefficients[width], step = 2.0f / (float)(1 << states);
-        uint32_t mask = (1u << states) - 1, multiplier = c->is_trellis ? (uint32_t)c->codebook->multipliers[width] : 1;
-        vu halves[2] = {{0}};
-        for (int t = 0; t < g.count && width; t++) {
-            uint64_t word = word_at(rows + t * c->row_size, place, c->row_size);
-            halves[0][t] = (uint32_t)word, halves[1][t] = (uint32_t)(word >> 4 * width);
-        }
-        place += width;
-        for (int i = 0; i < BLOCK && v * BLOCK + i < head->dim; i++) {
-            int n = v * BLOCK + i;
-            vu number = (halves[i / 4] >> (uint32_t)(i % 4 * width) & mask) * multiplier & mask;
-            vf point = point_at(to_float(number) * step + splat(step / 2 - 1), p) * p[3];
-            x[head->own[n]] = width ? point * scale * head->deviations[n] + head->means[n] : splat(head->means[n]);
+        const float *own = c->codebook->coefficients[width], step = 2.0f / (float)(1 << states);
+        const float p[3] = {own[0] * own[3], own[1] * own[3], own[2] * own[3]};
+        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)c->codebook->multipliers[width];
+        for (int i = v * BLOCK; i < (v + 1) * BLOCK && i < head->dim; i++) {
+            vu number = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
+            if (c->is_trellis) number = number * multiplier & mask;
+            vf point = point_at(to_float(number) * step + splat(step / 2 - 1), p) * scale;
+            x[head->own[i]] = width ? point * head->deviations[i] + head->means[i] : splat(head->means[i]);
         }
     }
 }
@@ -272,7 +346,7 @@ static void encode_group(const Coding *c, const Head *head, Group g, const Grids
     vf energy;
     vu stored = {0};
     load_tokens(c, g, x);
-    if (c->partners) turn_tokens(c, g, x);
+    if (c->rotary) turn_tokens(c, g, x);
     if (c->rotation > 1) rotate_tokens(c, x);
     vf found = normalize(c, head, x, normal, &energy);
     for (int64_t pass = 0; pass <= c->refits; pass++) {
@@ -299,21 +373,26 @@ static void make_grids(const Coding *c, const Head *head, Grids grids, float *fa
     }
 }
 
-typedef struct { int64_t matrix, batch, shift, from, to; } Span;
-/* Tokens of a task, as places from the start of their item's first tile */
+/* Tokens of a task, as places from the start of the first tile of their item, whose number among the tiles of the rotary
+   embedding is `tile` */
+typedef struct { int64_t matrix, shift, tile, from, to; } Span;
 INLINE Span span_of(const Coding *c, int64_t task) {
     int64_t matrices = c->batch * c->heads;
-    Span s = {.matrix = task % matrices, .batch = task % matrices / c->heads};
-    s.shift = c->partners ? c->shifts[s.batch] % TILE : 0;
-    s.shift = s.shift < 0 ? 0 : s.shift;
+    Span s = {.matrix = task % matrices};
+    if (c->rotary) {
+        int64_t first = c->start - (c->padding ? c->padding[s.matrix / c->heads] : 0);
+        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE + c->rotary->tiles;
+    }
     s.from = task / matrices * TASK_TOKENS, s.to = s.from + TASK_TOKENS;
     s.from = s.from > s.shift ? s.from : s.shift;
     s.to = s.to < s.shift + c->tokens ? s.to : s.shift + c->tokens;
     return s;
 }
-INLINE Group group_at(Span s, int64_t place) {
-    int64_t end = place - place % L + L;
-    return (Group){s.matrix, s.batch, place - s.shift, place, (int)((end < s.to ? end : s.to) - place)};
+INLINE Group group_at(const Coding *c, Span s, int64_t place) {
+    int64_t end = place - place % L + L, tile = s.tile + place / TILE, most = c->rotary ? 2 * c->rotary->tiles - 1 : 0;
+    /* More padding than there are tokens has no angles */
+    tile = tile < 0 ? 0 : tile > most ? most : tile;
+    return (Group){s.matrix, place - s.shift, tile, place % TILE, (int)((end < s.to ? end : s.to) - place)};
 }
 EXPORT(encode_rows)(Coding *c) {
     int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
@@ -326,7 +405,7 @@ EXPORT(encode_rows)(Coding *c) {
         if (c->is_trellis) make_grids(c, &head, grids, factors);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(s, place);
+            g = group_at(c, s, place);
             encode_group(c, &head, g, grids, factors, c->scratch + thread * c->scratch_size);
         }
     }
@@ -340,10 +419,10 @@ EXPORT(decode_rows)(Coding *c) {
         load_head(c, s.matrix, &head);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(s, place);
-            decode_rows(c, &head, g, x);
+            g = group_at(c, s, place);
+            decode_group(c, &head, g, x);
             if (c->rotation > 1) rotate_tokens(c, x);
-            if (c->partners) turn_tokens(c, g, x);
+            if (c->rotary) turn_tokens(c, g, x);
             store_tokens(c, g, x);
         }
     }
@@ -354,7 +433,7 @@ EXPORT(turn_states)(Coding *c) {
         Span s = span_of(c, task);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(s, place);
+            g = group_at(c, s, place);
             load_tokens(c, g, x);
             turn_tokens(c, g, x);
             store_tokens(c, g, x);

@@ -12,10 +12,18 @@ typedef struct {
     float bounds[NUM_WIDTHS][ALL_LEVELS];  /* between sizes of numbers whose codes follow each other, signs aside */
     float scale_bounds[ALL_LEVELS];        /* between 16 steps of scales from 1 on; [15] the one before 2 */
     float scales[256];                     /* of all bytes */
-    float coefficients[NUM_WIDTHS][4];     /* of points, and what points are multiplied by */
+    float coefficients[NUM_WIDTHS][4];     /* of points, and a factor of sums over them */
     float search_points[MOST_TRELLIS_WIDTH + 1][NUM_STATES];
     int32_t multipliers[NUM_WIDTHS];       /* of states */
 } Codebook;
+
+/* A rotary embedding: partners [D]; cosine and signed sine of places in a tile, [D, 2, TILE + 16], and of the first
+   positions of tiles from -tiles on, [2 tiles, D, 2] */
+typedef struct {
+    const int64_t *partners;
+    const float *offsets, *origins;
+    int64_t tiles;
+} Rotary;
 
 typedef struct {
     Tasks tasks;
@@ -24,19 +32,17 @@ typedef struct {
     const void *states;                    /* [B, H, T, D], read */
     float *result;                         /* [B, H, T, D], written */
     uint8_t *rows;                         /* [B, H, T, R] */
-    const int64_t *order;                  /* [B, H, D] or 0 */
+    const void *order;                     /* [B, H, D], uint8 or int16 by its size, or 0 */
+    int64_t order_size;
     const uint16_t *mean, *deviation;      /* halves: [B, H, D] or 0, [B, H, deviations] */
     int64_t deviations;
     const uint8_t *widths;                 /* [B, H, N] */
     int64_t is_trellis, is_weighted, by_energy, refits;
     const Codebook *codebook;
     int64_t rotation;                      /* channels that are rotated together, or 1 */
-    /* Rotary embedding, or 0: its partners [D]; cosine and signed sine of offsets in a tile, [D, 2, TILE + 16], and of
-       the tiles' first positions, [B, tiles, D, 2]; the place of an item's first token in its first tile, [B] */
-    const int64_t *partners;
-    const float *offsets, *origins;
-    int64_t tiles;
-    const int64_t *shifts;
+    const Rotary *rotary;                  /* or 0 */
+    int64_t start;                         /* index of the first token */
+    const int64_t *padding;                /* [B] or 0 */
     int64_t is_back;
     float *scratch;                        /* [threads, scratch_size], of trellises */
     int64_t scratch_size, entered;
