@@ -13,9 +13,6 @@ from .machine_code import kept_beside
 with kept_beside(Path(__file__).parents[1]):
     from . import choice, chosen_attention, code_scores, grouped_scores, largest, rows
     from .door import attend, prepare
-    from .transform_coder import encode_rows as encode_transform_rows
-    from .transform_decoder import decode_rows as decode_transform_rows
-    from .transform_decoder import turn_states
     from .transform_door import attend_rows as attend_transform_rows
     from .transform_door import prepare_rows as prepare_transform_rows
 
@@ -26,12 +23,9 @@ __all__ = [
     "choice",
     "chosen_attention",
     "code_scores",
-    "decode_transform_rows",
-    "encode_transform_rows",
     "grouped_scores",
     "largest",
     "prepare",
     "prepare_transform_rows",
     "rows",
-    "turn_states",
 ]

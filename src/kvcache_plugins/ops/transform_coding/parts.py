@@ -15,7 +15,7 @@ from kvcache_plugins.ops.rotation import rotate
 
 from .basis_coder import BasisCoder
 from .rotary import RotaryLayout
-from .rows import RowTable, is_coded_by_triton
+from .rows import RowTable, is_coded_by_triton, is_coded_in_c
 from .turning import turn
 
 
@@ -52,6 +52,10 @@ class RowCoder:
             from .triton_coding import encode_keys
 
             return encode_keys(keys, self.keys, self.layout, start, padding)
+        if is_coded_in_c(keys, self.keys.head_dim):
+            from kvcache_plugins.kernels.coding import Turn, encode_rows
+
+            return encode_rows(keys, self.keys, Turn(self.layout, start, padding))
         return self.keys.encode(turn(keys, self.layout, start, padding, is_back=True))
 
     def _encode_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -59,10 +63,18 @@ class RowCoder:
             from .triton_coding import encode_values
 
             return encode_values(values, self.values)
+        if is_coded_in_c(values, self.values.head_dim):
+            from kvcache_plugins.kernels.coding import encode_rows
+
+            return encode_rows(values, self.values, is_rotated=True)
         return self.values.encode(rotate(values))
 
     def decode_keys(self, rows: torch.Tensor, start: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Keys `[B, H, T, D]`, float32, of rows from index `start` on."""
+        if is_coded_in_c(rows, self.keys.head_dim):
+            from kvcache_plugins.kernels.coding import Turn, decode_rows
+
+            return decode_rows(rows, self.keys, Turn(self.layout, start, padding))
         return turn(self.keys.decode(rows), self.layout, start, padding, is_back=False)
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ _NUMBERS_AT_A_TIME = 2**18
 _LEAST_GAIN = 0.3
 # Of kernels: more channels would not fit into registers
 _MAX_KERNEL_DIM = 256
+# `kernels.layer.MOST_CHANNELS`
+_MOST_C_DIM = 640
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TENSOR_NAMES = ("order", "mean", "deviation", "widths")
 
@@ -91,27 +93,27 @@ class RowTable:
         """Rows `[B, H, T, R]`, uint8, of states `[B, H, T, D]` in any floating dtype."""
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
-        if choose_coding_kernel(states) == "compiled":
-            # Imported late, as it needs a package that may not be there
-            from kvcache_plugins.ops.compiled import encode_transform_rows
+        if is_coded_in_c(states, self.head_dim):
+            # Imported late, as it imports this module
+            from kvcache_plugins.kernels.coding import encode_rows
 
-            return encode_transform_rows(states.float(), self)
+            return encode_rows(states, self)
         return torch.cat([self._encode(part) for part in self._split(states)], dim=2)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """States `[B, H, T, D]`, float32, of rows `[B, H, T, R]`."""
-        if choose_coding_kernel(rows) == "compiled":
-            from kvcache_plugins.ops.compiled import decode_transform_rows
+        if is_coded_in_c(rows, self.head_dim):
+            from kvcache_plugins.kernels.coding import decode_rows
 
-            return decode_transform_rows(rows, self, is_rotated=False)
+            return decode_rows(rows, self, is_rotated=False)
         return torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
 
     def decode_rotated(self, rows: torch.Tensor) -> torch.Tensor:
         """The same where states were rotated before they were coded, see `ops.rotation`: these as they were."""
-        if choose_coding_kernel(rows) == "compiled":
-            from kvcache_plugins.ops.compiled import decode_transform_rows
+        if is_coded_in_c(rows, self.head_dim):
+            from kvcache_plugins.kernels.coding import decode_rows
 
-            return decode_transform_rows(rows, self, is_rotated=True)
+            return decode_rows(rows, self, is_rotated=True)
         return rotate(self.decode(rows))
 
     def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,6 +184,11 @@ def is_coded_by_triton(states: torch.Tensor, quantizer: str) -> bool:
     if states.is_meta or states.shape[3] > _MAX_KERNEL_DIM or states.dtype not in _KERNEL_DTYPES:
         return False
     return quantizer == "lloyd-max" and choose_coding_kernel(states) == "triton"
+
+
+def is_coded_in_c(tokens: torch.Tensor, head_dim: int) -> bool:
+    """Says if C kernels code or decode tokens of so many channels, given states or rows of them."""
+    return head_dim <= _MOST_C_DIM and choose_coding_kernel(tokens) == "compiled"
 
 
 def order_dtype(head_dim: int) -> torch.dtype:

@@ -2,9 +2,8 @@
 
 import torch
 
-from kvcache_plugins.ops.dispatch import choose_coding_kernel
-
 from .rotary import RotaryLayout
+from .rows import is_coded_in_c
 from .statistics import Angles
 
 
@@ -26,12 +25,10 @@ def turn(
     """
     if not layout.frequencies:
         return keys.float()
-    if choose_coding_kernel(keys) == "compiled":
-        # Imported late, as it needs a package that may not be there
-        from kvcache_plugins.ops.compiled import turn_states
+    if is_coded_in_c(keys, layout.head_dim):
+        # Imported late, as it imports modules beside this one
+        from kvcache_plugins.kernels.coding import Turn, turn_states
 
-        turned = keys.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        turn_states(turned, layout, start, padding, is_back=is_back)
-        return turned
+        return turn_states(keys, Turn(layout, start, padding), is_back=is_back)
     angles = Angles.at(layout, start, keys.shape[2], padding, keys.device)
     return layout.rotate(keys.float(), angles.cosines, -angles.sines if is_back else angles.sines)

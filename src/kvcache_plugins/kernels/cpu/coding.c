@@ -1,0 +1,442 @@
+/* Rows of tokens coded and decoded, and keys turned: see `coding.h`. Lanes are tokens of a head. A channel has one width
+   in all of them, so a code is found by halving bounds in registers, and no sum goes across lanes. Rotary embedding and
+   Hadamard's rotation are done, or undone, in the same pass.
+
+   Nothing in memory is believed where it says a place: see `load_head`; lengths and sizes are checked by `coding.py`. */
+#include "coding.h"
+
+enum { TASK_TOKENS = 128 };
+static const float least_gain = 0.3f, search_end = 6;
+
+/* A head's table, channels in the order of rows */
+typedef struct {
+    int dim, blocks, coded;         /* `coded`: numbers that have bits */
+    int own[MOST_CHANNELS];
+    uint8_t widths[MOST_BLOCKS];
+    float means[MOST_CHANNELS], deviations[MOST_CHANNELS], inverses[MOST_CHANNELS];
+} Head;
+/* Up to L tokens of a matrix, at consecutive places of one tile */
+typedef struct { int64_t matrix, first, tile, place; int count; } Group;
+typedef uint32_t Bits[MOST_BLOCKS][2][L];
+
+INLINE vf larger_of(vf a, float b) { return larger(a, splat(b)); }
+INLINE vf size_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
+INLINE vf gather(const float *table, vu at) {
+    vf v;
+    for (int i = 0; i < L; i++) v[i] = table[at[i]];
+    return v;
+}
+/* Of a level of bounds, which has 2^level */
+INLINE vf bound_at(const float *bounds, vu at, int level) {
+    if (level == 0) return splat(bounds[0]);
+#if defined(KVC_IS_AVX2)
+    if (level < 4) return (vf)_mm256_permutevar8x32_ps(_mm256_loadu_ps(bounds + 16 * level), (__m256i)at);
+#endif
+    if (level <= 4) return look_up16(bounds + 16 * level, at);
+    return gather(bounds + (level == 5 ? LEVEL5 : LEVEL6), at);
+}
+/* How many of the bounds of some levels lie below positive numbers, which compare like their bits */
+INLINE vu search(vi x, const float *bounds, int levels) {
+    vi found = {0};
+    for (int level = 0; level < levels; level++)
+        found = found + found - (x > (vi)bound_at(bounds, (vu)found, level));
+    return (vu)found;
+}
+/* The points of numbers in order among 2^width, by (2 number + 1) / 2^width - 1 */
+INLINE vf point_at(vf centred, const float *p) {
+    vf square = centred * centred;
+    return centred * (p[0] + square * (p[1] + square * p[2]));
+}
+
+/* The bytes that scales are stored as: log2 in steps of 1/16 */
+static vu stored_scales(const Codebook *book, vf scale) {
+    vi bits = (vi)larger_of(scale, 1e-6f);
+    vf mantissa = (vf)((bits & 0x7fffff) | 0x3f800000);
+    vi step = (vi)search((vi)mantissa, book->scale_bounds, 4) - (mantissa > splat(book->scale_bounds[15]));
+    vi stored = ((bits >> 23) - 127) * 16 + step + 128;
+    stored = (stored | (stored > 255)) & 255 & (stored > 0);
+    return (vu)(stored & (scale == scale));
+}
+/* The scale that suits points found with `scale`, of sums of squared numbers, of numbers times points, of squared points */
+INLINE vf fitting_scale(const Coding *c, vf energy, vf over, vf under, vf scale) {
+    if (c->is_weighted) return over / larger_of(under, 1e-9f);
+    return choose(over > energy / scale * least_gain, energy / over, scale);
+}
+INLINE float weight_of(const Coding *c, int width) {
+    return c->is_weighted || c->by_energy ? (float)(1 << 2 * width) : 1;
+}
+
+static void load_head(const Coding *c, int64_t matrix, Head *head) {
+    head->dim = (int)c->dim, head->blocks = (int)((c->dim + BLOCK - 1) / BLOCK), head->coded = 0;
+    for (int i = 0; i < head->dim; i++) {
+        int64_t at = matrix * c->dim + i, own = i;
+        if (c->order) own = c->order_size == 1 ? ((const uint8_t *)c->order)[at] : ((const int16_t *)c->order)[at];
+        /* An order that is none reads and writes channels that there are */
+        own = own < 0 || own >= c->dim ? 0 : own;
+        float deviation = float_of_half(c->deviation[matrix * c->deviations + (c->deviations > 1 ? own : 0)]);
+        head->own[i] = (int)own;
+        head->means[i] = c->mean ? float_of_half(c->mean[matrix * c->dim + own]) : 0;
+        head->deviations[i] = deviation, head->inverses[i] = deviation > 0 ? 1 / deviation : 0;
+    }
+    int64_t left = c->row_size - 1;
+    for (int v = 0; v < head->blocks; v++) {
+        int width = c->widths[matrix * head->blocks + v], most = c->is_trellis ? MOST_TRELLIS_WIDTH : MOST_WIDTH;
+        /* Wider than there are codes, or beyond the row: of no bits */
+        head->widths[v] = (uint8_t)(width > most || width > left ? 0 : width);
+        left -= head->widths[v];
+        head->coded += head->widths[v] ? BLOCK : 0;
+    }
+}
+/* Squares of four by four numbers, one behind the other in vectors, with rows for columns */
+INLINE void transpose4(vf *r) {
+#if defined(KVC_IS_AVX512)
+    __m512 a = _mm512_unpacklo_ps((__m512)r[0], (__m512)r[1]), b = _mm512_unpackhi_ps((__m512)r[0], (__m512)r[1]);
+    __m512 c = _mm512_unpacklo_ps((__m512)r[2], (__m512)r[3]), d = _mm512_unpackhi_ps((__m512)r[2], (__m512)r[3]);
+    r[0] = (vf)_mm512_shuffle_ps(a, c, 0x44), r[1] = (vf)_mm512_shuffle_ps(a, c, 0xee);
+    r[2] = (vf)_mm512_shuffle_ps(b, d, 0x44), r[3] = (vf)_mm512_shuffle_ps(b, d, 0xee);
+#elif defined(KVC_IS_AVX2)
+    __m256 a = _mm256_unpacklo_ps((__m256)r[0], (__m256)r[1]), b = _mm256_unpackhi_ps((__m256)r[0], (__m256)r[1]);
+    __m256 c = _mm256_unpacklo_ps((__m256)r[2], (__m256)r[3]), d = _mm256_unpackhi_ps((__m256)r[2], (__m256)r[3]);
+    r[0] = (vf)_mm256_shuffle_ps(a, c, 0x44), r[1] = (vf)_mm256_shuffle_ps(a, c, 0xee);
+    r[2] = (vf)_mm256_shuffle_ps(b, d, 0x44), r[3] = (vf)_mm256_shuffle_ps(b, d, 0xee);
+#else
+    for (int i = 1; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            float x = r[i][j];
+            r[i][j] = r[j][i], r[j][i] = x;
+        }
+#endif
+}
+/* Four numbers of each token, token 4 i + j at i of vector j */
+INLINE void load4(const float *const *from, int d, vf *r) {
+    for (int j = 0; j < 4; j++) {
+#if defined(KVC_IS_AVX512)
+        __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from[j] + d));
+        v = _mm512_insertf32x4(v, _mm_loadu_ps(from[j + 4] + d), 1), v = _mm512_insertf32x4(v, _mm_loadu_ps(from[j + 8] + d), 2);
+        r[j] = (vf)_mm512_insertf32x4(v, _mm_loadu_ps(from[j + 12] + d), 3);
+#elif defined(KVC_IS_AVX2)
+        __m256 v = _mm256_castps128_ps256(_mm_loadu_ps(from[j] + d));
+        r[j] = (vf)_mm256_insertf128_ps(v, _mm_loadu_ps(from[j + 4] + d), 1);
+#else
+        r[j] = load(from[j] + d);
+#endif
+    }
+}
+INLINE void store4(float *const *to, int d, const vf *r) {
+    for (int j = 0; j < 4; j++) {
+#if defined(KVC_IS_AVX512)
+        __m512 v = (__m512)r[j];
+        _mm_storeu_ps(to[j] + d, _mm512_castps512_ps128(v)), _mm_storeu_ps(to[j + 4] + d, _mm512_extractf32x4_ps(v, 1));
+        _mm_storeu_ps(to[j + 8] + d, _mm512_extractf32x4_ps(v, 2)), _mm_storeu_ps(to[j + 12] + d, _mm512_extractf32x4_ps(v, 3));
+#elif defined(KVC_IS_AVX2)
+        _mm_storeu_ps(to[j] + d, _mm256_castps256_ps128((__m256)r[j]));
+        _mm_storeu_ps(to[j + 4] + d, _mm256_extractf128_ps((__m256)r[j], 1));
+#else
+        store(to[j] + d, r[j]);
+#endif
+    }
+}
+static void load_tokens(const Coding *c, Group g, vf *x) {
+    ALIGNED float lines[L][MOST_CHANNELS];
+    const float *from[L];
+    int dim = (int)c->dim, d = 0;
+    for (int t = 0; t < L; t++) {
+        /* Lanes behind the last token repeat it */
+        int64_t token = g.matrix * c->tokens + g.first + (t < g.count ? t : g.count - 1);
+        from[t] = c->kind == FLOATS ? (const float *)c->states + token * dim : lines[t];
+        if (c->kind != FLOATS) read_numbers(c->states, (int)c->kind, token * dim, dim, dim, lines[t]);
+    }
+    for (; d + 4 <= dim; d += 4) {
+        load4(from, d, x + d);
+        transpose4(x + d);
+    }
+    for (; d < dim; d++)
+        for (int t = 0; t < L; t++) x[d][t] = from[t][d];
+}
+static void store_tokens(const Coding *c, Group g, const vf *x) {
+    ALIGNED float rest[MOST_CHANNELS];
+    int dim = (int)c->dim, d = 0;
+    float *to[L];
+    for (int t = 0; t < L; t++) to[t] = t < g.count ? c->result + (g.matrix * c->tokens + g.first + t) * dim : rest;
+    for (; d + 4 <= dim; d += 4) {
+        vf r[4] = {x[d], x[d + 1], x[d + 2], x[d + 3]};
+        transpose4(r);
+        store4(to, d, r);
+    }
+    for (; d < dim; d++)
+        for (int t = 0; t < L; t++) to[t][d] = x[d][t];
+}
+/* Rotary embedding done or undone. Angles are sums of those of the tile and of the place in it: told by the position
+   alone, to the last bit, wherever a run of tokens begins. */
+static void turn_tokens(const Coding *c, Group g, vf *x) {
+    const Rotary *rotary = c->rotary;
+    const float *origins = rotary->origins + g.tile * c->dim * 2;
+    float sign = c->is_back ? -1 : 1;
+    for (int64_t d = 0; d < c->dim; d++) {
+        int64_t p = rotary->partners[d];
+        if (p <= d || p >= c->dim) continue;
+        const float *offsets = rotary->offsets + d * 2 * (TILE + 16) + g.place;
+        vf cosine = load(offsets), sine = load(offsets + TILE + 16), low = x[d], high = x[p];
+        vf both_cosine = cosine * origins[2 * d] - sine * origins[2 * d + 1];
+        vf both_sine = (sine * origins[2 * d] + cosine * origins[2 * d + 1]) * sign;
+        x[d] = low * both_cosine + high * both_sine, x[p] = high * both_cosine - low * both_sine;
+    }
+}
+/* Hadamard's transform of every `rotation` channels: two steps at a time, as they wait for memory */
+static void rotate_tokens(const Coding *c, vf *x) {
+    int dim = (int)c->dim, size = (int)c->rotation, half = 1;
+    float factor = 1 / sqrtf((float)size);
+    for (; half * 2 < size; half *= 4)
+        for (int start = 0; start < dim; start += 4 * half)
+            for (int d = start; d < start + half; d++) {
+                vf *y = x + d, a = y[0] + y[half], b = y[0] - y[half];
+                vf e = y[2 * half] + y[3 * half], f = y[2 * half] - y[3 * half];
+                y[0] = a + e, y[half] = b + f, y[2 * half] = a - e, y[3 * half] = b - f;
+            }
+    for (int d = 0; d < dim; d += 2 * half)
+        for (int i = d; half < size && i < d + half; i++) {
+            vf a = x[i], b = x[i + half];
+            x[i] = a + b, x[i + half] = a - b;
+        }
+    for (int d = 0; d < dim; d++) x[d] *= factor;
+}
+
+/* Numbers of variance 1 in the order of rows, `energy` for the fit of the scale, and a first scale */
+static vf normalize(const Coding *c, const Head *head, const vf *x, vf *normal, vf *energy) {
+    vf all = {0}, coded = {0}, weighted = {0}, root;
+    for (int v = 0; v < head->blocks; v++) {
+        vf block = {0};
+        for (int i = v * BLOCK; i < (v + 1) * BLOCK; i++) {
+            normal[i] = i < head->dim ? (x[head->own[i]] - head->means[i]) * head->inverses[i] : (vf){0};
+            block += normal[i] * normal[i];
+        }
+        all += block;
+        if (head->widths[v]) coded += block, weighted += block * weight_of(c, head->widths[v]);
+    }
+    *energy = c->by_energy ? weighted : all;
+    coded /= (float)(head->coded ? head->coded : 1);
+    for (int i = 0; i < L; i++) root[i] = sqrtf(coded[i]);
+    return gather(c->codebook->scales, stored_scales(c->codebook, root));
+}
+/* Codes of a block, each number going to its nearest point; adds to the sums that scales are fitted by */
+INLINE void code_block(const vf *normal, vf inverse, const Codebook *book, int width, vf *over, vf *under, uint32_t (*bits)[L]) {
+    const float *p = book->coefficients[width], step = 2.0f / (float)(1 << width);
+    uint32_t half = 1u << (width - 1);
+    for (int part = 0; part < 2; part++) {
+        vu all = {0};
+        for (int i = BLOCK / 2; i-- > 0;) {
+            vf number = normal[part * BLOCK / 2 + i], size = size_of(number);
+            vi is_low = ~(number > 0);
+            /* Raised by one bit if negative: codes are those of searching upwards, where a bound is not below itself */
+            vu code = search((vi)(size * inverse) - is_low, book->bounds[width], width - 1);
+            vf point = point_at(to_float(code) * step + splat(step / 2), p);
+            *over += size * point, *under += point * point;
+            all = all << (uint32_t)width | (((code + half) ^ (vu)is_low) & (2 * half - 1));
+        }
+        memcpy(bits[part], &all, sizeof all);
+    }
+}
+static vf code_numbers(const Coding *c, const Head *head, const vf *normal, vf energy, vf scale, Bits bits) {
+    vf inverse = 1 / scale, all_over = {0}, all_under = {0};
+    for (int v = 0; v < head->blocks; v++) {
+        int width = head->widths[v];
+        vf over = {0}, under = {0};
+#define CASE(w) case w: code_block(normal + v * BLOCK, inverse, c->codebook, w, &over, &under, bits[v]); break;
+        switch (width) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+        default: continue;
+        }
+#undef CASE
+        float factor = c->codebook->coefficients[width][3], weight = weight_of(c, width) * factor;
+        all_over += over * weight, all_under += under * (weight * factor);
+    }
+    return fitting_scale(c, energy, all_over, all_under, scale);
+}
+/* The same along the best paths of a trellis, whose stream begins with the last channel */
+static vf code_paths(
+    const Coding *c, const Head *head, const Grids grids, const float *factors, float *scratch, const vf *normal, vf energy,
+    vf scale, Bits bits) {
+    ALIGNED vf numbers[MOST_CHANNELS];
+    uint8_t states[MOST_CHANNELS][L], widths[MOST_CHANNELS];
+    const vf magic = splat(12582912.0f);
+    vf inverse = 1 / scale, over = {0}, under = {0};
+    int steps = 0;
+    for (int i = head->blocks * BLOCK; i-- > 0;) {
+        int width = head->widths[i / BLOCK];
+        if (!width) continue;
+        vf number = normal[i] * inverse;
+        number = choose(number < search_end, larger_of(number, -search_end), splat(search_end));
+        widths[steps] = (uint8_t)width, numbers[steps++] = number * factors[width] + magic - magic;
+    }
+    KVC_NAME(search_trellis, KVC_LEVEL)(steps, numbers, widths, grids, scratch, states);
+    for (int v = 0; v < head->blocks; v++) {
+        int width = head->widths[v];
+        if (!width) continue;
+        const float *p = c->codebook->coefficients[width];
+        float weight = weight_of(c, width);
+        memset(bits[v], 0, sizeof bits[v]);
+        for (int i = 0; i < BLOCK; i++) {
+            const uint8_t *state = states[--steps];
+            vf point;
+            for (int t = 0; t < L; t++) {
+                point[t] = c->codebook->search_points[width][state[t]] * p[3];
+                bits[v][i / 4][t] |= (state[t] & ((1u << width) - 1)) << i % 4 * width;
+            }
+            over += normal[v * BLOCK + i] * weight * point, under += point * weight * point;
+        }
+    }
+    return fitting_scale(c, energy, over, under, scale);
+}
+static void write_rows(const Coding *c, const Head *head, Group g, vu stored, Bits bits) {
+    for (int t = 0; t < g.count; t++) {
+        uint8_t *row = c->rows + (g.matrix * c->tokens + g.first + t) * c->row_size, *end = row + c->row_size;
+        *row++ = (uint8_t)stored[t];
+        for (int v = 0; v < head->blocks; v++) {
+            int width = head->widths[v];
+            if (!width) continue;
+            uint64_t block = bits[v][0][t] | (uint64_t)bits[v][1][t] << 4 * width;
+            /* Another thread may own the row behind this one */
+            if (end - row >= 8) memcpy(row, &block, 8);
+            else for (int i = 0; i < width; i++) row[i] = (uint8_t)(block >> 8 * i);
+            row += width;
+        }
+        memset(row, 0, (size_t)(end - row));
+    }
+}
+
+/* Eight bytes of a row from a place on, zeros behind its end */
+INLINE uint64_t word_at(const uint8_t *row, int64_t place, int64_t size) {
+    uint64_t word = 0;
+    if (size - place >= 8) memcpy(&word, row + place, 8);
+    else if (size >= 8) memcpy(&word, row + size - 8, 8), word >>= 8 * (8 + place - size);
+    else memcpy(&word, row + place, (size_t)(size - place));
+    return word;
+}
+static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
+    const uint8_t *rows = c->rows + (g.matrix * c->tokens + g.first) * c->row_size;
+    ALIGNED Bits bits;
+    vu stored;
+    for (int t = 0; t < L; t++) {
+        const uint8_t *row = rows + (t < g.count ? t : g.count - 1) * c->row_size;
+        int64_t place = 1;
+        stored[t] = row[0];
+        for (int v = 0; v < head->blocks; place += head->widths[v++]) {
+            uint64_t word = head->widths[v] ? word_at(row, place, c->row_size) : 0;
+            bits[v][0][t] = (uint32_t)word, bits[v][1][t] = (uint32_t)(word >> 4 * head->widths[v]);
+        }
+    }
+    vf scale = gather(c->codebook->scales, stored);
+    for (int v = 0; v < head->blocks; v++) {
+        int width = head->widths[v], states = c->is_trellis ? 8 : width;
+        const float *own = c->codebook->coefficients[width], step = 2.0f / (float)(1 << states);
+        const float p[3] = {own[0] * own[3], own[1] * own[3], own[2] * own[3]};
+        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)c->codebook->multipliers[width];
+        for (int i = v * BLOCK; i < (v + 1) * BLOCK && i < head->dim; i++) {
+            vu number = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
+            if (c->is_trellis) number = number * multiplier & mask;
+            vf point = point_at(to_float(number) * step + splat(step / 2 - 1), p) * scale;
+            x[head->own[i]] = width ? point * head->deviations[i] + head->means[i] : splat(head->means[i]);
+        }
+    }
+}
+
+static void encode_group(const Coding *c, const Head *head, Group g, const Grids grids, const float *factors, float *scratch) {
+    ALIGNED vf x[MOST_CHANNELS], normal[MOST_CHANNELS];
+    Bits bits;
+    vf energy;
+    vu stored = {0};
+    load_tokens(c, g, x);
+    if (c->rotary) turn_tokens(c, g, x);
+    if (c->rotation > 1) rotate_tokens(c, x);
+    vf found = normalize(c, head, x, normal, &energy);
+    for (int64_t pass = 0; pass <= c->refits; pass++) {
+        vf scale = found, fitting;
+        int is_settled = 1;
+        fitting = c->is_trellis ? code_paths(c, head, grids, factors, scratch, normal, energy, scale, bits)
+                                : code_numbers(c, head, normal, energy, scale, bits);
+        stored = stored_scales(c->codebook, fitting);
+        found = gather(c->codebook->scales, stored);
+        /* Coded again with the same scale a token gets the same codes */
+        for (int t = 0; t < L; t++) is_settled &= found[t] == scale[t];
+        if (is_settled) break;
+    }
+    write_rows(c, head, g, stored, bits);
+}
+/* What numbers are multiplied by to be searched for at every width, and the points in the same steps */
+static void make_grids(const Coding *c, const Head *head, Grids grids, float *factors) {
+    int finest = 0;
+    for (int v = 0; v < head->blocks; v++) finest = head->widths[v] > finest ? head->widths[v] : finest;
+    for (int width = 1; width <= MOST_TRELLIS_WIDTH; width++) {
+        factors[width] = (float)(8 << (c->is_weighted || c->by_energy ? width : finest));
+        for (int s = 0; s < NUM_STATES; s++)
+            grids[width][s] = rintf(c->codebook->search_points[width][s] * factors[width]);
+    }
+}
+
+/* Tokens of a task, as places from the start of the first tile of their item, whose number among the tiles of the rotary
+   embedding is `tile` */
+typedef struct { int64_t matrix, shift, tile, from, to; } Span;
+INLINE Span span_of(const Coding *c, int64_t task) {
+    int64_t matrices = c->batch * c->heads;
+    Span s = {.matrix = task % matrices};
+    if (c->rotary) {
+        int64_t first = c->start - (c->padding ? c->padding[s.matrix / c->heads] : 0);
+        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE + c->rotary->tiles;
+    }
+    s.from = task / matrices * TASK_TOKENS, s.to = s.from + TASK_TOKENS;
+    s.from = s.from > s.shift ? s.from : s.shift;
+    s.to = s.to < s.shift + c->tokens ? s.to : s.shift + c->tokens;
+    return s;
+}
+INLINE Group group_at(const Coding *c, Span s, int64_t place) {
+    int64_t end = place - place % L + L, tile = s.tile + place / TILE, most = c->rotary ? 2 * c->rotary->tiles - 1 : 0;
+    /* More padding than there are tokens has no angles */
+    tile = tile < 0 ? 0 : tile > most ? most : tile;
+    return (Group){s.matrix, place - s.shift, tile, place % TILE, (int)((end < s.to ? end : s.to) - place)};
+}
+EXPORT(encode_rows)(Coding *c) {
+    int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
+    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+        Span s = span_of(c, task);
+        Head head;
+        ALIGNED Grids grids;
+        float factors[NUM_WIDTHS];
+        load_head(c, s.matrix, &head);
+        if (c->is_trellis) make_grids(c, &head, grids, factors);
+        Group g;
+        for (int64_t place = s.from; place < s.to; place += g.count) {
+            g = group_at(c, s, place);
+            encode_group(c, &head, g, grids, factors, c->scratch + thread * c->scratch_size);
+        }
+    }
+}
+EXPORT(decode_rows)(Coding *c) {
+    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+        Span s = span_of(c, task);
+        Head head;
+        /* An order that is none leaves channels out */
+        ALIGNED vf x[MOST_CHANNELS] = {{0}};
+        load_head(c, s.matrix, &head);
+        Group g;
+        for (int64_t place = s.from; place < s.to; place += g.count) {
+            g = group_at(c, s, place);
+            decode_group(c, &head, g, x);
+            if (c->rotation > 1) rotate_tokens(c, x);
+            if (c->rotary) turn_tokens(c, g, x);
+            store_tokens(c, g, x);
+        }
+    }
+}
+EXPORT(turn_states)(Coding *c) {
+    ALIGNED vf x[MOST_CHANNELS];
+    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+        Span s = span_of(c, task);
+        Group g;
+        for (int64_t place = s.from; place < s.to; place += g.count) {
+            g = group_at(c, s, place);
+            load_tokens(c, g, x);
+            turn_tokens(c, g, x);
+            store_tokens(c, g, x);
+        }
+    }
+}

@@ -1,0 +1,230 @@
+"""Rows coded and decoded, and keys turned, in C: the bytes and the numbers of plain PyTorch."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvcache_plugins.kernels import library
+from kvcache_plugins.kernels.coding import Turn, decode_rows, encode_rows, turn_states
+from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.ops.transform_coding import trellis
+from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
+from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.ops.transform_coding.rows import RowTable
+from kvcache_plugins.ops.transform_coding.statistics import Angles, key_table_of_layout, make_value_table
+from kvcache_plugins.ops.transform_coding.turning import turn
+
+
+pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
+HEAD_DIMS = (1, 20, 33, 64, 128, 300)
+FREQUENCIES = tuple((10000.0 ** -(torch.arange(16) / 16)).tolist())
+LAYOUT = candidate_layouts(FREQUENCIES, 48)[0]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_torch(monkeypatch) -> Callable[[Callable[[], torch.Tensor]], torch.Tensor]:
+    """What a function returns in plain PyTorch."""
+
+    def run(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+            return function()
+
+    return run
+
+
+@pytest.fixture
+def levels(monkeypatch) -> Callable[[], Iterator[str]]:
+    """All levels of instructions that there are, one after the other."""
+
+    def levels() -> Iterator[str]:
+        for level in library.levels_here():
+            monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", level)
+            yield level
+
+    return levels
+
+
+def fitted_tables(states: torch.Tensor, total: int, quantizer: str) -> dict[str, RowTable]:
+    layout = RotaryLayout((), "none", 0, states.shape[3])
+    valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
+    angles = Angles.at(layout, 0, states.shape[2], None, states.device)
+    keys, _ = key_table_of_layout(states, valid, None, 0, layout, angles, total, quantizer)
+    return {"keys": keys, "values": make_value_table(states, valid, total, quantizer)}
+
+
+def make_table(quantizer: str, head_dim: int, *, is_key: bool, batch_size: int = 1) -> RowTable:
+    blocks = -(-head_dim // 8)
+    widths = torch.stack([torch.tensor([6 - (i + head) % 7 for i in range(blocks)]) for head in range(2)])
+    widths[1] = widths[1].flip(0)
+    # Heads have rows of one size
+    widths[1, 0] += widths[0].sum() - widths[1].sum()
+    order = torch.stack([torch.randperm(head_dim) for _ in range(2)]).to(torch.uint8)
+    return RowTable(
+        order=order.repeat(batch_size, 1, 1) if is_key else None,
+        mean=torch.randn(batch_size, 2, head_dim).half() if is_key else None,
+        deviation=torch.rand(batch_size, 2, head_dim if is_key else 1).half() + 0.5,
+        widths=widths.repeat(batch_size, 1, 1).to(torch.uint8),
+        row_size=1 + int(widths[0].sum()),
+        head_dim=head_dim,
+        is_weighted=is_key,
+        quantizer=quantizer,
+    )
+
+
+def check_rows(rows: torch.Tensor, expected: torch.Tensor) -> None:
+    # Sums are rounded in another order, which may turn a code or a scale over where two are equally near
+    assert float((rows != expected).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("quantizer", "bits"), [("lloyd-max", (1.5, 4, 8)), ("trellis", (1.5, 3))], ids=str)
+def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim, quantizer, bits):
+    # In PyTorch a search takes its time
+    num_tokens = 301 if quantizer == "lloyd-max" else 61
+    states = torch.randn(2, 2, num_tokens, head_dim) * torch.rand(head_dim) * 5 + torch.randn(head_dim)
+    states[:, :, 5] = 0
+    states[:, :, 6] *= 1000
+    for nbits in bits:
+        table = fitted_tables(states, max(int(nbits * -(-head_dim // 8)), 3), quantizer)[side]
+        expected = in_torch(lambda table=table: table.encode(states))
+        for _ in levels():
+            rows = table.encode(states)
+            check_rows(rows, expected)
+            tolerance = 0.06 * float(states.abs().max())
+            torch.testing.assert_close(*map(table.decode, (rows, expected)), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("changes", [{"num_refits": 5}, {"by_energy": True, "is_weighted": False}], ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes, quantizer):
+    table = dataclasses.replace(make_table(quantizer, 64, is_key=True), **changes)
+    states = torch.randn(1, 2, 70, 64) * torch.randn(1, 2, 70, 1).exp()
+    expected = in_torch(lambda: table.encode(states))
+    for _ in levels():
+        check_rows(table.encode(states), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, dtype):
+    turned, padding = Turn(LAYOUT, 40, torch.tensor([0, 70])), torch.tensor([0, 70])
+    keys, values = make_table(quantizer, 48, is_key=True, batch_size=2), make_table(quantizer, 48, is_key=False)
+    values = values.map(lambda tensor: tensor.repeat(2, *[1] * (tensor.dim() - 1)))
+    # Not contiguous
+    states = torch.randn(2, 130, 2, 48).to(dtype).transpose(1, 2)
+    key_rows = in_torch(lambda: keys.encode(turn(states, LAYOUT, 40, padding, is_back=True)))
+    value_rows = in_torch(lambda: values.encode(rotate(states)))
+    decoded_keys = in_torch(lambda: turn(keys.decode(key_rows), LAYOUT, 40, padding, is_back=False))
+    decoded_values = in_torch(lambda: values.decode_rotated(value_rows))
+    for _ in levels():
+        check_rows(encode_rows(states, keys, turned), key_rows)
+        check_rows(encode_rows(states, values, is_rotated=True), value_rows)
+        torch.testing.assert_close(decode_rows(key_rows, keys, turned), decoded_keys, atol=4e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            decode_rows(value_rows, values, is_rotated=True), decoded_values, atol=2e-6, rtol=2e-6
+        )
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize(("length", "head_dim"), [(1, 32), (300, 64), (63, 20)])
+def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, quantizer, is_key, length, head_dim):
+    table = make_table(quantizer, head_dim, is_key=is_key)
+    rows = table.encode(torch.randn(1, 2, length + 3, head_dim))[:, :, 3:]
+    expected = in_torch(lambda: table.decode(rows)), in_torch(lambda: table.decode_rotated(rows))
+    for _ in levels():
+        own = table.decode(rows), table.decode_rotated(rows)
+        torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
+@pytest.mark.parametrize("is_back", [True, False])
+def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
+    layout = candidate_layouts(FREQUENCIES, 48)[number]
+    keys, padding = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2), torch.tensor([0, 70])
+    expected = in_torch(lambda: turn(keys, layout, 40, padding, is_back=is_back))
+    for _ in levels():
+        turned = turn(keys, layout, 40, padding, is_back=is_back)
+        torch.testing.assert_close(turned, expected, atol=3e-6, rtol=0)
+
+
+def test_a_turn_is_told_by_the_position_alone(levels):
+    layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
+    for _ in levels():
+        whole = turn(keys, layout, 5, None, is_back=True)
+        part = turn(keys[:, :, 17:], layout, 30, torch.tensor([8]), is_back=True)
+        assert torch.equal(part, whole[:, :, 17:])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_rows_are_told_by_their_token_alone(monkeypatch, levels, quantizer):
+    table, states = make_table(quantizer, 48, is_key=True, batch_size=3), torch.randn(3, 2, 300, 48)
+    padding = torch.tensor([0, 3, 17])
+    one = table.map(lambda tensor: tensor[2:])
+    for _ in levels():
+        rows = encode_rows(states, table, Turn(LAYOUT, 4, padding))
+        part = encode_rows(states[2:, :, 101:], one, Turn(LAYOUT, 105, padding[2:]))
+        assert torch.equal(part, rows[2:, :, 101:])
+        dense = decode_rows(rows, table, Turn(LAYOUT, 4, padding))
+        monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 2)
+        assert torch.equal(encode_rows(states, table, Turn(LAYOUT, 4, padding)), rows)
+        assert torch.equal(decode_rows(rows, table, Turn(LAYOUT, 4, padding)), dense)
+        monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 1)
+
+
+def test_forged_tables_read_and_write_what_there_is(levels):
+    table, states = make_table("trellis", 48, is_key=True), torch.randn(1, 2, 9, 48)
+    assert table.order is not None
+    far = Turn(LAYOUT, 5, torch.tensor([10**12]))
+    for order in (torch.full_like(table.order, 255), torch.full_like(table.order, -3, dtype=torch.int16)):
+        for width in (0, 7, 255):
+            for quantizer in QUANTIZERS:
+                widths = torch.full_like(table.widths, width)
+                forged = dataclasses.replace(table, order=order, widths=widths, quantizer=quantizer)
+                for _ in levels():
+                    rows = encode_rows(states, forged, far)
+                    assert bool(decode_rows(rows, forged, far).isfinite().all())
+
+
+def test_other_shapes_are_refused():
+    table = make_table("lloyd-max", 48, is_key=True)
+    with pytest.raises(ValueError, match="`states` has to be any x any x any x 48"):
+        encode_rows(torch.randn(1, 2, 9, 40), table)
+    with pytest.raises(ValueError, match="`order` has to be 1 x 3 x 48"):
+        encode_rows(torch.randn(1, 3, 9, 48), table)
+    with pytest.raises(ValueError, match="`rows` has to be any x any x any x"):
+        decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
+    with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):
+        turn_states(torch.randn(1, 2, 9, 40), Turn(LAYOUT, 0, None), is_back=True)
+    with pytest.raises(ValueError, match="`padding` has to be 2"):
+        turn_states(torch.randn(2, 2, 9, 48), Turn(LAYOUT, 0, torch.zeros(3)), is_back=True)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_heads_of_most_channels_and_more(in_torch, length):
+    for head_dim in (640, 648):
+        states = torch.randn(1, 1, length, head_dim)
+        table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200, "lloyd-max")["keys"]
+        rows = table.encode(states)
+        assert torch.equal(rows, in_torch(lambda table=table, states=states: table.encode(states)))
+        assert table.decode(rows).shape == states.shape
+
+
+@pytest.mark.parametrize(("width", "known"), [(2, 1.26), (3, 1.39), (4, 1.58)])
+def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
+    """Mean squared error over the Gaussian bound, beginnings, scales of a byte and all."""
+    states = torch.randn(1, 1, 10000, 64)
+    widths = torch.full((1, 1, 8), width, dtype=torch.uint8)
+    table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, quantizer="trellis")
+    error = (table.decode(table.encode(states)) - states).square().mean()
+    assert float(error) * 4**width < 1.05 * known
+    assert float(error) == pytest.approx(trellis.DISTORTIONS[width], rel=0.02)
