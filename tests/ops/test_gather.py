@@ -165,6 +165,8 @@ ROW_CASES = {
     "one head for nine queries": Rows(num_heads=1, groups=9, key_dim=40, value_dim=40, window=65),
     "different keys and values": Rows(groups=4, key_dim=80, value_dim=24, num_slots=200, most=130),
     "a head as small as a vector": Rows(key_dim=8, value_dim=9, page_tokens=1),
+    "smaller than any vector": Rows(key_dim=3, value_dim=1),
+    "large": Rows(batch_size=1, key_dim=300, value_dim=256, most=70),
     "long": Rows(batch_size=1, num_slots=2500, most=2049, page_tokens=1024),
 }
 
@@ -337,7 +339,7 @@ class TestChoice:
     def test_by_default_cpus_run_compiled_whatever_the_group(self, dtype):
         assert choose_rows_kernel(torch.randn(1, 1, 71, 64), 64, dtype) == ("compiled", False)
 
-    @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), torch.float64), ((4, 64), torch.float32)], ids=str)
+    @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), torch.float64), ((64, 700), torch.float32)], ids=str)
     def test_what_the_kernel_cannot_read_is_left_to_pytorch(self, dims, dtype):
         assert choose_rows_kernel(torch.randn(1, 1, 3, dims[0]), dims[1], dtype) == ("torch", True)
 

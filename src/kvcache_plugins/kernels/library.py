@@ -137,11 +137,14 @@ def address_of(
     Raises:
         ValueError: if it is anything else than that.
     """
-    allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == own for size, own in zip(shape, tensor.shape, strict=True)
+    is_known = tensor.dtype is dtype or not isinstance(dtype, torch.dtype) and tensor.dtype in dtype
+    # Equal in most calls, which takes a fraction of comparing one by one
+    fits = tensor.shape == shape or (
+        tensor.dim() == len(shape)
+        and all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
     )
-    if tensor.dtype not in allowed or not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not is_known or not fits or not tensor.is_cpu or not tensor.is_contiguous():
+        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"`{name}` has to be {wanted} of {' or '.join(map(str, allowed))}, contiguous, on the CPU, but got "

@@ -105,7 +105,7 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
     kernel, is_fallback = choose_token_kernel(query)
     if kernel != "compiled":
         return "torch", is_fallback
-    from .compiled.rows import can_attend_rows
+    from kvcache_plugins.kernels.gather import can_attend_rows
 
     return ("compiled", False) if can_attend_rows(query.shape[3], value_dim, dtype) else ("torch", True)
 
@@ -155,7 +155,7 @@ def attend_rows(
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
     if kernel == "compiled":
-        from .compiled.rows import attend_rows as attend_compiled
+        from kvcache_plugins.kernels.gather import attend_rows as attend_compiled
 
         return attend_compiled(
             query, pages, slots, count, window_keys, window_values, scale, mask, positions, window_start
@@ -219,8 +219,8 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mappe
     """
     rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
     if choose_token_kernel(slots)[0] == "compiled":
-        # Numba is not everywhere
-        from .compiled.row_copies import copy_rows
+        # Imported late, as the kernels' own floor imports this one
+        from kvcache_plugins.kernels.gather import copy_rows
 
         copy_rows(pages, slots, rows, are_mapped=are_mapped)
         return rows

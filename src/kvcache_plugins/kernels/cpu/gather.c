@@ -1,0 +1,113 @@
+/* Chosen rows of an offloaded cache: attention over them where they stand, and copies of them.
+
+   Rows lie scattered, and no machine foresees them: where a tile's are is told while those of the tile before are
+   computed, and they are called into the machine's caches. Tasks share nothing, so a result depends on its own tokens
+   only. What memory says of slots and counts is brought into the range of what there is.
+
+   B items, H key/value heads, G queries a head, D and E channels of keys and values, K slots, W tokens of the window. */
+#include "scattered.h"
+
+typedef struct {
+    Tasks tasks;                    /* units, see `layer.h` */
+    int64_t heads, groups, key_dim, value_dim, kind;
+    int64_t num_slots;              /* K */
+    int64_t num_pages, page_tokens;
+    double scale;
+    const float *query;             /* [B, H, G, D] */
+    float *result;                  /* [B, H, G, E] */
+    const char *const *pages;       /* each [B, H, tokens of a page, D + E] */
+    const int64_t *slots;           /* [B, H, K] */
+    const int64_t *counts;          /* [B, H] */
+    const int64_t *columns;         /* of the mask, [B, H, K] */
+    Window window;
+    Mask mask;
+} Gathered;
+
+static void place_tile(const Gathered *call, Unit unit, const int64_t *slots, int64_t count, int64_t start, int tokens, int at, Places *places) {
+    int64_t size = (int64_t)size_of_kind((int)call->kind), key_size = size * call->key_dim;
+    int64_t value_size = size * call->value_dim, page_size = call->page_tokens * (key_size + value_size);
+    for (int i = 0; i < tokens; i++) {
+        int64_t t = start + i;
+        if (t < count) {
+            int64_t slot = clamped(slots[t], call->num_pages * call->page_tokens), page = slot / call->page_tokens;
+            const char *row = call->pages[page] + unit.matrix * page_size + (slot - page * call->page_tokens) * (key_size + value_size);
+            places->keys[at + i] = row, places->values[at + i] = row + key_size;
+        } else {
+            places->keys[at + i] = window_key(&call->window, unit, key_size, t - count);
+            places->values[at + i] = window_value(&call->window, unit, value_size, t - count);
+        }
+    }
+    places->known = at + tokens;
+}
+static void attend_unit(const Gathered *call, Unit unit) {
+    int dim = (int)call->key_dim, value_dim = (int)call->value_dim, kind = (int)call->kind;
+    const int64_t *slots = call->slots + unit.matrix * call->num_slots, *columns = call->columns + unit.matrix * call->num_slots;
+    int64_t count = call->counts[unit.matrix], most = call->num_pages * call->page_tokens > 0 ? call->num_slots : 0;
+    count = count < 0 ? 0 : count < most ? count : most;
+    int64_t length = count + call->window.length;
+    ALIGNED float scores[ROWS][TILE], decay[ROWS];
+    ALIGNED Queries query;
+    State state;
+    Places places = {.key_dim = dim, .value_dim = value_dim};
+    start_unit(call->query + unit.matrix * call->groups * dim, call->scale, dim, value_dim, unit, query, &state);
+    place_tile(call, unit, slots, count, 0, (int)(length < TILE ? length : TILE), 0, &places);
+    for (int64_t start = 0; start < length; start += TILE) {
+        int64_t rest = length - start - TILE;
+        places.tokens = (int)(rest < 0 ? length - start : TILE);
+        if (rest > 0) place_tile(call, unit, slots, count, start + TILE, (int)(rest < TILE ? rest : TILE), TILE, &places);
+        score_places(&places, kind, unit.rows, query, scores);
+        for (int t = 0; t < places.tokens && call->mask.numbers; t++) {
+            int64_t own = start + t, column = own < count ? columns[own] : call->window.start + own - count;
+            float bias = bias_at(&call->mask, unit.batch, column);
+            for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
+        }
+        softmax_tile(&state, unit.rows, places.tokens, scores, state.total, decay);
+        add_places(&places, kind, unit.rows, scores, state.sums);
+        memcpy(places.keys, places.keys + TILE, sizeof places.keys / 2);
+        memcpy(places.values, places.values + TILE, sizeof places.values / 2);
+        places.known -= TILE;
+    }
+    end_unit(&state, value_dim, unit, call->result + unit.matrix * call->groups * value_dim);
+}
+EXPORT(attend_gathered)(Gathered *call) {
+    Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
+    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+        attend_unit(call, unit_at(&shape, task));
+}
+
+/* Pages that are mapped files are read a share of them at a time, and let go of: a step's rows lie in nearly all */
+enum { SHARES = 12 };
+
+typedef struct {
+    Tasks tasks;                    /* heads of all items */
+    int64_t num_slots, num_pages, page_tokens, row_size; /* a row's in bytes */
+    const char *const *pages;       /* each [B, H, tokens of a page, row] */
+    const int64_t *slots;           /* [B, H, K] */
+    char *result;                   /* [B, H, K, row] */
+    int (*advise)(void *, size_t, int); /* `madvise`, if pages are to be let go of, or 0 */
+    int64_t let_go, block;          /* what it is told, and the size of a block of memory */
+} Copies;
+
+static void copy_head(const Copies *call, int64_t matrix) {
+    int64_t size = call->row_size, head = call->page_tokens * size, all = call->num_pages * call->page_tokens;
+    int64_t at_once = call->advise ? (call->num_pages + SHARES - 1) / SHARES : call->num_pages;
+    const int64_t *slots = call->slots + matrix * call->num_slots;
+    char *result = call->result + matrix * call->num_slots * size;
+    for (int64_t first = 0; first < call->num_pages; first += at_once) {
+        int64_t stop = first + at_once < call->num_pages ? first + at_once : call->num_pages;
+        for (int64_t k = 0; k < call->num_slots; k++) {
+            int64_t slot = clamped(slots[k], all), page = slot / call->page_tokens;
+            if (page < first || page >= stop) continue;
+            const char *row = call->pages[page] + matrix * head + (slot - page * call->page_tokens) * size;
+            memcpy(result + k * size, row, (size_t)size);
+        }
+        for (int64_t page = first; page < stop && call->advise; page++) {
+            uintptr_t begin = (uintptr_t)(call->pages[page] + matrix * head), beyond = begin % (uintptr_t)call->block;
+            call->advise((void *)(begin - beyond), (size_t)head + beyond, (int)call->let_go);
+        }
+    }
+}
+EXPORT(copy_rows)(Copies *call) {
+    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+        copy_head(call, task);
+}
