@@ -4,15 +4,14 @@
    The input is numbers of 64 bits: how many buffers, how many addresses, the buffers' sizes, then of each address the
    buffer and place it stands at and the buffer and place it points to; the first address is the call's own and stands
    nowhere. The buffers' contents follow. The output is their contents. */
-#include <stdint.h>
+#include "simd.h"
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define KERNEL(name) void name(void *);
+#define KERNEL(name) void KVC_NAME(name, KVC_LEVEL)(void *);
 KERNELS
 #undef KERNEL
-#define KERNEL(name) {#name, name},
+#define KERNEL(name) {#name, KVC_NAME(name, KVC_LEVEL)},
 static const struct { const char *name; void (*run)(void *); } kernels[] = {KERNELS};
 
 static void get(void *to, size_t size) {

@@ -23,8 +23,8 @@ MACHINES = {"aarch64": ("aarch64-linux-musl", "neon", "qemu-aarch64")}
 def make_program(folder: Path, target: str, level: str) -> Path:
     sources = sorted(build.SOURCES.glob("*.c"))
     names = {name for source in sources for name in re.findall(r"^EXPORT\((\w+)\)", source.read_text(), re.MULTILINE)}
-    kernels = " ".join(f"KERNEL(kvc_{name}_{level})" for name in sorted(names))
-    flags = [*build.FLAGS, *build.definitions(level), f"-DKERNELS={kernels}"]
+    kernels = " ".join(f"KERNEL({name})" for name in sorted(names))
+    flags = [*build.FLAGS, *build.definitions(level), f"-DKERNELS={kernels}", f"-I{build.SOURCES}"]
     program = folder / "replay"
     command = [*build.zig("-target", target), *flags, *map(str, sources), str(FOLDER / "replay.c"), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, text=True)
@@ -48,8 +48,10 @@ def test_kernels_of_another_machine_agree(machine: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(FOLDER),
     }
     options = ["-q", "-n", "0", "-p", "replaying", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+    # That one is of threads and of what is refused
+    options += ["--ignore", str(FOLDER / "test_library.py")]
     command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     (counts,) = re.findall("^replayed: (.*)$", done.stdout, re.MULTILINE)
-    assert ast.literal_eval(counts).get("attend"), done.stdout
+    assert {"attend"} <= ast.literal_eval(counts).keys(), done.stdout
