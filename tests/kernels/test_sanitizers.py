@@ -52,19 +52,8 @@ def run(environment: dict[str, str], *arguments: str) -> "subprocess.CompletedPr
 
 
 def test_kernels_stay_within_their_memory(environment: dict[str, str]) -> None:
-    done = run(
-        environment,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not long",
-        str(FOLDER),
-    )
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow and not long")
+    done = run(environment, "-m", "pytest", *options, str(FOLDER))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert " passed" in done.stdout
 
