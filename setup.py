@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -47,18 +47,22 @@ class BuildWithKernels(build_py):
 class PlatformWheel(bdist_wheel):
     """Names the platform of a wheel with kernels; of Python it needs no certain version, as no kernel knows of it."""
 
-    def finalize_options(self) -> None:
-        """Places what is packed where platforms differ."""
-        super().finalize_options()
-        self.root_is_pure = not COMPILER
-
     def get_tag(self) -> tuple[str, str, str]:
         """The wheel's Python, its binary interface and its platform."""
         tag: tuple[str, str, str] = super().get_tag()
         return ("py3", "none", PLATFORM or tag[2]) if COMPILER else tag
 
 
+class DistributionWithKernels(Distribution):
+    """Goes where platforms differ, if there are kernels."""
+
+    def has_ext_modules(self) -> bool:
+        """Tells whether there are kernels."""
+        return bool(COMPILER)
+
+
 setup(
+    distclass=DistributionWithKernels,
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
     # Whoever builds installs it before it builds
     setup_requires=["ziglang"] if TARGET or (PLATFORM is None and not COMPILER) else [],
