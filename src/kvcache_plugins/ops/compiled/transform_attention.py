@@ -323,13 +323,13 @@ def _run(used: Any, number: int, call: Call, part: Part) -> None:
     One task of attention over a block of rows, as a partial result of an online softmax.
 
     `part.own` has of keys: rows, their capacity and R; widths; order, whether it is of 16 bits, means and deviations.
-    Of values: rows, their capacity and R; widths; deviations; channels that are rotated together. Then what
-    `shared_numbers` returns.
+    Of values: rows, their capacity and R; widths; deviations; channels that are rotated together; means `[D]` that
+    were taken off before that, or 0. Then what `shared_numbers` returns.
     """
     shape, own = call.shape, part.own
     task, key_dim, value_dim = task_of(number, shape, part.span), shape[4], shape[5]
     output, total, maximum = partial_results(call.scratch, shape, part.first, part.span[2])
-    codebook, rotary = shared_numbers(own, 14)
+    codebook, rotary = shared_numbers(own, 15)
     key_rows, value_rows = (own[0], own[1], own[2]), (own[8], own[9], own[10])
     sides, multipliers = shape[0] * shape[1], longs_at(codebook[3], (9,))
     key_count, value_count = -(-key_dim // LANES), -(-value_dim // LANES)
@@ -349,7 +349,12 @@ def _run(used: Any, number: int, call: Call, part: Part) -> None:
             output[run, b, h, row + r, d] = sums.sums[r, d] * deviation
         if own[13] > 1:
             rotate_row(output[run, b, h, row : row + task.rows], r, 0, value_dim, own[13])
-        total[run, b, h, row + r] = sums.total[0, r] + sums.total[0, r + ROWS]
+        weight = sums.total[0, r] + sums.total[0, r + ROWS]
+        total[run, b, h, row + r] = weight
+        if own[14]:
+            mean = halves_at(own[14], (sides, value_dim))[task.matrix]
+            for d in range(value_dim):
+                output[run, b, h, row + r, d] += weight * float_of_half(mean[d])
         maximum[run, b, h, row + r] = sums.maximum[0, r]
 
 

@@ -42,7 +42,7 @@ def prepare_rows(
     """
     layer = LayerCall(query, num_heads, _value_dim(parts[0]), scale)
     is_calibrated = any(isinstance(part, CodedPart) and isinstance(part.coder, BasisCoder) for part in parts)
-    workers, size = (attend_basis_parts, 28) if is_calibrated else (attend_row_parts, 24)
+    workers, size = (attend_basis_parts, 28) if is_calibrated else (attend_row_parts, 25)
     for part in parts:
         if isinstance(part, CodedPart):
             layer.add(part, *_split(part, layer.num_row_blocks), _numbers(part, query.device, layer.arguments))
@@ -100,7 +100,8 @@ def _key_side(part: CodedPart, coder: RowCoder, arguments: Arguments) -> tuple[i
 def _value_side(part: CodedPart, coder: RowCoder, arguments: Arguments) -> tuple[int, ...]:
     table, rows = coder.values, arguments.keep(part.values)
     widths, deviation = (arguments.keep(tensor).data_ptr() for tensor in (table.widths, table.deviation))
-    return rows.data_ptr(), rows.shape[2], rows.shape[3], widths, deviation, rotation_size(table.head_dim)
+    mean = 0 if coder.value_mean is None else arguments.keep(coder.value_mean).data_ptr()
+    return rows.data_ptr(), rows.shape[2], rows.shape[3], widths, deviation, rotation_size(table.head_dim), mean
 
 
 def _angles(part: CodedPart, arguments: Arguments) -> tuple[int, ...]:
