@@ -63,12 +63,12 @@ def test_constants_come_back_at_every_width(nbits, quantizer, number):
 def test_a_steady_item_changes_nothing_of_others():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1] = values[1, :, :1] + 1e-3 * values[1]
-    query, step = torch.randn(2, 4, 1, HEAD_DIM), (randn(1, 2), randn(1, 2))
+    queries, step = torch.randn(2, 4, PROMPT, HEAD_DIM), (randn(1, 2), randn(1, 2))
     outputs = []
     for rows in (slice(0, 2), slice(0, 1)):
         layer = make_layer()
-        feed(layer, keys[rows], values[rows])
-        outputs.append(feed(layer, *(each[rows] for each in step), query[rows]))
+        feed(layer, keys[rows], values[rows], queries[rows])
+        outputs.append(feed(layer, *(each[rows] for each in step), queries[rows, :, :1]))
         assert (layer.coder.value_mean is None) == (rows.stop == 1)
     torch.testing.assert_close(outputs[0][:1], outputs[1], atol=1e-5, rtol=0)
 
@@ -146,7 +146,7 @@ def test_tokens_beyond_a_prompts_scales_are_refused():
     with pytest.raises(ValueError, match="layer 0: tokens are over 200 times"):
         for _ in range(8):
             feed(layer, *step)
-    layer.crop(length)
+    layer.crop(length - layer.get_seq_length())
     for _ in range(20):
         assert feed(layer, *step).isfinite().all()
 
