@@ -1,5 +1,7 @@
 """Compiled attention over transform-coded rows, and compiled coding, against plain PyTorch."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,6 +44,14 @@ def make_part(
 def test_attention_is_that_of_pytorch(attend_both, sizes, quantizer):
     expected, output = attend_both(sizes, [make_part(sizes, quantizer=quantizer)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_means_of_values(attend_both, sizes):
+    part = make_part(sizes)
+    mean = 10 * torch.randn(*part.values.shape[:2], part.coder.values.head_dim)
+    part = dataclasses.replace(part, coder=dataclasses.replace(part.coder, value_mean=mean.half()))
+    expected, output = attend_both(sizes, [part])
+    torch.testing.assert_close(output, expected, atol=10 * TOLERANCE, rtol=0)
 
 
 def test_without_rotary_embedding(attend_both, wide):

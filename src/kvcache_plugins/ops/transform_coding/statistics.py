@@ -21,6 +21,12 @@ from .rows import RowTable, order_dtype
 
 # Tokens that tell layouts apart
 _NUM_NEWEST = 256
+# What means leave of the energy of values and of keys where they hardly vary: of ordinary text .44 and .055 at least
+_STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 128
+# Their least deviations, of a head's size: what follows may be ordinary text, and its scales end at 246
+_LEAST_OF_VALUES, _LEAST_OF_KEYS = 1 / 16, 1 / 4
+# Of float16; nothing is divided by 0
+_TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
 
@@ -139,9 +145,13 @@ def key_table_of_layout(
     """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     keys = layout.rotate(keys, angles.cosines, -angles.sines)
-    mean = torch.einsum("bhtd,bt->bhd", keys, share).half()
+    mean = torch.einsum("bhtd,bt->bhd", keys, share).clamp(-_LARGEST, _LARGEST).half()
     centred = keys - mean.float()[:, :, None]
     variance = torch.einsum("bhtd,bt->bhd", centred * centred, share)
+    # How keys vary that hardly do says nothing of those to come
+    size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
+    is_steady = variance.mean(dim=-1, keepdim=True) < _STEADY_KEYS * size
+    variance = torch.where(is_steady, variance.maximum(_LEAST_OF_KEYS**2 * size), variance)
     energy = variance
     if moments is not None:
         energy = variance * _turned_back(moments, number, layout, angles, share)
@@ -152,7 +162,7 @@ def key_table_of_layout(
     table = RowTable(
         order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
-        deviation=variance.sqrt().half(),
+        deviation=variance.sqrt().clamp(_TINY, _LARGEST).half(),
         widths=widths.to(torch.uint8),
         row_size=1 + total,
         head_dim=keys.shape[3],
@@ -177,18 +187,44 @@ def _turned_back(
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
 
-def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
+def steady_mean(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
+    """
+    The mean `[B, H, D]`, float16, of states `[B, H, T, D]` in heads that hardly vary, as where a prompt repeats one
+    token: their errors are the same in all tokens, so that sums do not lose them. 0 in other heads, and `None` if
+    there are only such.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, on a device that holds data.
+        valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
+    """
+    share, states = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1), states.float()
+    mean = torch.einsum("bhtd,bt->bhd", states, share)
+    varying = torch.einsum("bhtd,bt->bh", (states - mean[:, :, None]).square(), share)
+    is_steady = varying < _STEADY_VALUES * torch.einsum("bhtd,bt->bh", states.square(), share)
+    return (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half() if bool(is_steady.any()) else None
+
+
+def make_value_table(
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    total: int,
+    quantizer: str = "lloyd-max",
+    mean: torch.Tensor | None = None,
+) -> RowTable:
     """
     The table of a prompt's rotated values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
+    `mean` `[B, H, D]` is what was taken off before they were rotated.
     """
     batch_size, num_heads, _, head_dim = values.shape
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt().half()
+    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
+    if mean is not None:
+        deviation = deviation.maximum(_LEAST_OF_VALUES * mean.float().square().mean(dim=2).sqrt())
     widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
     return RowTable(
         order=None,
         mean=None,
-        deviation=deviation[:, :, None],
+        deviation=deviation.clamp(_TINY, _LARGEST).half()[:, :, None],
         widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
         row_size=1 + total,
         head_dim=head_dim,
