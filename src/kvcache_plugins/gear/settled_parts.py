@@ -19,7 +19,7 @@ else:
 
 
 class TokenCall(Protocol):
-    """Attention of one token after another, see `ops.compiled.settled_call.SettledCall`."""
+    """Attention of one token after another, see `kernels.layer.PreparedCall`."""
 
     def fits(self, query: torch.Tensor, scale: float | None) -> bool:
         """Whether it is for such queries."""

@@ -16,13 +16,10 @@ with kept_beside(Path(__file__).parents[1]):
     from .transform_coder import encode_rows as encode_transform_rows
     from .transform_decoder import decode_rows as decode_transform_rows
     from .transform_decoder import turn_states
-    from .transform_door import attend_rows as attend_transform_rows
-    from .transform_door import prepare_rows as prepare_transform_rows
 
 
 __all__ = [
     "attend",
-    "attend_transform_rows",
     "choice",
     "chosen_attention",
     "code_scores",
@@ -31,7 +28,6 @@ __all__ = [
     "grouped_scores",
     "largest",
     "prepare",
-    "prepare_transform_rows",
     "rows",
     "turn_states",
 ]
