@@ -1,4 +1,4 @@
-"""What is still compiled by Numba: read `primitives` and `vectors` for the arithmetic, `arrays` for how tensors get in."""
+"""What Numba still compiles: `primitives` and `vectors` are the arithmetic, `arrays` how tensors get in."""
 
 from pathlib import Path
 
