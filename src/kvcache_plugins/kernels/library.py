@@ -138,8 +138,10 @@ def address_of(
         ValueError: if it is anything else than that.
     """
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == own for size, own in zip(shape, tensor.shape, strict=True)
+    # Whole shapes first: what is called for few tokens feels the loop
+    fits = tensor.shape == shape or (
+        tensor.dim() == len(shape)
+        and all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
     )
     if tensor.dtype not in allowed or not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
