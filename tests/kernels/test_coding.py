@@ -197,11 +197,11 @@ def test_forged_tables_read_and_write_what_there_is(levels):
 
 def test_other_shapes_are_refused():
     table = make_table("lloyd-max", 48, is_key=True)
-    with pytest.raises(ValueError, match="`states` has to be any x any x any x 48"):
+    with pytest.raises(ValueError, match="`states` has to be 1 x 2 x 9 x 48"):
         encode_rows(torch.randn(1, 2, 9, 40), table)
     with pytest.raises(ValueError, match="`order` has to be 1 x 3 x 48"):
         encode_rows(torch.randn(1, 3, 9, 48), table)
-    with pytest.raises(ValueError, match="`rows` has to be any x any x any x"):
+    with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
         decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
     with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):
         turn_states(torch.randn(1, 2, 9, 40), Turn(LAYOUT, 0, None), is_back=True)

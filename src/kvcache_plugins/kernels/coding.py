@@ -93,7 +93,7 @@ def encode_rows(
     states = (states if states.dtype in KINDS else states.float()).contiguous()
     rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     call = _Call(states.shape)
-    call.take("states", states, states.dtype, (None, None, None, table.head_dim))
+    call.take("states", states, states.dtype, (*states.shape[:3], table.head_dim))
     call.take("rows", rows, torch.uint8, rows.shape)
     call.add_table(table, is_rotated=is_rotated)
     call.add_turn(turn, is_back=True)
@@ -120,7 +120,7 @@ def decode_rows(
     """
     states = torch.empty(*rows.shape[:3], table.head_dim)
     call = _Call(states.shape)
-    call.take("rows", rows.contiguous(), torch.uint8, (None, None, None, table.row_size))
+    call.take("rows", rows.contiguous(), torch.uint8, (*rows.shape[:3], table.row_size))
     call.take("result", states, torch.float32, states.shape)
     call.add_table(table, is_rotated=is_rotated)
     call.add_turn(turn, is_back=False)
