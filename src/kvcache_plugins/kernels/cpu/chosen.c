@@ -149,18 +149,32 @@ typedef struct {
     ALIGNED float steps[MOST_CHANNELS], minima[MOST_CHANNELS];
 } Known;
 
-static void decode_key(const KeyGroups *keys, int64_t matrix, int64_t slot, Known *known, float *to) {
-    int64_t number = keys->num_runs - 1, dim = keys->dim;
+INLINE int64_t place_of(const KeyGroups *keys, int64_t slot) {
+    int64_t number = keys->num_runs - 1;
     while (number > 0 && slot < keys->runs[number][0]) number--;
-    int64_t place = slot + keys->runs[number][2], group = place / keys->group_size;
+    return slot + keys->runs[number][2];
+}
+INLINE const uint8_t *key_codes(const KeyGroups *keys, int64_t matrix, int64_t place) {
+    return keys->codes + (matrix * keys->num_groups * keys->group_size + place) * keys->width;
+}
+static void call_for_key(const KeyGroups *keys, int64_t matrix, int64_t place, int64_t group) {
+    const uint8_t *codes = key_codes(keys, matrix, place);
+    int64_t at = (matrix * keys->num_groups + group) * keys->dim;
+    __builtin_prefetch(codes);
+    __builtin_prefetch(codes + keys->width - 1);
+    call_for((const char *)(keys->scale + at), 2 * keys->dim);
+    call_for((const char *)(keys->zero + at), 2 * keys->dim);
+}
+static void decode_key(const KeyGroups *keys, int64_t matrix, int64_t place, int64_t group, Known *known, float *to) {
+    int dim = (int)keys->dim;
     if (group != known->group) {
         int64_t at = (matrix * keys->num_groups + group) * dim;
-        read_numbers(keys->scale, HALVES, at, (int)dim, (int)dim, known->steps);
-        read_numbers(keys->zero, HALVES, at, (int)dim, (int)dim, known->minima);
+        read_numbers(keys->scale, HALVES, at, dim, dim, known->steps);
+        read_numbers(keys->zero, HALVES, at, dim, dim, known->minima);
         known->group = group;
     }
-    const uint8_t *codes = keys->codes + (matrix * keys->num_groups * keys->group_size + place) * keys->width;
-    decode_plane(codes, (Plane){keys->nbits, 0, keys->width}, (int)dim, 0, known->steps, known->minima, 0, 0, to);
+    Plane plane = {keys->nbits, 0, keys->width};
+    decode_plane(key_codes(keys, matrix, place), plane, dim, 0, known->steps, known->minima, 0, 0, to);
 }
 INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
     int64_t page = slot / call->page_tokens;
@@ -216,8 +230,11 @@ static void attend_codes(const Chosen *call, Unit unit, const Queries query, con
     int dim = (int)call->keys.dim, value_dim = (int)call->value_dim;
     ALIGNED float numbers[AT_ONCE][MOST_CHANNELS];
     const uint8_t *rows[TILE];
+    int64_t places[TILE], of_groups[TILE];
     for (int t = 0; t < tokens; t++) {
         rows[t] = value_row(call, unit.matrix, slots[t]), tile->columns[t] = slots[t];
+        places[t] = place_of(&call->keys, slots[t]), of_groups[t] = places[t] / call->keys.group_size;
+        call_for_key(&call->keys, unit.matrix, places[t], of_groups[t]);
         __builtin_prefetch(rows[t]);
         __builtin_prefetch(rows[t] + call->row_bytes - 1);
     }
@@ -226,7 +243,10 @@ static void attend_codes(const Chosen *call, Unit unit, const Queries query, con
     for (int first = 0; first < tokens; first += AT_ONCE) {
         ALIGNED float scores[ROWS][TILE];
         some.tokens = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
-        for (int i = 0; i < some.tokens; i++) decode_key(&call->keys, unit.matrix, slots[first + i], known, numbers[i]);
+        for (int i = 0; i < some.tokens; i++) {
+            int t = first + i;
+            decode_key(&call->keys, unit.matrix, places[t], of_groups[t], known, numbers[i]);
+        }
         score_places(&some, FLOATS, unit.rows, query, scores);
         for (int r = 0; r < unit.rows; r++) memcpy(tile->scores[r] + first, scores[r], sizeof(float) * AT_ONCE);
     }

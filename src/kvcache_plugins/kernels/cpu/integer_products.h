@@ -11,6 +11,7 @@
 
 enum { WORDS = 2 * L, MOST_WORDS = MOST_CHANNELS + 8 + 5 * WORDS };
 typedef int16_t vw __attribute__((vector_size(4 * L)));
+typedef int16_t vh __attribute__((vector_size(2 * L)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 
 typedef struct {
@@ -80,9 +81,10 @@ static void round_queries(Integers *to, int rows, const float (*query)[MOST_CHAN
             /* The nearest integer is in the lowest bits of the sum; NaN may be any of 16 bits */
             vi rounded = (vi)(load(query[r] + d) * step + magic) - (vi)magic;
             total += rounded;
-            for (int i = 0; i < L; i++) in_order[d + i] = (int16_t)rounded[i];
+            vh words = __builtin_convertvector(rounded, vh);
+            memcpy(in_order + d, &words, sizeof words);
         }
-        memset(in_order + size, 0, sizeof in_order - 2 * (size_t)size);
+        memset(in_order + size, 0, 2 * (size_t)(MOST_WORDS - size < WORDS + 8 ? MOST_WORDS - size : WORDS + 8));
         int64_t sum = 0;
         for (int i = 0; i < L; i++) sum += total[i];
         to->factor[r] = most_of / largest;
