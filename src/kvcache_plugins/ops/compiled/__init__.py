@@ -9,9 +9,8 @@ from pathlib import Path
 from .machine_code import kept_beside
 
 
-# All modules that decorate functions, also those that `ops.gather` asks for by itself
+# All modules that decorate functions
 with kept_beside(Path(__file__).parents[1]):
-    from . import choice, chosen_attention, code_scores, grouped_scores, largest, rows
     from .door import attend, prepare
     from .transform_coder import encode_rows as encode_transform_rows
     from .transform_decoder import decode_rows as decode_transform_rows
@@ -23,15 +22,9 @@ with kept_beside(Path(__file__).parents[1]):
 __all__ = [
     "attend",
     "attend_transform_rows",
-    "choice",
-    "chosen_attention",
-    "code_scores",
     "decode_transform_rows",
     "encode_transform_rows",
-    "grouped_scores",
-    "largest",
     "prepare",
     "prepare_transform_rows",
-    "rows",
     "turn_states",
 ]
