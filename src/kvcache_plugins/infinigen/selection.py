@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvcache_plugins.kernels.selection import choose_heaviest
 from kvcache_plugins.ops.dispatch import choose_token_kernel
 from kvcache_plugins.ops.gather import largest
 
@@ -127,9 +128,6 @@ def _select_compiled(
     limit: int,
     config: InfiniGenConfig,
 ) -> Selection:
-    # Imported late, as it needs a package that may not be there
-    from kvcache_plugins.ops.compiled.choice import choose_heaviest
-
     assert config.min_weight is not None
     cap = max(int(num_tokens * config.max_fetch_ratio), 1)
     least = min(config.min_weight / num_tokens, _FORCED)

@@ -11,6 +11,7 @@ from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.pool import TokenPool
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.token_store import TokenStore
+from kvcache_plugins.kernels.chosen import attend_chosen
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.ops.coded_tokens import CodedTokens, ValuePages
@@ -121,9 +122,6 @@ class CodedStore(TokenStore):
         kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
         if kernel != "compiled":
             return super().attend(query, selection, window, scale, mask, window_start)
-        # Numba is not everywhere
-        from kvcache_plugins.ops.compiled.chosen_attention import attend_chosen
-
         assert self.pool is not None
         slots, count = selection.slots, selection.count
         with self.pool.reading():

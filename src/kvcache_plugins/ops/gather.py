@@ -1,7 +1,7 @@
 """What an offloaded cache computes in a decode step: scores of all its tokens from codes, the best of them, attention
 over their rows.
 
-On a CPU Numba compiles it: codes never become floats in memory, what is too small to be chosen is not sorted, and
+On a CPU that is C: codes never become floats in memory, what is too small to be chosen is not sorted, and
 rows are read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there
 first, which is the cache's own business.
 
@@ -39,11 +39,13 @@ def code_scores(
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     kernel, _ = choose_token_kernel(query)
-    # Imported late, as each needs a package that may not be there
+    # Imported late: the kernels import this floor, and Triton is not everywhere
     if kernel == "compiled":
-        from .compiled.code_scores import code_scores as compiled_scores
+        from kvcache_plugins.kernels.layer import MOST_CHANNELS
+        from kvcache_plugins.kernels.selection import code_scores as compiled_scores
 
-        return compiled_scores(query, codes, scale, length, nbits)
+        if query.shape[3] <= MOST_CHANNELS:
+            return compiled_scores(query, codes, scale, length, nbits)
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
         from kvcache_plugins.triton_kernels.scores import score_codes
@@ -86,7 +88,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     if kernel != "compiled":
         values, indices = numbers.topk(limit, dim=-1)
         return values, indices
-    from .compiled.largest import largest as compiled_largest
+    from kvcache_plugins.kernels.selection import largest as compiled_largest
 
     rows = numbers[..., 0]
     least = torch.full_like(rows, -torch.inf) if least is None else least[..., 0].expand_as(rows)

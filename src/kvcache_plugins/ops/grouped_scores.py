@@ -1,6 +1,6 @@
 """Scores of keys in codes that are grouped along tokens, told without making them dense.
 
-On a CPU Numba compiles it. Elsewhere a group is to `ops.gather.code_scores` what a head is: its steps go into queries
+On a CPU that is C. Elsewhere a group is to `ops.gather.code_scores` what a head is: its steps go into queries
 of its own.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, T tokens of a group, N slots.
@@ -27,10 +27,12 @@ def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     if choose_token_kernel(query)[0] == "compiled":
-        # Numba is not everywhere
-        from .compiled.grouped_scores import grouped_scores as compiled_scores
+        # Imported late, as the kernels import this floor
+        from kvcache_plugins.kernels.chosen import grouped_scores as compiled_scores
+        from kvcache_plugins.kernels.layer import MOST_CHANNELS
 
-        return compiled_scores(query, keys)
+        if query.shape[3] <= MOST_CHANNELS:
+            return compiled_scores(query, keys)
     batch_size, num_heads, num_groups = keys.scale.shape[:3]
     scaled = query[:, :, None] * keys.scale[:, :, :, None].float()  # [B, H, groups, G, D]
     ones = keys.scale.new_ones(batch_size, num_heads * num_groups, keys.group_size)

@@ -147,19 +147,19 @@ INLINE void add_tokens(
 #define BY_KIND_AND_ROWS(CALL) \
     switch (kind * 8 + rows) { BY_ROWS(CALL, FLOATS) BY_ROWS(CALL, BFLOATS) BY_ROWS(CALL, HALVES) }
 
-static void score_places(const Places *at, int kind, int rows, const Queries query, float (*scores)[TILE]) {
+static inline void score_places(const Places *at, int kind, int rows, const Queries query, float (*scores)[TILE]) {
 #define SCORE(kind, rows) score_tokens(at, kind, rows, query, scores)
     BY_KIND_AND_ROWS(SCORE)
 #undef SCORE
 }
-static void add_places(const Places *at, int kind, int rows, const float (*weights)[TILE], float (*sums)[MOST_CHANNELS]) {
+static inline void add_places(const Places *at, int kind, int rows, const float (*weights)[TILE], float (*sums)[MOST_CHANNELS]) {
 #define ADD(kind, rows) add_tokens(at, kind, rows, weights, sums)
     BY_KIND_AND_ROWS(ADD)
 #undef ADD
 }
 
 /* Queries [G, D] of a unit, scaled, and a softmax of nothing yet */
-static void start_unit(const float *queries, double scale, int dim, int value_dim, Unit unit, float (*query)[MOST_CHANNELS], State *state) {
+static inline void start_unit(const float *queries, double scale, int dim, int value_dim, Unit unit, float (*query)[MOST_CHANNELS], State *state) {
     for (int r = 0; r < unit.rows; r++) {
         read_numbers(queries, FLOATS, (unit.row + r) * dim, dim, padded(dim), query[r]);
         for (int d = 0; d < dim; d++) query[r][d] *= (float)scale;
@@ -169,7 +169,7 @@ static void start_unit(const float *queries, double scale, int dim, int value_di
     state->sums_size = padded(value_dim), state->coded_size = 0;
 }
 /* The result [G, E] of a unit; zero where there is nothing to attend to */
-static void end_unit(const State *state, int value_dim, Unit unit, float *result) {
+static inline void end_unit(const State *state, int value_dim, Unit unit, float *result) {
     for (int r = 0; r < unit.rows; r++) {
         float factor = state->total[r] > 0 ? 1 / state->total[r] : 0;
         for (int d = 0; d < value_dim; d++) result[(unit.row + r) * value_dim + d] = state->sums[r][d] * factor;

@@ -1,0 +1,188 @@
+/* Which tokens a step attends to: scores of all from codes, the largest numbers of rows in order, and the tokens that
+   weigh most.
+
+   B items, H key/value heads, G queries a head, D channels, N tokens, R tokens that are attended to anyway. */
+#include "integer_products.h"
+
+typedef struct {
+    Tasks tasks;                    /* runs of all heads */
+    int64_t groups, dim, fields, width, capacity, length; /* G, D; fields of a byte, bytes of a token; N of so many */
+    int64_t runs, run_tokens;       /* of a head, and tokens of one: whole tiles */
+    const float *query;             /* [B, H, G, D] */
+    const uint8_t *codes;           /* [B, H, capacity, width] */
+    const uint16_t *scale;          /* [B, H, capacity], halves */
+    float *scores;                  /* [B, H, G, N] */
+} CodeScores;
+
+static void score_run(const CodeScores *call, int64_t head, int64_t start) {
+    int dim = (int)call->dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
+    int64_t stop = start + call->run_tokens < call->length ? start + call->run_tokens : call->length;
+    const uint8_t *codes = call->codes + head * call->capacity * call->width;
+    const uint16_t *scale = call->scale + head * call->capacity;
+    ALIGNED float query[ROWS][MOST_CHANNELS], products[ROWS][TILE];
+    Integers by = {.dim = dim, .width = (int)call->width, .fields = (int)call->fields};
+    for (int block = 0; block < blocks; block++) {
+        int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
+        for (int r = 0; r < rows; r++)
+            read_numbers(call->query, FLOATS, (head * groups + first + r) * dim, dim, padded(dim), query[r]);
+        round_queries(&by, rows, query);
+        for (int64_t t = start; t < stop; t += TILE) {
+            int tokens = (int)(stop - t < TILE ? stop - t : TILE);
+            dot_codes(&by, rows, codes + t * call->width, tokens, products);
+            for (int r = 0; r < rows; r++) {
+                float *to = call->scores + (head * groups + first + r) * call->length + t;
+                int i = 0;
+                for (; i + L <= tokens; i += L)
+                    store(to + i, (load(products[r] + i) * by.factor[r] + by.base[r]) * load_numbers(scale, HALVES, t + i));
+                for (; i < tokens; i++) to[i] = (products[r][i] * by.factor[r] + by.base[r]) * float_of_half(scale[t + i]);
+            }
+        }
+    }
+}
+EXPORT(code_scores)(CodeScores *call) {
+    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+        score_run(call, task / call->runs, task % call->runs * call->run_tokens);
+}
+
+/* A number and where it stands, to be sorted: of a row only those that may count, by their bits, eleven at a time from
+   the lowest on. It takes time in proportion to how many there are, and equal numbers keep their order. */
+typedef struct { uint32_t key, place; } Pair;
+enum { DIGIT_BITS = 11, BINS = 1 << DIGIT_BITS, DIGITS = 3 };
+
+/* Bit `i` of lane `i`, whose bits are all the same */
+INLINE unsigned bits_of_lanes(vi where) {
+#if defined(KVC_IS_AVX512)
+    return _mm512_movepi32_mask((__m512i)where);
+#elif defined(KVC_IS_AVX2)
+    return (unsigned)_mm256_movemask_ps((__m256)where);
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < L; i++) bits |= (unsigned)(where[i] & 1) << i;
+    return bits;
+#endif
+}
+/* Notes the numbers that are not below `least`, which leaves out NaN, and how many keys have each digit in `ends`;
+   returns how many numbers they are */
+static int64_t find_numbers(const float *numbers, int64_t count, float least, Pair *pairs, uint32_t (*ends)[BINS]) {
+    int64_t found = 0;
+    memset(ends, 0, sizeof(uint32_t) * DIGITS * BINS);
+    for (int64_t first = 0; first < count; first += L) {
+        vf own = splat(NAN);
+        if (first + L <= count) own = load(numbers + first);
+        else memcpy(&own, numbers + first, sizeof(float) * (size_t)(count - first));
+        for (unsigned rest = bits_of_lanes(own >= splat(least)); rest; rest &= rest - 1) {
+            int64_t i = first + __builtin_ctz(rest);
+            uint32_t bits = bits_of_float(numbers[i]);
+            /* The opposite order of floats, once the bits of negative ones are turned over */
+            uint32_t key = bits >> 31 ? bits : 0x7fffffff - bits;
+            pairs[found++] = (Pair){key, (uint32_t)i};
+            for (int d = 0; d < DIGITS; d++) ends[d][key >> d * DIGIT_BITS & (BINS - 1)]++;
+        }
+    }
+    return found;
+}
+/* Sorts pairs; returns where they are then, there or in `spare` */
+static const Pair *sort_pairs(Pair *pairs, Pair *spare, int64_t count, uint32_t (*ends)[BINS]) {
+    for (int d = 0; d < DIGITS && count > 0; d++) {
+        /* All in one bin are in order */
+        if (ends[d][pairs[0].key >> d * DIGIT_BITS & (BINS - 1)] == count) continue;
+        uint32_t total = 0;
+        for (int b = 0; b < BINS; b++) {
+            uint32_t size = ends[d][b];
+            ends[d][b] = total, total += size;
+        }
+        for (int64_t i = 0; i < count; i++) spare[ends[d][pairs[i].key >> d * DIGIT_BITS & (BINS - 1)]++] = pairs[i];
+        Pair *sorted = spare;
+        spare = pairs, pairs = sorted;
+    }
+    return pairs;
+}
+
+typedef struct {
+    Tasks tasks;                    /* rows */
+    int64_t threads;                /* that have come */
+    int64_t length, limit;          /* N, and how many are asked for */
+    const float *numbers;           /* [rows, N] */
+    const float *least;             /* [rows] */
+    float *values;                  /* [rows, limit] */
+    int64_t *places;                /* [rows, limit] */
+    Pair *pairs;                    /* [threads, 2, N + 1] */
+} Largest;
+
+EXPORT(largest)(Largest *call) {
+    int64_t length = call->length, limit = call->limit, room = length + 1;
+    uint32_t ends[DIGITS][BINS];
+    Pair *pairs = call->pairs + 2 * room * __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
+    for (int64_t row = take_task(&call->tasks); row < call->tasks.count; row = take_task(&call->tasks)) {
+        const float *numbers = call->numbers + row * length;
+        int64_t count = find_numbers(numbers, length, call->least[row], pairs, ends);
+        const Pair *sorted = sort_pairs(pairs, pairs + room, count, ends);
+        for (int64_t i = 0; i < limit; i++) {
+            call->places[row * limit + i] = i < count ? sorted[i].place : 0;
+            call->values[row * limit + i] = i < count ? numbers[sorted[i].place] : -INFINITY;
+        }
+    }
+}
+
+typedef struct {
+    Tasks tasks;                    /* heads of all items */
+    int64_t threads;                /* that have come */
+    int64_t groups, length, num_resident; /* G, N, R */
+    int64_t first, newest;          /* tokens before the one and from the other on are forced */
+    int64_t cap, limit;             /* the most that are chosen unless more are forced, and that there is room for */
+    double least;                   /* weight of what is not forced */
+    const float *scores;            /* [B, H, G, N] */
+    const float *resident;          /* [B, H, G, R] */
+    int64_t *slots;                 /* [B, H, limit] */
+    int64_t *counts;                /* [B, H] */
+    char *scratch;                  /* [threads, scratch_size] */
+    int64_t scratch_size;           /* of the floats and pairs below */
+} Choice;
+
+/* `count` scores, and -inf behind the last up to a whole vector */
+INLINE vf scores_at(const float *scores, int64_t n, int64_t count) {
+    if (n + L <= count) return load(scores + n);
+    vf v = splat(-INFINITY);
+    memcpy(&v, scores + n, sizeof(float) * (size_t)(count - n));
+    return v;
+}
+/* Exponentials of scores, of those of N tokens into `weights` [whole vectors]; returns 1 / the sum of all */
+static float exponentials(const Choice *call, const float *scores, const float *resident, float *weights) {
+    vf high = splat(-3e38f), sum = {0};
+    for (int64_t n = 0; n < call->length; n += L) high = larger(scores_at(scores, n, call->length), high);
+    for (int64_t n = 0; n < call->num_resident; n += L) high = larger(scores_at(resident, n, call->num_resident), high);
+    high = splat(largest_of(high));
+    for (int64_t n = 0; n < call->length; n += L) {
+        vf w = exp_of(scores_at(scores, n, call->length) - high);
+        sum += w, store(weights + n, w);
+    }
+    for (int64_t n = 0; n < call->num_resident; n += L) sum += exp_of(scores_at(resident, n, call->num_resident) - high);
+    float total = sum_of(sum);
+    return total > 0 ? 1 / total : 0;
+}
+static void choose_for_head(const Choice *call, int64_t head, float *mean, float *weights, Pair *pairs, Pair *spare) {
+    int64_t length = call->length, forced = 0;
+    uint32_t ends[DIGITS][BINS];
+    memset(mean, 0, sizeof(float) * (size_t)length);
+    for (int64_t g = head * call->groups; g < (head + 1) * call->groups; g++) {
+        float factor = exponentials(call, call->scores + g * length, call->resident + g * call->num_resident, weights);
+        factor /= (float)call->groups;
+        for (int64_t n = 0; n < length; n += L) store(mean + n, load(mean + n) + load(weights + n) * factor);
+    }
+    /* Above all probabilities */
+    for (int64_t n = 0; n < call->first && n < length; n++) mean[n] += 2, forced++;
+    for (int64_t n = call->newest > forced ? call->newest : forced; n < length; n++) mean[n] += 2, forced++;
+    int64_t found = find_numbers(mean, length, (float)call->least, pairs, ends), most = call->cap > forced ? call->cap : forced;
+    const Pair *sorted = sort_pairs(pairs, spare, found, ends);
+    if (most > call->limit) most = call->limit;
+    if (found > most) found = most;
+    for (int64_t i = 0; i < call->limit; i++) call->slots[head * call->limit + i] = i < found ? sorted[i].place : 0;
+    call->counts[head] = found;
+}
+EXPORT(choose_heaviest)(Choice *call) {
+    int64_t room = (call->length + L) / L * L;
+    float *mean = (float *)(call->scratch + call->scratch_size * __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED));
+    Pair *pairs = (Pair *)(mean + 2 * room);
+    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+        choose_for_head(call, task, mean, mean + room, pairs, pairs + call->length + 1);
+}

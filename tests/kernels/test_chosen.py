@@ -1,0 +1,34 @@
+"""Attention over chosen codes: slots and runs from memory never reach outside the arrays."""
+
+import pytest
+import torch
+
+from kvcache_plugins.kernels.chosen import attend_chosen, grouped_scores
+from kvcache_plugins.kernels.library import levels_here
+from kvcache_plugins.ops.coded_tokens import CodedTokens, KeyGroups, SinkStates, ValuePages
+
+
+def keys_of(runs) -> KeyGroups:
+    ones = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    return KeyGroups(torch.zeros(1, 1, 4, 16, 4, dtype=torch.uint8), ones, ones, 4, runs)
+
+
+@pytest.mark.parametrize("level", levels_here())
+@pytest.mark.parametrize("forged", [-(2**63), -1, 64, 2**40])
+def test_slots_and_counts_out_of_range_read_nothing_else(monkeypatch, level, forged):
+    monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", level)
+    row = torch.cat([torch.zeros(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float16).view(torch.uint8)])
+    pages = [row.expand(1, 1, 32, 8).contiguous() for _ in range(2)]
+    sinks = torch.ones(1, 1, 2, 8)
+    tokens = CodedTokens(keys_of([(0, 64, 0)]), ValuePages(pages, 8, 4, 8), SinkStates(None, sinks, sinks))
+    window, slots = torch.ones(1, 1, 1, 8), torch.full((1, 1, 5), forged)
+    for count in (5, forged):
+        of_heads, mask = torch.full((1, 1), count), torch.ones(1, 9)
+        output = attend_chosen(torch.zeros(1, 1, 2, 8), tokens, slots, of_heads, window, window, 0.3, mask, 8)
+        assert output.isfinite().all() and (output <= 8**0.5 + 1e-5).all()
+
+
+@pytest.mark.parametrize("runs", [[(0, 65, 0)], [(0, 8, -1)], [(1, 8, 0)], [(0, 8, 0), (9, 12, 0)]], ids=str)
+def test_runs_that_do_not_follow_each_other_within_the_groups_are_refused(runs):
+    with pytest.raises(ValueError, match="`runs`"):
+        grouped_scores(torch.randn(1, 1, 1, 8), keys_of(runs))
