@@ -121,7 +121,6 @@ class CodedStore(TokenStore):
         kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
         if kernel != "compiled":
             return super().attend(query, selection, window, scale, mask, window_start)
-        # Numba is not everywhere
         from kvcache_plugins.ops.compiled.chosen_attention import attend_chosen
 
         assert self.pool is not None

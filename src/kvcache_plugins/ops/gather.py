@@ -1,7 +1,7 @@
 """What an offloaded cache computes in a decode step: scores of all its tokens from codes, the best of them, attention
 over their rows.
 
-On a CPU Numba compiles it: codes never become floats in memory, what is too small to be chosen is not sorted, and
+On a CPU it is compiled: codes never become floats in memory, what is too small to be chosen is not sorted, and
 rows are read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there
 first, which is the cache's own business.
 
@@ -219,7 +219,6 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mappe
     """
     rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
     if choose_token_kernel(slots)[0] == "compiled":
-        # Numba is not everywhere
         from .compiled.row_copies import copy_rows
 
         copy_rows(pages, slots, rows, are_mapped=are_mapped)

@@ -1,6 +1,6 @@
 """Scores of keys in codes that are grouped along tokens, told without making them dense.
 
-On a CPU Numba compiles it. Elsewhere a group is to `ops.gather.code_scores` what a head is: its steps go into queries
+On a CPU C kernels do it. Elsewhere a group is to `ops.gather.code_scores` what a head is: its steps go into queries
 of its own.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, T tokens of a group, N slots.
@@ -27,7 +27,6 @@ def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     if choose_token_kernel(query)[0] == "compiled":
-        # Numba is not everywhere
         from .compiled.grouped_scores import grouped_scores as compiled_scores
 
         return compiled_scores(query, keys)
