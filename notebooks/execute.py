@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 
 FOLDER = Path(__file__).resolve().parent
-# Seconds for one cell; the first one that decodes may have to compile the CPU's attention
+# Seconds for one cell
 CELL_TIMEOUT = 600
 
 

@@ -18,7 +18,6 @@ import torch
 import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvcache_plugins.console.compilation import announce_compilation
 from kvcache_plugins.console.loading import parse_dtype
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import REFERENCE, check_length, with_reference
@@ -191,7 +190,6 @@ def benchmark_shapes(
     for precision in dtype:
         parse_dtype(precision)
     caches = with_reference(check_caches(cache))
-    announce_compilation("cpu")
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, str]] = []

@@ -8,19 +8,6 @@ import pytest
 from kvcache_plugins.console.progress import open_progress
 
 
-# In a process of its own: a listener of Numba's stays
-CODE = """
-import numba
-from kvcache_plugins.console.compilation import announce_compilation
-
-announce_compilation("cpu")
-announce_compilation("cpu")
-inner = numba.njit(lambda x: x + 1)
-outer = numba.njit(lambda x: inner(x) * 2)
-print(outer(1), numba.njit(lambda x: x - 1)(1))
-"""
-
-
 # A driver that knows what to compile for, and launches nothing
 ON_GPU = """
 import os
@@ -47,13 +34,6 @@ import triton, triton.language as tl
 def kernel(x, count: tl.constexpr):
     tl.store(x + tl.arange(0, count), 1.0)
 """
-
-
-def test_it_is_said_once_in_a_pipe() -> None:
-    pytest.importorskip("numba")
-    finished = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
-    assert finished.stdout == "4 0\n", finished.stderr
-    assert finished.stderr == "Compiling for this CPU, once: this takes up to half a minute\n"
 
 
 def test_kernels_for_a_gpu_are_said_once(tmp_path) -> None:

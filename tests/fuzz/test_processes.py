@@ -42,7 +42,7 @@ def use_threads_then_fork() -> None:
     """Run by a process of its own, with two threads."""
     import torch
 
-    from kvcache_plugins.ops.compiled.threads import num_threads
+    from kvcache_plugins.kernels.library import num_threads
 
     torch.set_num_threads(2)
     expected = sums_of_logits()
@@ -56,7 +56,7 @@ def use_threads_then_fork() -> None:
 def check_in_fork(expected: list[float]) -> None:
     import torch
 
-    from kvcache_plugins.ops.compiled.threads import num_threads
+    from kvcache_plugins.kernels.library import num_threads
 
     assert torch.get_num_threads() == 2 and num_threads() == 1
     torch.set_num_threads(1)
@@ -70,9 +70,8 @@ def compute_into(queue: "multiprocessing.Queue[list[float]]") -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_goes_on() -> None:
-    pytest.importorskip("numba")
     code = "import test_processes; test_processes.use_threads_then_fork()"
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,

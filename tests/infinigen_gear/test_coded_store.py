@@ -184,7 +184,6 @@ def check_attention(layer: InfiniGenLayer, groups: int, mask: torch.Tensor | Non
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
 
 

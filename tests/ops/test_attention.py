@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
+from kvcache_plugins.kernels import library
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.masking import slice_mask
@@ -216,13 +217,13 @@ class TestChoice:
         monkeypatch.setattr(torch.version, "hip", None)
         assert dispatch._kernel_on("cuda", "auto") == ("triton", False)
 
-    def test_without_numba_it_warns_once_and_counts(self, monkeypatch):
-        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    def test_without_kernels_it_warns_once_and_counts(self, monkeypatch):
+        monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
         cache = GEARCache(nbits=2)
         states = torch.randn(1, 2, 100, 32)
         cache.update(states, states, 0)
         cache.layers[0].settle_prompt()
-        with pytest.warns(UserWarning, match="plain PyTorch.*Numba is not installed"):
+        with pytest.warns(UserWarning, match="plain PyTorch.*C kernels are not compiled"):
             cache.layers[0].attend(torch.randn(1, 4, 1, 32), None, is_causal=False, scale=None)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.kernels import library
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
 from kvcache_plugins.ops.quantization import pack
@@ -347,10 +348,10 @@ class TestChoice:
         kernel_of("torch")
         assert choose_rows_kernel(torch.randn(1, 1, 3, 64), 64, torch.float32) == ("torch", False)
 
-    def test_without_numba_pytorch_does_the_same(self, monkeypatch):
+    def test_without_kernels_pytorch_does_the_same(self, monkeypatch):
         query, codes, scale, keys = random_codes(CODE_CASES["one token"])
-        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-        with pytest.warns(UserWarning, match="plain PyTorch.*Numba is not installed"):
+        monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
+        with pytest.warns(UserWarning, match="plain PyTorch.*C kernels are not compiled"):
             scores = code_scores(query, codes, scale, 1, 4)
         assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
         assert choose_rows_kernel(query, 64, torch.float32) == ("torch", True)

@@ -64,8 +64,6 @@ def check(query: torch.Tensor, keys: KeyGroups, dense: torch.Tensor) -> torch.Te
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    if request.param == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
     return request.param
 
@@ -83,7 +81,6 @@ def test_queries_of_any_size(size, kernel):
 
 
 def test_threads_and_neighbours_do_not_change_a_bit(monkeypatch):
-    pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
     query, keys, dense = random_keys(CASES["three runs, and groups without tokens"])
     before, outputs = torch.get_num_threads(), []

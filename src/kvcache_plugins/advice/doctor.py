@@ -51,7 +51,7 @@ def examine(check: bool = False) -> dict[str, object]:
     packages = list(find_packages())
     gpus = find_gpus()
     devices = ["cpu", *(["cuda"] if gpus else [])]
-    kernels = [_kernels(device, packages, check) for device in devices]
+    kernels = [_kernels(device, check) for device in devices]
     triton = _triton(bool(gpus))
     models, caches = _models(), _caches(packages)
     findings = merge([*find_in_packages(packages), *find_in_kernels(kernels, triton), *find_in_models(models)])
@@ -65,7 +65,7 @@ def examine(check: bool = False) -> dict[str, object]:
         "compilers": {language: find_compiler(*names) for language, names in COMPILERS.items()},
         "triton": triton,
         "kernels": kernels,
-        "kernel_caches": find_kernel_caches(packages),
+        "kernel_caches": find_kernel_caches(),
         "threads": count_threads(),
         "settings": {name: os.environ.get(name) for name in _SETTINGS},
         "models": models,
@@ -100,7 +100,7 @@ def _launch_kernel(device: torch.device) -> None:
         raise MismatchError("the kernel that gathers rows returned other rows")
 
 
-def _kernels(device: str, packages: list[Package], check: bool) -> dict[str, object]:
+def _kernels(device: str, check: bool) -> dict[str, object]:
     """What computes on a device, and why it is less than what was wanted or cannot run at all."""
     found: dict[str, object] = {"device": device, "attention": None, "compression": None}
     found |= {"reason": None, "error": None, "check": None}
@@ -110,9 +110,6 @@ def _kernels(device: str, packages: list[Package], check: bool) -> dict[str, obj
             found["compression"] = choose_compression_kernel(torch.empty(0, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
-    numba = next((package for package in packages if package.name == "numba"), None)
-    if found["attention"] == "compiled" and numba is not None and numba.status == "broken":
-        return {**found, "error": f"Numba cannot be imported: {numba.detail}"}
     if check:
         with silence():
             found["error"] = error_of(lambda: found.update(check=check_attention(torch.device(device))))

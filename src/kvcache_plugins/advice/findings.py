@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvcache_plugins.ops.dispatch import requested_kernel
 
-from .packages import DISTRIBUTION, REQUIRED, Package
+from .packages import REQUIRED, Package
 
 
 _MODEL_ADVICE = {
@@ -52,7 +52,7 @@ def find_in_kernels(kernels: list[dict[str, object]], triton: dict[str, str | No
             yield Finding(severity="error", what=what, advice="KVCACHE_PLUGINS_KERNELS=torch does without kernels")
         elif kernel["reason"] is not None:
             what = f"attention on {kernel['device']} runs in plain PyTorch, which is slower: {kernel['reason']}"
-            advice = f"pip install '{DISTRIBUTION}[cpu]'" if kernel["device"] == "cpu" else "pip install triton"
+            advice = "pip install triton" if kernel["device"] != "cpu" else "python -m kvcache_plugins.kernels.build"
             if requested_kernel() != "auto":
                 advice = "unset KVCACHE_PLUGINS_KERNELS"
             yield Finding(severity="hint", what=what, advice=advice)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from .packages import Package
-
 
 COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 
@@ -36,23 +34,11 @@ def find_compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | Non
     return {"path": path, "version": (shown.splitlines() or [""])[0]}
 
 
-def find_kernel_caches(packages: list[Package]) -> dict[str, dict[str, object]]:
+def find_kernel_caches() -> dict[str, dict[str, object]]:
     """Where compiled kernels are kept from one process to the next, and how many files there are."""
-    found: dict[str, dict[str, object]] = {}
-    if any(package.name == "numba" and package.status == "ok" for package in packages):
-        from kvcache_plugins.ops.compiled.attention import attend_parts
-
-        # Of Numba's own statistics; `None` where nothing is kept
-        folder = attend_parts[1].stats.cache_path
-        found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
-    found["triton"] = _folder(Path(os.environ.get("TRITON_CACHE_DIR", home)), "*/*.cubin")
-    return found
-
-
-def _folder(folder: Path | None, pattern: str) -> dict[str, object]:
-    count = 0 if folder is None else sum(1 for _ in folder.glob(pattern))
-    return {"folder": None if folder is None else str(folder), "num_kernels": count}
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", home))
+    return {"triton": {"folder": str(folder), "num_kernels": sum(1 for _ in folder.glob("*/*.cubin"))}}
 
 
 def count_threads() -> dict[str, int | None]:

@@ -14,7 +14,6 @@ DISTRIBUTION = "kvcache-plugins"
 REQUIRED = "required"
 # What each extra is for; the others are for those who work on the project
 EXTRAS = {
-    "cpu": "compiled attention on CPUs",
     "reference": "converting the reference models",
     "peers": "the caches quanto-* and hqq-*",
     "eval": "lm-eval's tasks, figures",
@@ -49,7 +48,6 @@ class Package:
 
 def find_packages() -> Iterator[Package]:
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    # What an extra names can be done without, also where it is installed by default
     extras: dict[str, str] = {}
     for requirement in requirements:
         named = [extra for extra in EXTRAS if "extra" in str(requirement.marker) and _applies(requirement, extra)]

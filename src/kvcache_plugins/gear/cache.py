@@ -263,9 +263,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False, captured: bool = False) -> None:
         """
-        Compiles everything that a sequence of this cache will run, before its first token: on a GPU, where the first
-        prompt does it otherwise, and on a CPU, where the first decode step does. The cache itself stays as it is, and
-        other caches with the same options have no need of it any more.
+        Compiles everything that a sequence of this cache will run on a GPU, before its first token, where the first
+        prompt does it otherwise. The cache itself stays as it is, and other caches with the same options have no need
+        of it any more. On a CPU nothing is left to compile.
 
         Args:
             model (`PreTrainedModel`): the model that will use the cache.

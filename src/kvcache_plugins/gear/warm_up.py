@@ -1,6 +1,6 @@
 """Kernels compiled before the first token: a layer like the real one is taken through all that a sequence makes it do.
 
-Triton and Numba compile a kernel when it is first run. A prompt runs some, the first full chunk of decoded tokens
+Triton compiles a kernel when it is first run. A prompt runs some, the first full chunk of decoded tokens
 others, and a pause of seconds amid decoding is what nobody expects. Running them is the one way that cannot miss one.
 Steps that are captured have kernels of their own, which read lengths on the device: they are for whoever captures.
 """

@@ -1,7 +1,7 @@
 """Which kernel computes: the only place that chooses.
 
 `KVCACHE_PLUGINS_KERNELS` overrides: `auto` (the default), `triton` (GPUs, or anywhere under `TRITON_INTERPRET=1`),
-`compiled` (CPUs, by Numba) or `torch` (plain PyTorch, everywhere). What cannot be had falls back to plain PyTorch,
+`compiled` (CPUs, in C) or `torch` (plain PyTorch, everywhere). What cannot be had falls back to plain PyTorch,
 with one warning, and the caches count it.
 """
 
@@ -137,8 +137,9 @@ def _why_not(kernel: str, device_type: str) -> str | None:
     if kernel == "compiled":
         if device_type != "cpu":
             return f"it runs on CPUs, and the cache is on a {device_type} device"
-        if find_spec("numba") is None:
-            return "Numba is not installed: pip install 'kvcache-plugins[cpu]'"
+        from kvcache_plugins.kernels.library import why_missing
+
+        return why_missing()
     if kernel == "triton":
         if find_spec("triton") is None:
             return "Triton is not installed"

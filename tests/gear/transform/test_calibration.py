@@ -172,8 +172,6 @@ def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration
 @pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
 def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window, monkeypatch, quantizer, kernel):
     """At seven bits a number all that is left is what codes lose: 2^-6 of what a key or value is."""
-    if kernel == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     nbits = 7.0 if quantizer == "lloyd-max" else 6.0
     cache, dense = make_cache(model, calibration, nbits, quantizer=quantizer), DynamicCache(config=model.config)
@@ -196,8 +194,6 @@ def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window,
     ids=["torch", "compiled", "trellis"],
 )
 def test_contract(model, calibration, tmp_path, monkeypatch, kernel, quantizer):
-    if kernel == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     # Where caches that are loaded look for it
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))

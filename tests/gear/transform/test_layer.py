@@ -19,8 +19,6 @@ CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num
 
 @pytest.fixture(autouse=True, params=["torch", "compiled"])
 def kernel(monkeypatch, request):
-    if request.param == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
     torch.manual_seed(0)
 

@@ -16,8 +16,6 @@ NUM_HEADS, HEAD_DIM = 2, 20
 
 @pytest.fixture(autouse=True, params=["torch", "compiled"])
 def kernel(monkeypatch, request):
-    if request.param == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
 
 

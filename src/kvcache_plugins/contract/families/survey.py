@@ -96,7 +96,7 @@ def try_families(
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
-        # What is loaded and compiled now is so in all processes
+        # What is loaded now is so in all processes
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try_family(_FIRST, cases)
