@@ -29,9 +29,6 @@ def depth_of(layer_class: type) -> int:
 def own_layers() -> Iterator[type]:
     """Every layer that a module of the package defines."""
     for module in pkgutil.walk_packages(kvcache_plugins.__path__, "kvcache_plugins."):
-        # Compiled code needs Numba, which is not everywhere
-        if ".compiled" in module.name:
-            continue
         for value in vars(import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, CacheLayerMixin) and value.__module__ == module.name:
                 yield value

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import dataclasses
-
 import pytest
 import torch
 

@@ -29,7 +29,7 @@ _X86_LEVELS = {
 # Rounding is as written but for fused multiply-adds; nothing reads `errno`
 FLAGS = [
     *("-O3", "-std=gnu11", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-ignored-optimization-argument"),
+    *("-Wall", "-Wextra", "-Wno-psabi"),
 ]
 
 

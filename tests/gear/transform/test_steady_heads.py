@@ -22,8 +22,6 @@ SCALE_PRECISION = 0.02
 
 @pytest.fixture(autouse=True, params=["torch", "compiled"])
 def kernel(monkeypatch, request):
-    if request.param == "compiled":
-        pytest.importorskip("numba")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.param)
     torch.manual_seed(0)
 

@@ -139,6 +139,6 @@ INLINE void multiply_codes(
 }
 static void dot_codes(const Integers *by, int rows, const uint8_t *codes, int tokens, float (*products)[TILE]) {
 #define DOT(fields, rows) multiply_codes(by, fields, rows, codes, tokens, products)
-    switch (by->fields * 8 + rows) { BY_ROWS(DOT, 1) BY_ROWS(DOT, 2) BY_ROWS(DOT, 4) }
+    switch (by->fields * 8 + rows) { FOR_ROWS(DOT, 1) FOR_ROWS(DOT, 2) FOR_ROWS(DOT, 4) }
 #undef DOT
 }

@@ -139,13 +139,13 @@ INLINE void add_tokens(
     }
 }
 /* Calls for what is stored and for the queries in use, both of which are known when it is compiled */
-#define BY_ROWS(CALL, kind) \
+#define FOR_ROWS(CALL, kind) \
     case kind * 8 + 1: CALL(kind, 1); break; \
     case kind * 8 + 2: CALL(kind, 2); break; \
     case kind * 8 + 3: CALL(kind, 3); break; \
     case kind * 8 + 4: CALL(kind, 4); break;
 #define BY_KIND_AND_ROWS(CALL) \
-    switch (kind * 8 + rows) { BY_ROWS(CALL, FLOATS) BY_ROWS(CALL, BFLOATS) BY_ROWS(CALL, HALVES) }
+    switch (kind * 8 + rows) { FOR_ROWS(CALL, FLOATS) FOR_ROWS(CALL, BFLOATS) FOR_ROWS(CALL, HALVES) }
 
 static inline void score_places(const Places *at, int kind, int rows, const Queries query, float (*scores)[TILE]) {
 #define SCORE(kind, rows) score_tokens(at, kind, rows, query, scores)
