@@ -118,7 +118,15 @@ class _TokenTable:
         self.struct = _Chosen(
             Tasks(0, 0, 0),
             keys.struct,
-            *(num_heads, 0, values.head_dim, len(planes), (_Plane * 2)(*planes), code_bytes, row_bytes),
+            *(
+                num_heads,
+                0,
+                values.head_dim,
+                len(planes),
+                (_Plane * 2)(*[_Plane(*plane) for plane in planes]),
+                code_bytes,
+                row_bytes,
+            ),
             *(num_groups, rotation_size(values.head_dim), len(pages), page_tokens, num_sinks, 0, 0.0),
             ctypes.addressof(table),
             address_of("first", states[0], torch.int64, (batch_size,)),
