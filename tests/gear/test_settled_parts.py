@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from kvcache_plugins.kernels.layer import PreparedCall
 from kvcache_plugins.ops.compiled.settled_call import SettledCall
 from kvcache_plugins.registry import create_cache
 
@@ -48,13 +49,18 @@ def attend_anew(layer, query, keys, values):
 def calls(monkeypatch):
     """Lengths of the buffer with which prepared calls were made."""
     lengths = []
-    original = SettledCall.attend
 
-    def noting(self, query, exact, length, newest):
-        lengths.append(length)
-        return original(self, query, exact, length, newest)
+    def note(kind):
+        original = kind.attend
 
-    monkeypatch.setattr(SettledCall, "attend", noting)
+        def noting(self, query, exact, length, newest):
+            lengths.append(length)
+            return original(self, query, exact, length, newest)
+
+        monkeypatch.setattr(kind, "attend", noting)
+
+    note(SettledCall)
+    note(PreparedCall)
     return lengths
 
 
@@ -71,8 +77,8 @@ def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
     for _ in range(steps):
         token = tokens(1, dtype, batch_size)
         assert torch.equal(attend(first, *token), attend_anew(second, *token))
-    # What is no float32 and no bfloat16 is copied for every call
-    assert len(calls) > steps / 2 if dtype != torch.float16 else not calls
+    # What is no float32 and no bfloat16 is copied for every call, but by the C kernels, which attend to rows
+    assert len(calls) > steps / 2 if dtype != torch.float16 or preset == "gear" else not calls
     assert first.stats()["fused_calls"] == second.stats()["fused_calls"] == steps
 
 

@@ -22,7 +22,7 @@ from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import scale_of
+from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
 
 from .layer import BASIS_ROWS_PART, MOST_CHANNELS, ROWS_PART, TILE, AttentionCall
 from .library import address_of, level
@@ -110,14 +110,16 @@ def _head_dims(part: CodedPart) -> tuple[int, int]:
 
 def _add(call: AttentionCall, part: CodedPart) -> None:
     stored = call.keep(_Rows())
+    keys: RowTable | BasisTable
+    values: RowTable | BasisTable
     if isinstance(part.coder, BasisCoder):
-        keys, values = part.coder.tables.on(part.keys.device)
-        _add_bases(call, stored, keys, values, part.coder.layout)
+        keys, values = bases = part.coder.tables.on(part.keys.device)
+        _add_bases(call, stored, *bases, part.coder.layout)
         widths = keys.widths[None], values.widths[None]
     else:
         _add_tables(call, stored, part.coder)
-        widths = part.coder.keys.widths, part.coder.values.widths
         keys, values = part.coder.keys, part.coder.values
+        widths = keys.widths, values.widths
     _add_angles(call, stored, part)
     of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
     stored.scales, stored.multipliers = scales.data_ptr(), multipliers.data_ptr()
