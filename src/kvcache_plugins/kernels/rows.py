@@ -124,20 +124,21 @@ def _add(call: AttentionCall, part: CodedPart) -> None:
     of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
     stored.scales, stored.multipliers = scales.data_ptr(), multipliers.data_ptr()
     batch_size = 1 if isinstance(part.coder, BasisCoder) else call.batch_size
-    for side, rows, own, table, coefficients in (
-        (stored.keys, part.keys, widths[0], keys, of_keys),
-        (stored.values, part.values, widths[1], values, of_values),
+    for side, rows, own, table, coefficients, dim in (
+        (stored.keys, part.keys, widths[0], keys, of_keys, call.key_dim),
+        (stored.values, part.values, widths[1], values, of_values, call.value_dim),
     ):
         rows, own = call.contiguous(rows), call.contiguous(own)
         side.capacity, side.size, side.blocks = rows.shape[2], rows.shape[3], own.shape[2]
         if (
             side.capacity < part.length
             or not 0 < side.size <= MOST_CHANNELS + 1
-            or 8 * (side.blocks - 1) >= table.head_dim
+            or table.head_dim != dim
+            or 8 * (side.blocks - 1) >= dim
+            # Only components may be fewer than channels
+            or (isinstance(table, RowTable) and 8 * side.blocks < dim)
         ):
-            raise ValueError(
-                f"{part.length} rows `{tuple(rows.shape)}` in blocks `{tuple(own.shape)}` of {table.head_dim} channels"
-            )
+            raise ValueError(f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(own.shape)} of {dim} channels")
         side.rows = address_of("rows", rows, torch.uint8, (call.batch_size, call.num_heads, None, None))
         side.widths = address_of("widths", own, torch.uint8, (batch_size, call.num_heads, None))
         side.coefficients = coefficients.data_ptr()
