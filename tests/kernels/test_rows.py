@@ -146,12 +146,17 @@ def test_forged_tables_touch_nothing_else(wide, level, widths):
 def test_sizes_that_do_not_fit_are_refused(wide):
     part, query = make_part(wide), torch.randn(2, 6, 4, 64)
     table = part.coder.keys
-    few = dataclasses.replace(table, widths=table.widths[:, :, :1], mean=table.mean[:, :1])
+    few = dataclasses.replace(table, widths=table.widths[:, :, :1])
+    few_values = dataclasses.replace(part.coder.values, widths=part.coder.values.widths[:, :, :1])
+    no_mean = dataclasses.replace(table, mean=table.mean[:, :1])
     for wrong in (
         dataclasses.replace(part, length=part.length + 1),
         dataclasses.replace(part, keys=part.keys[:1]),
         dataclasses.replace(part, keys=part.keys.short()),
-        dataclasses.replace(part, coder=RowCoder(few, part.coder.values, part.coder.layout)),
+        *(
+            dataclasses.replace(part, coder=RowCoder(*tables, part.coder.layout))
+            for tables in ((few, part.coder.values), (table, few_values), (no_mean, part.coder.values))
+        ),
     ):
         with pytest.raises(ValueError):
             attend(query, iter([wrong]), 2, None, "compiled")

@@ -22,7 +22,7 @@ from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import scale_of
+from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
 
 from .layer import BASIS_ROWS_PART, MOST_CHANNELS, ROWS_PART, TILE, AttentionCall
 from .library import address_of, level
@@ -110,32 +110,35 @@ def _head_dims(part: CodedPart) -> tuple[int, int]:
 
 def _add(call: AttentionCall, part: CodedPart) -> None:
     stored = call.keep(_Rows())
+    keys: RowTable | BasisTable
+    values: RowTable | BasisTable
     if isinstance(part.coder, BasisCoder):
-        keys, values = part.coder.tables.on(part.keys.device)
-        _add_bases(call, stored, keys, values, part.coder.layout)
+        keys, values = bases = part.coder.tables.on(part.keys.device)
+        _add_bases(call, stored, *bases, part.coder.layout)
         widths = keys.widths[None], values.widths[None]
     else:
         _add_tables(call, stored, part.coder)
-        widths = part.coder.keys.widths, part.coder.values.widths
         keys, values = part.coder.keys, part.coder.values
+        widths = keys.widths, values.widths
     _add_angles(call, stored, part)
     of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
     stored.scales, stored.multipliers = scales.data_ptr(), multipliers.data_ptr()
     batch_size = 1 if isinstance(part.coder, BasisCoder) else call.batch_size
-    for side, rows, own, table, coefficients in (
-        (stored.keys, part.keys, widths[0], keys, of_keys),
-        (stored.values, part.values, widths[1], values, of_values),
+    for side, rows, own, table, coefficients, dim in (
+        (stored.keys, part.keys, widths[0], keys, of_keys, call.key_dim),
+        (stored.values, part.values, widths[1], values, of_values, call.value_dim),
     ):
         rows, own = call.contiguous(rows), call.contiguous(own)
         side.capacity, side.size, side.blocks = rows.shape[2], rows.shape[3], own.shape[2]
         if (
             side.capacity < part.length
             or not 0 < side.size <= MOST_CHANNELS + 1
-            or 8 * (side.blocks - 1) >= table.head_dim
+            or table.head_dim != dim
+            or 8 * (side.blocks - 1) >= dim
+            # Only components may be fewer than channels
+            or (isinstance(table, RowTable) and 8 * side.blocks < dim)
         ):
-            raise ValueError(
-                f"{part.length} rows `{tuple(rows.shape)}` in blocks `{tuple(own.shape)}` of {table.head_dim} channels"
-            )
+            raise ValueError(f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(own.shape)} of {dim} channels")
         side.rows = address_of("rows", rows, torch.uint8, (call.batch_size, call.num_heads, None, None))
         side.widths = address_of("widths", own, torch.uint8, (batch_size, call.num_heads, None))
         side.coefficients = coefficients.data_ptr()
