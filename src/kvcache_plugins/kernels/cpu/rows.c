@@ -156,6 +156,11 @@ static void load_base(const Block *blocks, int count, const float *coefficients,
             base_points(blocks[v].kind, coefficients, base[blocks[v].kind]), known |= 1 << blocks[v].kind;
 }
 
+/* Of a strip's tokens; well before they are read, as stores narrower than the load that follows hold it up */
+INLINE void load_scales(const Rows *part, const uint8_t *rows, int64_t size, int tokens, float *scales) {
+    for (int t = 0; t < STRIP; t++) scales[t] = t < tokens ? part->scales[rows[t * size]] : 0;
+}
+
 /* ---- values ---- */
 INLINE void add_strip(const int rows, const Strips points, const float (*weights)[TILE], Sums sums) {
     for (int d = 0; d < 8; d++)
@@ -232,8 +237,8 @@ static void attend(
             /* Later scores are those of no tokens */
             if (t >= tokens) { turning.strips++; continue; }
             const uint8_t *at = keys + (start + t) * part->keys.size;
+            load_scales(part, at, part->keys.size, tokens - t, scales);
             make_planes(at, part->keys.size, tokens - t, planes);
-            for (int i = 0; i < STRIP; i++) scales[i] = i < tokens - t ? part->scales[at[i * part->keys.size]] : 0;
             for (int v = 0; v < key_blocks; v++)
                 if (key_block[v].kind)
                     widen(key_block[v], multipliers, planes, key_points + (is_basis ? v : 8 * v), !is_basis, points + 8 * v);
@@ -248,8 +253,8 @@ static void attend(
                 for (int r = 0; r < rows; r++) store(sums[d][r], load(sums[d][r]) * decay[r]);
         for (int t = 0; t < tokens; t += STRIP) {
             const uint8_t *at = values + (start + t) * part->values.size;
+            load_scales(part, at, part->values.size, tokens - t, scales);
             make_planes(at, part->values.size, tokens - t, planes);
-            for (int i = 0; i < STRIP; i++) scales[i] = i < tokens - t ? part->scales[at[i * part->values.size]] : 0;
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < STRIP; i += L)
                     store(scores[r] + t + i, load(scores[r] + t + i) * load(scales + i));

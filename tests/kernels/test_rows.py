@@ -1,8 +1,11 @@
-"""Compiled attention over transform-coded rows, and compiled coding, against plain PyTorch."""
+"""Attention over transform-coded rows by the C kernels, against plain PyTorch."""
+
+import dataclasses
 
 import pytest
 import torch
 
+from kvcache_plugins.kernels.rows import prepare_rows
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
@@ -12,7 +15,6 @@ from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
 
 
-pytest.importorskip("numba")
 TOLERANCE = 2e-5
 
 
@@ -84,3 +86,66 @@ def test_several_threads_compute_the_same(monkeypatch, long):
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(double, single, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_queries_of_other_dtypes(wide, level, dtype):
+    part = make_part(wide)
+    query = torch.randn(2, 6, 4, 64).to(dtype)
+    expected = attend(query.float(), iter([part]), 2, None, "torch")
+    output = attend(query, iter([part]), 2, None, "compiled")
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected.to(dtype), atol=TOLERANCE, rtol=torch.finfo(dtype).eps)
+
+
+def test_a_prepared_call_attends_to_tokens_to_come(wide, level):
+    part = make_part(wide, padding=[0, 40])
+    keys, values = torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64)
+    query = torch.randn(2, 6, 4, 64)
+    call = prepare_rows(query, [part, DensePart(keys, values, 1, None)], 2, 0.125).prepare()
+    for length in (2, 3, 9):
+        query = torch.randn(2, 6, 4, 64)
+        newest = torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64)
+        output = call.attend(query, (keys, values), length, newest)
+        assert torch.equal(keys[:, :, length - 1 : length], newest[0])
+        expected = attend(query, iter([part, DensePart(keys, values, length, None)]), 2, 0.125, "torch")
+        torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
+    for wrong in (newest[0].half(), newest[0][:1], torch.zeros(2, 2, 1, 128)[..., ::2]):
+        with pytest.raises(ValueError, match="newest"):
+            call.attend(query, (keys, values), 9, (wrong, wrong))
+
+
+def test_copies_are_not_prepared(wide):
+    part = make_part(wide)
+    cut = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
+    exact = DensePart(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 1, None)
+    assert prepare_rows(torch.randn(2, 6, 4, 64), [cut, exact], 2, 0.125).prepare() is None
+
+
+@pytest.mark.parametrize("widths", [8, 9, 255])
+def test_forged_tables_touch_nothing_else(wide, level, widths):
+    part = make_part(wide)
+    keys = dataclasses.replace(
+        part.coder.keys,
+        order=torch.full_like(part.coder.keys.order, 255),
+        widths=torch.full_like(part.coder.keys.widths, widths),
+    )
+    values = dataclasses.replace(part.coder.values, widths=torch.full_like(part.coder.values.widths, widths))
+    forged = dataclasses.replace(part, coder=RowCoder(keys, values, part.coder.layout))
+    assert attend(torch.randn(2, 6, 4, 64), iter([forged]), 2, None, "compiled").isfinite().all()
+
+
+def test_sizes_that_do_not_fit_are_refused(wide):
+    part, query = make_part(wide), torch.randn(2, 6, 4, 64)
+    table = part.coder.keys
+    few = dataclasses.replace(table, widths=table.widths[:, :, :1], mean=table.mean[:, :1])
+    for wrong in (
+        dataclasses.replace(part, length=part.length + 1),
+        dataclasses.replace(part, keys=part.keys[:1]),
+        dataclasses.replace(part, keys=part.keys.short()),
+        dataclasses.replace(part, coder=RowCoder(few, part.coder.values, part.coder.layout)),
+    ):
+        with pytest.raises(ValueError):
+            attend(query, iter([wrong]), 2, None, "compiled")
+    with pytest.raises(ValueError):
+        attend(torch.randn(2, 6, 4, 32), iter([part]), 2, None, "compiled")

@@ -1,4 +1,4 @@
-"""Compiled attention over rows in calibrated bases, against plain PyTorch."""
+"""Attention over rows in calibrated bases by the C kernels, against plain PyTorch."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 
-pytest.importorskip("numba")
 TOLERANCE = 3e-5
 
 

@@ -1,4 +1,4 @@
-"""What tests of compiled attention over coded rows share: sizes of parts, and attention by both kernels."""
+"""What tests of the C kernels share: their levels, sizes of parts of coded rows, and attention by both kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kvcache_plugins.kernels import library
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
@@ -39,6 +40,15 @@ SIZES = {
 Parts = Sequence[DensePart | CodedPart]
 
 
+@pytest.fixture(params=["plain", "neon", "avx2", "avx512"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All levels of instructions in turn that there are here."""
+    if request.param not in library.levels_here():
+        pytest.skip(library.why_missing() or f"the processor has no {request.param}")
+    monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", request.param)
+    return str(request.param)
+
+
 @pytest.fixture(params=SIZES)
 def sizes(request: pytest.FixtureRequest) -> Sizes:
     """All of them in turn."""
@@ -58,8 +68,10 @@ def long() -> Sizes:
 
 
 @pytest.fixture
-def attend_both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, Parts], tuple[torch.Tensor, torch.Tensor]]:
-    """Attention of some queries over parts, by plain PyTorch and compiled."""
+def attend_both(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> Callable[[Sizes, Parts], tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of some queries over parts, by plain PyTorch and by the C kernels of a level."""
 
     def attend_both(sizes: Sizes, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         query = torch.randn(sizes.batch_size, 3 * sizes.num_heads, sizes.num_queries, sizes.key_dim)
@@ -67,6 +79,7 @@ def attend_both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, Parts], tup
         for kernel in ("torch", "compiled"):
             monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
             outputs[kernel] = attend(query, iter(parts), sizes.num_heads, None, kernel)
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
         return outputs["torch"], outputs["compiled"]
 
     return attend_both
