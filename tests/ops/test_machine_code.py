@@ -9,7 +9,6 @@ import pytest
 from numba import config, njit
 
 from kvcache_plugins.ops.compiled import machine_code
-from kvcache_plugins.ops.compiled.attention import attend_parts
 from kvcache_plugins.ops.compiled.machine_code import kept_beside
 from kvcache_plugins.ops.compiled.rows import _attend_task
 
@@ -51,7 +50,7 @@ def test_a_function_whose_helper_has_changed_is_compiled_anew(tmp_path: Path) ->
     assert len(list((tmp_path / "__pycache__").glob("machine-code-*"))) == 1
 
 
-@pytest.mark.parametrize("function", [attend_parts[1], _attend_task], ids=["attention", "rows"])
+@pytest.mark.parametrize("function", [_attend_task], ids=["rows"])
 def test_every_function_of_the_package_is_kept_there(function) -> None:
     assert "machine-code-" in function.stats.cache_path
 

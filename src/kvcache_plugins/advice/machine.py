@@ -40,10 +40,10 @@ def find_kernel_caches(packages: list[Package]) -> dict[str, dict[str, object]]:
     """Where compiled kernels are kept from one process to the next, and how many files there are."""
     found: dict[str, dict[str, object]] = {}
     if any(package.name == "numba" and package.status == "ok" for package in packages):
-        from kvcache_plugins.ops.compiled.attention import attend_parts
+        from kvcache_plugins.ops.compiled.rows import _attend_task
 
         # Of Numba's own statistics; `None` where nothing is kept
-        folder = attend_parts[1].stats.cache_path
+        folder = _attend_task.stats.cache_path
         found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     found["triton"] = _folder(Path(os.environ.get("TRITON_CACHE_DIR", home)), "*/*.cubin")
