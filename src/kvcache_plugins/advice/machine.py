@@ -36,16 +36,6 @@ def find_compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | Non
 
 def find_kernel_caches() -> dict[str, dict[str, object]]:
     """Where compiled kernels are kept from one process to the next, and how many files there are."""
-<<<<<<< HEAD
-=======
-    found: dict[str, dict[str, object]] = {}
-    if any(package.name == "numba" and package.status == "ok" for package in packages):
-        from kvcache_plugins.ops.compiled.rows import _attend_task
-
-        # Of Numba's own statistics; `None` where nothing is kept
-        folder = _attend_task.stats.cache_path
-        found["numba"] = _folder(Path(folder) if folder else None, "*.nbc")
->>>>>>> k2
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     folder = Path(os.environ.get("TRITON_CACHE_DIR", home))
     return {"triton": {"folder": str(folder), "num_kernels": sum(1 for _ in folder.glob("*/*.cubin"))}}
