@@ -31,7 +31,7 @@ def make_program(folder: Path, target: str, level: str) -> Path:
     return program
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("machine", MACHINES)
 def test_kernels_of_another_machine_agree(machine: str, tmp_path: Path) -> None:
     target, level, emulator = MACHINES[machine]
