@@ -203,7 +203,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             positions = torch.arange(start, start + is_beyond.shape[1], device=is_beyond.device)
             is_beyond &= positions >= self.prefix.end[:, None]
         if bool(is_beyond.any()):
-            raise_unstorable("tokens are over 200 times as large as those that tables were made of", self.layer_idx)
+            raise_unstorable("tokens are too large beside those that the tables were made of", self.layer_idx)
 
     def _skip_passed(self, start: int) -> int:
         """From which token on, not before `start`, there is to be coded; what is before it is let go of."""

@@ -21,10 +21,12 @@ from .rows import RowTable, order_dtype
 
 # Tokens that tell layouts apart
 _NUM_NEWEST = 256
-# What means leave of the energy of values and of keys where they hardly vary: of ordinary text .44 and .055 at least
-_STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 128
-# Their least deviations, of a head's size: what follows may be ordinary text, and its scales end at 246
-_LEAST_OF_VALUES, _LEAST_OF_KEYS = 1 / 16, 1 / 4
+# Of a head's mean square: what varies of values, and in the median channel of keys, where a prompt hardly does. Of
+# ordinary text that is .44 and .019 at least, of a repeated token 1e-4 and 1e-8 at most
+_STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
+# Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
+# as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
+_LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
 # Of float16; nothing is divided by 0
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
@@ -148,17 +150,14 @@ def key_table_of_layout(
     mean = torch.einsum("bhtd,bt->bhd", keys, share).clamp(-_LARGEST, _LARGEST).half()
     centred = keys - mean.float()[:, :, None]
     variance = torch.einsum("bhtd,bt->bhd", centred * centred, share)
-    # How keys vary that hardly do says nothing of those to come
-    size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
-    is_steady = variance.mean(dim=-1, keepdim=True) < _STEADY_KEYS * size
-    variance = torch.where(is_steady, variance.maximum(_LEAST_OF_KEYS**2 * size), variance)
-    energy = variance
-    if moments is not None:
-        energy = variance * _turned_back(moments, number, layout, angles, share)
-    energy, order = energy.sort(dim=-1, descending=True)
-    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    queried = 1.0 if moments is None else _turned_back(moments, number, layout, angles, share)
+    # How keys vary that hardly do tells layouts apart, but says nothing of those to come
     distortions = QUANTIZERS[quantizer].distortions
-    widths = allocate_widths(by_block, total, distortions)
+    error = _allocate(variance * queried, total, distortions)[2]
+    size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
+    is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
+    variance = variance.maximum(torch.where(is_steady, _LEAST_OF_STEADY, _LEAST_OF_CHANNEL) ** 2 * size)
+    order, widths, _ = _allocate(variance * queried, total, distortions)
     table = RowTable(
         order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
@@ -169,8 +168,17 @@ def key_table_of_layout(
         is_weighted=True,
         quantizer=quantizer,
     )
-    error = expected_distortion(by_block, widths, distortions)
     return table, error.clamp(min=torch.finfo(error.dtype).tiny).log().sum()
+
+
+def _allocate(
+    energy: torch.Tensor, total: int, distortions: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The order of channels of energies `[B, H, D]`, widths of their blocks, and the error `[B, H]` to be expected."""
+    energy, order = energy.sort(dim=-1, descending=True)
+    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    widths = allocate_widths(by_block, total, distortions)
+    return order, widths, expected_distortion(by_block, widths, distortions)
 
 
 def _turned_back(
@@ -219,7 +227,7 @@ def make_value_table(
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
     if mean is not None:
-        deviation = deviation.maximum(_LEAST_OF_VALUES * mean.float().square().mean(dim=2).sqrt())
+        deviation = deviation.maximum(_LEAST_OF_STEADY * mean.float().square().mean(dim=2).sqrt())
     widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
     return RowTable(
         order=None,
