@@ -210,6 +210,7 @@ def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
             assert llama(steps[:, :1], past_key_values=cache).logits.isfinite().all()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated")
             llama(steps[:, :1], past_key_values=cache)
     stats = cache.stats()
     assert (stats["speculated_calls"], stats["selected_calls"]) == (speculated, 6 * 3)
@@ -220,6 +221,7 @@ def test_nothing_is_lost_with_the_hooks_that_are_not_used(llama: PreTrainedModel
         llama(tokens(100), past_key_values=cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`past_key_values` is deprecated")
         decode_logits(llama, cache, tokens(1), tokens(2))
 
 

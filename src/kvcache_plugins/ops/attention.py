@@ -44,23 +44,24 @@ def attend(
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if kernel != "torch":
-        parts = list(parts)
+    # Of PyTorch's kernel one after another: a part may come from elsewhere, and not all may fit into memory at once
+    given = [] if kernel == "torch" else list(parts)
     if kernel == "compiled":
         # Imported late, as it needs a library that may not be there
         from kvcache_plugins.kernels.groups import can_attend
 
-        kernel = "compiled" if can_attend(parts[0]) else "torch"
+        kernel = "compiled" if can_attend(given[0]) else "torch"
     if kernel != "torch":
-        compressed = [part for part in parts if isinstance(part, CompressedPart)]
+        compressed = [part for part in given if isinstance(part, CompressedPart)]
         # The compiled kernel does exact tokens too; for few of them PyTorch's own steps cost more than they compute
         if kernel == "compiled" or compressed:
             if torch.compiler.is_compiling():
-                return decode_attention(query, *flatten_parts(parts), scale, kernel)
-            dense = [part for part in parts if isinstance(part, DensePart)]
+                return decode_attention(query, *flatten_parts(given), scale, kernel)
+            dense = [part for part in given if isinstance(part, DensePart)]
             return run_kernel(query, dense, compressed, scale, kernel)
-    # One after another: a part may come from elsewhere, and not all of them may fit into memory at once
-    tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CompressedPart) else (part,)))
+    tiles = (
+        tile for part in given or parts for tile in (part.tiles() if isinstance(part, CompressedPart) else (part,))
+    )
     return attend_tiles(query, tiles, num_key_value_heads, scale)
 
 
@@ -73,7 +74,7 @@ def prepare_tokens(
     """
     from kvcache_plugins.kernels.groups import call_of, can_attend
 
-    if not can_attend(parts[0]):
+    if not can_attend(given[0]):
         return None
     dense = [part for part in parts if isinstance(part, DensePart)]
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
