@@ -74,7 +74,7 @@ def prepare_tokens(
     """
     from kvcache_plugins.kernels.groups import call_of, can_attend
 
-    if not can_attend(given[0]):
+    if not can_attend(parts[0]):
         return None
     dense = [part for part in parts if isinstance(part, DensePart)]
     compressed = [part for part in parts if isinstance(part, CompressedPart)]
