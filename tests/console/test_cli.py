@@ -260,7 +260,7 @@ def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str) -> None:
         said = run("generate", *options, "--cache", cache).stderr
         assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ")
         assert "%" not in said
-    assert "200.0 % of a 16-bit cache" in run("generate", *options, "--cache", "dynamic").stderr
+    assert "200.0 % of a cache at 16 bits" in run("generate", *options, "--cache", "dynamic").stderr
     lines = run("compare", *options, "--cache", "gear-2bit").stdout.splitlines()
     assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
 
