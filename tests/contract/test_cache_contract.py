@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "infinigen-paper": {"full_layers": (), "max_fetch_ratio": 0.5, "alpha": 8.0, "partial_ratio": 0.5},
 }
 
-# Caches, items, why, and a part of the error that was seen (transformers 5.23.0 and 5.24.0, optimum-quanto 0.2.7, hqq 0.2.8)
+# Caches, items, why, and a part of the error that was seen (transformers 5.23.0, optimum-quanto 0.2.7, hqq 0.2.8)
 EXPECTED_FAILURES = (
     (
         QUANTIZED,

@@ -97,7 +97,7 @@ REFUSED = {
     "gptj": (
         "gptj",
         {**GPT2, "rotary_dim": 8},
-        "looks up positions itself|no function `apply_rotary_pos_emb` of queries",
+        "looks up positions itself|no function `apply_rotary_pos_emb`",
     ),
     "gpt-oss": ("gpt_oss", {**ROTARY, **EXPERTS}, "`sinks`"),
     "gemma2": ("gemma2", {**ROTARY, "attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` .* 50.0"),
