@@ -170,10 +170,11 @@ INLINE void add_strip(const int rows, const Strips points, const float (*weights
             store(sums[d][r], sum);
         }
 }
-/* Adds the means `[E]` that were taken off values, as often as their tokens weigh */
+/* Adds the means `[E]` that were taken off values, if any, as often as their tokens weigh. Weights are summed up in the
+   same order without means: whether a head has one may depend on others of the batch, and its result may not. */
 static void add_means(const Call *call, const uint16_t *mean, Unit unit, State *state) {
     for (int r = 0; r < unit.rows; r++) {
-        for (int64_t d = 0; d < call->value_dim; d++)
+        for (int64_t d = 0; mean && d < call->value_dim; d++)
             state->sums[r][d] += state->coded_total[r] * float_of_half(mean[d]);
         state->total[r] += state->coded_total[r], state->coded_total[r] = 0;
     }
@@ -187,7 +188,7 @@ static void end_values(const Call *call, const Rows *part, Unit unit, const Sums
         hadamard(own, dim, part->rotation);
         for (int d = 0; d < dim; d++) state->sums[r][d] += own[d];
     }
-    if (part->value_mean) add_means(call, part->value_mean + unit.matrix * dim, unit, state);
+    add_means(call, part->value_mean ? part->value_mean + unit.matrix * dim : 0, unit, state);
 }
 static void end_basis_values(const Call *call, const Rows *part, Unit unit, const Sums sums, State *state) {
     int dim = (int)call->value_dim, count = 8 * (int)part->values.blocks < dim ? 8 * (int)part->values.blocks : dim;
@@ -255,7 +256,7 @@ static void attend(
             else BY_ROWS(rows, dot_strip, part, pairs, points, scales, turning.turned, to)
         }
         add_mask(call, own, unit, start, tokens, scores);
-        if (softmax_tile(state, rows, tokens, scores, part->value_mean ? state->coded_total : state->total, decay))
+        if (softmax_tile(state, rows, tokens, scores, state->coded_total, decay))
             for (int d = 0; d < 8 * value_blocks; d++)
                 for (int r = 0; r < rows; r++) store(sums[d][r], load(sums[d][r]) * decay[r]);
         for (int t = 0; t < tokens; t += STRIP) {
