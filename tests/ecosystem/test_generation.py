@@ -8,6 +8,7 @@ from transformers import CompileConfig, GenerationConfig
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
@@ -33,7 +34,7 @@ def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache
     expected = generate(model, prompt(15))
     own = make_cache(cache_name, assistant)
     # `generate` has no argument for it
-    assistant.generate = functools.partial(assistant.generate, past_key_values=own)
+    assistant.generate = functools.partial(assistant.generate, **as_argument(own))
     tokens = generate(model, prompt(15), assistant_model=assistant)
     assert torch.equal(tokens, expected)
     assert own.get_seq_length() > 15

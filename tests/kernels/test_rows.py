@@ -46,14 +46,6 @@ def test_attention_is_that_of_pytorch(attend_both, sizes, quantizer):
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_means_of_values(attend_both, sizes):
-    part = make_part(sizes)
-    mean = 10 * torch.randn(*part.values.shape[:2], part.coder.values.head_dim)
-    part = dataclasses.replace(part, coder=dataclasses.replace(part.coder, value_mean=mean.half()))
-    expected, output = attend_both(sizes, [part])
-    torch.testing.assert_close(output, expected, atol=10 * TOLERANCE, rtol=0)
-
-
 def test_without_rotary_embedding(attend_both, wide):
     expected, output = attend_both(wide, [make_part(wide, frequencies=False)])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)

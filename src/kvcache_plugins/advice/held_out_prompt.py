@@ -61,7 +61,8 @@ class HeldOutPrompt:
         if start == 0 and "logits_to_keep" in self._accepted:
             # Those of the prefix are nobody's
             options["logits_to_keep"] = 1
-        output = self.model(input_ids=self.input_ids[:, start:stop], **as_argument(cache), use_cache=True, **options)
+        named = as_argument(cache, unwrap_model(self.model).forward)
+        output = self.model(input_ids=self.input_ids[:, start:stop], **named, use_cache=True, **options)
         if cache.get_seq_length() != stop:
             raise ValueError(
                 f"`model` left {cache.get_seq_length()} tokens in the cache after {stop}: it does not go through "

@@ -7,7 +7,7 @@ in assisted decoding, thus always finds its tokens exact.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,12 @@ from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .layer_state import GEARLayerState
 from .replayable import ReplayableMixin
-from .settled_parts import TokenCall
 from .storage import CompressedBlock, ExactPrefix
 from .warm_up import Sizes, warm_up_gear
 
+
+if TYPE_CHECKING:
+    from kvcache_plugins.kernels.layer import PreparedCall
 
 _PART_NAMES = {
     "codes": "codes",
@@ -90,7 +92,7 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
-    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> TokenCall | None:
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
         return prepare_tokens(query, parts, scale)
 
     def _note_queries(self, query: torch.Tensor) -> None:

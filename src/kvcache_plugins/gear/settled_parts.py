@@ -1,7 +1,7 @@
 """What attention of a layer goes over from one token to the next: all but the buffer stays, until it is compressed."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,27 +11,13 @@ from kvcache_plugins.ops.parts import DensePart
 
 
 if TYPE_CHECKING:
+    from kvcache_plugins.kernels.layer import PreparedCall
+
     # Mixed in: no class between a layer and `PromptLayer`
     _Base = PromptLayer
 else:
     # As of all layers, so that a layer may be given the class of one that keeps recurrent states too
     _Base = ABC
-
-
-class TokenCall(Protocol):
-    """Attention of one token after another, see `kernels.layer.PreparedCall`."""
-
-    def fits(self, query: torch.Tensor, scale: float | None) -> bool:
-        """Whether it is for such queries."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        exact: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        newest: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Attention, given the exact tokens at the end, and the last of them, if it is still to be written there."""
 
 
 class SettledParts:
@@ -41,7 +27,7 @@ class SettledParts:
     Attributes:
         parts (`list`): those.
         limit (`int`): tokens that the buffer may hold before anything changes.
-        call (`TokenCall`, *optional*): attention over them and the buffer.
+        call (`PreparedCall`, *optional*): attention over them and the buffer.
         is_tried (`bool`): whether there is a call, if there can be one.
     """
 
@@ -49,7 +35,7 @@ class SettledParts:
 
     def __init__(self, parts: list[Any], limit: int):
         self.parts, self.limit = parts, limit
-        self.call: TokenCall | None = None
+        self.call: PreparedCall | None = None
         self.is_tried = False
 
     def __deepcopy__(self, memo: object) -> None:
@@ -70,7 +56,7 @@ class SettledPartsMixin(_Base):
     _settled: SettledParts | None
 
     @abstractmethod
-    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> TokenCall | None:
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
         """A call for tokens to come, by the compiled kernel, over parts of which the last one is the buffer."""
 
     def _attend_again(self, query: torch.Tensor, scale: float | None) -> torch.Tensor | None:

@@ -19,22 +19,21 @@ from kvcache_plugins.ops.rotation import rotation_size
 
 from .gather import Mask, Window, mask_of, num_units, page_addresses, readable_mask, whole_rows, window_of
 from .layer import KINDS, MOST_CHANNELS
-from .library import Tasks, address_of, function, num_threads, run
+from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run
 from .selection import check_codes
 
 
 if TYPE_CHECKING:
     from kvcache_plugins.ops.coded_tokens import CodedTokens, KeyGroups
 
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 # Tokens of a task, about
 _TOKENS_PER_TASK = 2048
 
 
 class _Keys(ctypes.Structure):
     _fields_ = (
-        *((name, _LONG) for name in ("dim", "nbits", "width", "num_groups", "group_size", "num_runs", "num_slots")),
-        *((name, _ADDRESS) for name in ("codes", "scale", "zero", "runs")),
+        *((name, LONG) for name in ("dim", "nbits", "width", "num_groups", "group_size", "num_runs", "num_slots")),
+        *((name, ADDRESS) for name in ("codes", "scale", "zero", "runs")),
     )
 
 
@@ -42,26 +41,26 @@ class _GroupedScores(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
         ("keys", _Keys),
-        *((name, _LONG) for name in ("groups", "parts", "at_once")),
-        *((name, _ADDRESS) for name in ("query", "scores")),
+        *((name, LONG) for name in ("groups", "parts", "at_once")),
+        *((name, ADDRESS) for name in ("query", "scores")),
     )
 
 
 class _Plane(ctypes.Structure):
-    _fields_ = (("bits", _LONG), ("shift", _LONG), ("size", _LONG))
+    _fields_ = (("bits", LONG), ("shift", LONG), ("size", LONG))
 
 
 class _Chosen(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
         ("keys", _Keys),
-        *((name, _LONG) for name in ("heads", "groups", "value_dim", "num_planes")),
+        *((name, LONG) for name in ("heads", "groups", "value_dim", "num_planes")),
         ("planes", _Plane * 2),
-        *((name, _LONG) for name in ("code_bytes", "row_bytes", "num_value_groups", "rotation")),
-        *((name, _LONG) for name in ("num_pages", "page_tokens", "num_sinks", "num_chosen")),
+        *((name, LONG) for name in ("code_bytes", "row_bytes", "num_value_groups", "rotation")),
+        *((name, LONG) for name in ("num_pages", "page_tokens", "num_sinks", "num_chosen")),
         ("scale", ctypes.c_double),
-        *((name, _ADDRESS) for name in ("pages", "first_sinks", "sink_keys", "sink_values")),
-        *((name, _ADDRESS) for name in ("query", "result", "slots", "counts")),
+        *((name, ADDRESS) for name in ("pages", "first_sinks", "sink_keys", "sink_values")),
+        *((name, ADDRESS) for name in ("query", "result", "slots", "counts")),
         ("window", Window),
         ("mask", Mask),
     )

@@ -20,7 +20,7 @@ from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
 
 from .layer import KINDS, MOST_CHANNELS, TILE
-from .library import Tasks, address_of, function, num_threads, run
+from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run
 
 
 # As in `coding.h` and `coding.c`
@@ -30,7 +30,6 @@ _TASK_TOKENS, _BLOCK = 128, 8
 _MOST_LANES = 16
 # Minima of a step of the search for a trellis, at most
 _MOST_MINIMA = trellis.NUM_STATES // 2
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
 class Turn(NamedTuple):
@@ -49,28 +48,28 @@ class Turn(NamedTuple):
 
 
 class _Rotary(ctypes.Structure):
-    _fields_ = (*((name, _ADDRESS) for name in ("partners", "offsets", "origins")), ("tiles", _LONG))
+    _fields_ = (*((name, ADDRESS) for name in ("partners", "offsets", "origins")), ("tiles", LONG))
 
 
 class _Coding(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("batch", "heads", "tokens", "dim", "row_size", "kind")),
-        *((name, _ADDRESS) for name in ("states", "result", "rows", "order")),
-        ("order_size", _LONG),
-        *((name, _ADDRESS) for name in ("mean", "deviation")),
-        ("deviations", _LONG),
-        ("widths", _ADDRESS),
-        *((name, _LONG) for name in ("is_trellis", "is_weighted", "by_energy", "refits")),
-        ("codebook", _ADDRESS),
-        ("rotation", _LONG),
-        ("rotary", _ADDRESS),
-        ("start", _LONG),
-        ("padding", _ADDRESS),
-        ("is_back", _LONG),
-        ("scratch", _ADDRESS),
-        ("scratch_size", _LONG),
-        ("entered", _LONG),
+        *((name, LONG) for name in ("batch", "heads", "tokens", "dim", "row_size", "kind")),
+        *((name, ADDRESS) for name in ("states", "result", "rows", "order")),
+        ("order_size", LONG),
+        *((name, ADDRESS) for name in ("mean", "deviation")),
+        ("deviations", LONG),
+        ("widths", ADDRESS),
+        *((name, LONG) for name in ("is_trellis", "is_weighted", "by_energy", "refits")),
+        ("codebook", ADDRESS),
+        ("rotation", LONG),
+        ("rotary", ADDRESS),
+        ("start", LONG),
+        ("padding", ADDRESS),
+        ("is_back", LONG),
+        ("scratch", ADDRESS),
+        ("scratch_size", LONG),
+        ("entered", LONG),
     )
 
 

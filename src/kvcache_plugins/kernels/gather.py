@@ -13,39 +13,36 @@ import torch
 from kvcache_plugins.ops.mapped_files import address_of_advise
 
 from .layer import KINDS, MOST_CHANNELS, ROWS
-from .library import Tasks, address_of, function, num_threads, run
-
-
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run
 
 
 class Window(ctypes.Structure):
     """The newest tokens, see `scattered.h`."""
 
     _fields_ = (
-        ("length", _LONG),
-        ("kind", _LONG),
-        ("start", _LONG),
-        ("key_strides", _LONG * 2),
-        ("value_strides", _LONG * 2),
-        ("keys", _ADDRESS),
-        ("values", _ADDRESS),
+        ("length", LONG),
+        ("kind", LONG),
+        ("start", LONG),
+        ("key_strides", LONG * 2),
+        ("value_strides", LONG * 2),
+        ("keys", ADDRESS),
+        ("values", ADDRESS),
     )
 
 
 class Mask(ctypes.Structure):
     """A row of a mask for every item, see `scattered.h`."""
 
-    _fields_ = (("columns", _LONG), ("is_boolean", _LONG), ("numbers", _ADDRESS))
+    _fields_ = (("columns", LONG), ("is_boolean", LONG), ("numbers", ADDRESS))
 
 
 class _Gathered(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("heads", "groups", "key_dim", "value_dim", "kind")),
-        *((name, _LONG) for name in ("num_slots", "num_pages", "page_tokens")),
+        *((name, LONG) for name in ("heads", "groups", "key_dim", "value_dim", "kind")),
+        *((name, LONG) for name in ("num_slots", "num_pages", "page_tokens")),
         ("scale", ctypes.c_double),
-        *((name, _ADDRESS) for name in ("query", "result", "pages", "slots", "counts", "columns")),
+        *((name, ADDRESS) for name in ("query", "result", "pages", "slots", "counts", "columns")),
         ("window", Window),
         ("mask", Mask),
     )
@@ -54,10 +51,10 @@ class _Gathered(ctypes.Structure):
 class _Copies(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("num_slots", "num_pages", "page_tokens", "row_size")),
-        *((name, _ADDRESS) for name in ("pages", "slots", "result", "advise")),
-        ("let_go", _LONG),
-        ("block", _LONG),
+        *((name, LONG) for name in ("num_slots", "num_pages", "page_tokens", "row_size")),
+        *((name, ADDRESS) for name in ("pages", "slots", "result", "advise")),
+        ("let_go", LONG),
+        ("block", LONG),
     )
 
 
@@ -75,7 +72,7 @@ def num_units(query: torch.Tensor) -> int:
 def page_addresses(pages: Sequence[torch.Tensor], shape: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
     """Addresses of pages, which have one dtype and a shape."""
     dtype = pages[0].dtype
-    return (_ADDRESS * len(pages))(*[address_of("pages", page, dtype, shape) for page in pages])
+    return (ADDRESS * len(pages))(*[address_of("pages", page, dtype, shape) for page in pages])
 
 
 def whole_rows(name: str, states: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -16,10 +16,9 @@ from kvcache_plugins.ops.quantization import packed_size
 from kvcache_plugins.ops.rotation import rotation_size
 
 from .layer import GROUPS_PART, MOST_CHANNELS, AttentionCall
-from .library import address_of
+from .library import ADDRESS, LONG, address_of
 
 
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _TENSORS = ("codes", "scale", "zero", "low_rank_a", "low_rank_b", "indices", "outliers", "offsets")
 _NUMBERS = (
     *("dim", "nbits", "row_size", "by_channel", "groups", "scale_heads", "rotation_size", "rank", "a_tokens"),
@@ -28,11 +27,11 @@ _NUMBERS = (
 
 
 class _Side(ctypes.Structure):
-    _fields_ = (*((name, _ADDRESS) for name in _TENSORS), *((name, _LONG) for name in _NUMBERS))
+    _fields_ = (*((name, ADDRESS) for name in _TENSORS), *((name, LONG) for name in _NUMBERS))
 
 
 class _Groups(ctypes.Structure):
-    _fields_ = (("chunks", _LONG), ("chunk_length", _LONG), ("keys", _ADDRESS), ("values", _ADDRESS))
+    _fields_ = (("chunks", LONG), ("chunk_length", LONG), ("keys", ADDRESS), ("values", ADDRESS))
 
 
 # Of states that live, where they are contiguous as they are

@@ -14,7 +14,7 @@ import torch
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 
-from .library import Tasks, address_of, function, num_threads, run_at
+from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run_at
 
 
 # As in `layer.h`
@@ -24,18 +24,17 @@ KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
 _MIN_TILES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
 class Part(ctypes.Structure):
     """A part of a layer, see `layer.h`."""
 
     _fields_ = (
-        ("kind", _LONG),
-        ("length", _LONG),
-        ("mask", _ADDRESS),
-        ("mask_shape", _LONG * 4),
-        ("stored", _ADDRESS),
+        ("kind", LONG),
+        ("length", LONG),
+        ("mask", ADDRESS),
+        ("mask_shape", LONG * 4),
+        ("stored", ADDRESS),
     )
 
 
@@ -43,25 +42,25 @@ class Exact(ctypes.Structure):
     """Exact tokens, see `layer.h`."""
 
     _fields_ = (
-        ("kind", _LONG),
-        ("capacity", _LONG),
-        ("keys", _ADDRESS),
-        ("values", _ADDRESS),
-        ("newest_key", _ADDRESS),
-        ("newest_value", _ADDRESS),
+        ("kind", LONG),
+        ("capacity", LONG),
+        ("keys", ADDRESS),
+        ("values", ADDRESS),
+        ("newest_key", ADDRESS),
+        ("newest_value", ADDRESS),
     )
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("batch", "heads", "groups", "queries", "key_dim", "value_dim", "runs", "kind")),
+        *((name, LONG) for name in ("batch", "heads", "groups", "queries", "key_dim", "value_dim", "runs", "kind")),
         ("scale", ctypes.c_double),
-        ("query", _ADDRESS),
-        ("result", _ADDRESS),
-        ("partial", _ADDRESS),
-        ("num_parts", _LONG),
-        ("parts", _ADDRESS),
+        ("query", ADDRESS),
+        ("result", ADDRESS),
+        ("partial", ADDRESS),
+        ("num_parts", LONG),
+        ("parts", ADDRESS),
     )
 
 
@@ -147,7 +146,7 @@ class AttentionCall:
         return PreparedCall(self, query).attend_now(query.contiguous()).to(self.query.dtype)
 
     def prepare(self) -> "PreparedCall | None":
-        """The same for queries to come, where the last part is exact and grows; `None` if anything read is a copy."""
+        """Prepares a call for queries to come, over a last part, exact, that grows; `None` if a part is a copy."""
         if self.has_copies or self._exact is None or self.query.dtype not in KINDS:
             return None
         return PreparedCall(self, self.query)
@@ -269,5 +268,5 @@ def _as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
 
 
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
-    """What is believed of tokens `[B, H, any, D]` that are read by address."""
+    """Lists sizes, dtype and layout of tokens `[B, H, any, D]`: all that is believed of them when they are read."""
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()

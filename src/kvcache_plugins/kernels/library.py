@@ -24,6 +24,8 @@ _LEVEL_VARIABLE = "KVCACHE_PLUGINS_CPU_LEVEL"
 # Where threads are, if any were started: not in processes that are forked from it
 _PROCESS = os.getpid()
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# Fields of calls are numbers and addresses
+LONG, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
 class Tasks(ctypes.Structure):
@@ -105,7 +107,7 @@ def run_at(kernel: Callable[[int], None], address: int, threads: int) -> None:
 
 @cache
 def _start_threads() -> Callable[[Callable[[int], None], int, int], None]:
-    """What calls a kernel with an address on several threads at once, and returns when all have ended."""
+    """Finds a function that calls a kernel on several threads at once, and returns when all have ended."""
     try:
         # PyTorch's own OpenMP, whose threads are there already: looked for in what PyTorch's library needs itself
         parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel

@@ -25,14 +25,13 @@ from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
 
 from .layer import BASIS_ROWS_PART, MOST_CHANNELS, ROWS_PART, TILE, AttentionCall
-from .library import address_of, level
+from .library import ADDRESS, LONG, address_of, level
 
 
 # As in `rows.c`: tokens from one position to the next that angles are given of, channels that are summed up at a time
 _ANCHOR_TOKENS, _GROUP = 32 * TILE, 4
 # Tokens of a strip at each level of instructions
 _STRIPS = {"avx2": 32, "avx512": 64}
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _NUM_WIDTHS = codebooks.MAX_WIDTH + 1
 # Bases of keys `[H, P / 2, K, 4]` and means `[H, P, 2]` of tables that live
 _BASES: "WeakKeyDictionary[BasisTable, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
@@ -40,12 +39,12 @@ _BASES: "WeakKeyDictionary[BasisTable, dict[RotaryLayout, tuple[torch.Tensor, to
 
 class _Side(ctypes.Structure):
     _fields_ = (
-        ("rows", _ADDRESS),
-        ("capacity", _LONG),
-        ("size", _LONG),
-        ("widths", _ADDRESS),
-        ("blocks", _LONG),
-        ("coefficients", _ADDRESS),
+        ("rows", ADDRESS),
+        ("capacity", LONG),
+        ("size", LONG),
+        ("widths", ADDRESS),
+        ("blocks", LONG),
+        ("coefficients", ADDRESS),
     )
 
 
@@ -53,14 +52,14 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         ("keys", _Side),
         ("values", _Side),
-        *((name, _ADDRESS) for name in ("multipliers", "scales")),
-        *((name, _LONG) for name in ("num_pairs", "num_anchors")),
-        *((name, _ADDRESS) for name in ("pairs", "offsets", "turn", "anchors", "order")),
-        ("is_wide", _LONG),
-        *((name, _ADDRESS) for name in ("mean", "deviation", "value_deviation")),
-        *((name, _LONG) for name in ("rotation", "num_components")),
-        *((name, _ADDRESS) for name in ("key_basis", "key_mean", "value_basis", "value_steps", "value_factors")),
-        ("value_mean", _ADDRESS),
+        *((name, ADDRESS) for name in ("multipliers", "scales")),
+        *((name, LONG) for name in ("num_pairs", "num_anchors")),
+        *((name, ADDRESS) for name in ("pairs", "offsets", "turn", "anchors", "order")),
+        ("is_wide", LONG),
+        *((name, ADDRESS) for name in ("mean", "deviation", "value_deviation")),
+        *((name, LONG) for name in ("rotation", "num_components")),
+        *((name, ADDRESS) for name in ("key_basis", "key_mean", "value_basis", "value_steps", "value_factors")),
+        ("value_mean", ADDRESS),
     )
 
 
@@ -237,7 +236,7 @@ def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def _key_basis(table: BasisTable, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a table's components are multiplied with, and what is added, for the channels of pairs."""
+    """Makes the basis that a table's components are multiplied with, and the means, by the channels of pairs."""
     own = _BASES.setdefault(table, {})
     if layout not in own:
         channels = _pairs(layout)[0].flatten().long()

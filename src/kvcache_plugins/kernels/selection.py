@@ -11,10 +11,9 @@ import torch
 from kvcache_plugins.ops.quantization import packed_size
 
 from .layer import MOST_CHANNELS
-from .library import Tasks, address_of, function, num_threads, run
+from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run
 
 
-_LONG, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 # Tokens of a task
 _TOKENS_PER_TASK = 2048
 # The most that a level has, in numbers
@@ -24,27 +23,27 @@ _LANES = 16
 class _CodeScores(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("groups", "dim", "fields", "width", "capacity", "length", "runs", "run_tokens")),
-        *((name, _ADDRESS) for name in ("query", "codes", "scale", "scores")),
+        *((name, LONG) for name in ("groups", "dim", "fields", "width", "capacity", "length", "runs", "run_tokens")),
+        *((name, ADDRESS) for name in ("query", "codes", "scale", "scores")),
     )
 
 
 class _Largest(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("threads", "length", "limit")),
-        *((name, _ADDRESS) for name in ("numbers", "least", "values", "places", "pairs")),
+        *((name, LONG) for name in ("threads", "length", "limit")),
+        *((name, ADDRESS) for name in ("numbers", "least", "values", "places", "pairs")),
     )
 
 
 class _Choice(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
-        *((name, _LONG) for name in ("threads", "groups", "length", "num_resident")),
-        *((name, _LONG) for name in ("first", "newest", "cap", "limit")),
+        *((name, LONG) for name in ("threads", "groups", "length", "num_resident")),
+        *((name, LONG) for name in ("first", "newest", "cap", "limit")),
         ("least", ctypes.c_double),
-        *((name, _ADDRESS) for name in ("scores", "resident", "slots", "counts", "scratch")),
-        ("scratch_size", _LONG),
+        *((name, ADDRESS) for name in ("scores", "resident", "slots", "counts", "scratch")),
+        ("scratch_size", LONG),
     )
 
 

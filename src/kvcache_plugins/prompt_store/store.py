@@ -322,12 +322,13 @@ def _check_inputs(model_kwargs: dict[str, Any]) -> None:
 def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
     """Has a cache take in those of the tokens that it does not hold."""
     # All but the last token's logits would be computed in vain
-    takes_limit = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
+    forward = unwrap_model(model).forward
+    takes_limit = "logits_to_keep" in inspect.signature(forward).parameters
     options = {"logits_to_keep": 1} if takes_limit else {}
     model(
         input_ids=input_ids[:, cache.get_seq_length() :].to(unwrap_model(model).device),
         attention_mask=torch.ones_like(input_ids),
-        **as_argument(cache),
+        **as_argument(cache, forward),
         use_cache=True,
         **options,
     )

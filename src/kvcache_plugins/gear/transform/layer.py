@@ -9,12 +9,11 @@ by one.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcache_plugins.gear.replayable import ReplayableMixin
-from kvcache_plugins.gear.settled_parts import TokenCall
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
@@ -31,6 +30,9 @@ from .prompt_coder import make_prompt_coder, replace_item
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
+
+if TYPE_CHECKING:
+    from kvcache_plugins.kernels.layer import PreparedCall
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
@@ -105,7 +107,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         kernel, is_fallback = choose_kernel(query)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
-    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> TokenCall | None:
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
         return prepare_tokens(query, parts, self._shapes["keys"][1], scale)
 
     def _note_queries(self, query: torch.Tensor) -> None:
