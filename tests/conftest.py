@@ -15,6 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A worker of pytest has one, of the terminal that started it or of none: tests say theirs themselves
+os.environ.pop("COLUMNS", None)
 # On tiny models threads wait for each other more than they work, and on a busy machine for minutes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU kernels run in Triton's interpreter, which has to be known when Triton is imported
