@@ -1,5 +1,6 @@
 """Triton's attention over transform-coded rows against plain PyTorch, in Triton's interpreter or on a GPU."""
 
+import dataclasses
 import os
 
 import pytest
@@ -93,6 +94,12 @@ def test_in_half_precision(case, dtype):
 @pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least"])
 def test_trellis_codes(case, dtype):
     check(case, [make_part(case, quantizer="trellis")], dtype)
+
+
+def test_means_of_values():
+    part = make_part("unlike-dims")
+    mean = torch.randn(*part.values.shape[:2], part.coder.values.head_dim, device=DEVICE)
+    check("unlike-dims", [dataclasses.replace(part, coder=dataclasses.replace(part.coder, value_mean=mean.half()))])
 
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])

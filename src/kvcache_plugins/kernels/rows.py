@@ -156,6 +156,9 @@ def _add_tables(call: AttentionCall, stored: _Rows, coder: RowCoder) -> None:
     deviation = call.contiguous(coder.values.deviation)
     stored.value_deviation = address_of("deviation", deviation, torch.float16, (*sizes, 1))
     stored.rotation = rotation_size(call.value_dim)
+    if coder.value_mean is not None:
+        mean = call.contiguous(coder.value_mean)
+        stored.value_mean = address_of("value_mean", mean, torch.float16, (*sizes, call.value_dim))
 
 
 def _add_bases(call: AttentionCall, stored: _Rows, keys: BasisTable, values: BasisTable, layout: RotaryLayout) -> None:

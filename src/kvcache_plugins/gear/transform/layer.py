@@ -15,13 +15,14 @@ import torch
 
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
-from kvcache_plugins.layers.finite_states import check_finite
+from kvcache_plugins.layers.finite_states import check_finite, raise_unstorable
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.transform_coding.attention import attend, prepare_tokens
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.ops.transform_coding.rows import LAST_SCALE
 from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .config import DROP_STEP, TransformConfig
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
+# So that what is squared, over deviations, is finite in float32
+_LARGEST = 2.0**30
 
 
 class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
@@ -177,7 +180,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         has_enough = length - padding >= self._least_tokens
         if self.coder is None and not bool(has_enough.any()):
             return False
-        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx)
+        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, _LARGEST)
         self._add_newest_queries()
         if self.coder is None:
             start = self._begin(keys, values, padding, has_enough)
@@ -186,9 +189,23 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         assert self.coder is not None
         start = self._skip_passed(start)
         tail = keys.shape[2] - (length - start)
-        self._add_rows(*self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding), start)
+        rows = self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding)
+        self._check_scales(rows, start)
+        self._add_rows(*rows, start)
         self._release_buffer()
         return True
+
+    def _check_scales(self, rows: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
+        """Raises a `ValueError` if scales of rows `[B, H, T, R]` from index `start` on end before their tokens do."""
+        if rows[0].is_meta:
+            return
+        is_beyond = ((rows[0][..., 0] == LAST_SCALE) | (rows[1][..., 0] == LAST_SCALE)).any(dim=1)
+        if self.prefix is not None:
+            # What stands for padding, or is exact as well, may be anything
+            positions = torch.arange(start, start + is_beyond.shape[1], device=is_beyond.device)
+            is_beyond &= positions >= self.prefix.end[:, None]
+        if bool(is_beyond.any()):
+            raise_unstorable("tokens are too large beside those that the tables were made of", self.layer_idx)
 
     def _skip_passed(self, start: int) -> int:
         """From which token on, not before `start`, there is to be coded; what is before it is let go of."""
@@ -242,7 +259,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             tokens = slice(int(held.count[item]))
             own = held.keys[item, None, :, tokens], held.values[item, None, :, tokens]
             if isinstance(self.coder, RowCoder):
-                replace_item(self.coder, item, self.config, self.layouts, self._moments, *own)
+                self.coder = replace_item(self.coder, item, self.config, self.layouts, self._moments, *own)
         kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
         self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())

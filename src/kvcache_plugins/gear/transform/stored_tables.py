@@ -28,7 +28,7 @@ def coder_tensors(coder: RowCoder) -> dict[str, torch.Tensor]:
     tensors = {"frequencies": torch.tensor(coder.layout.frequencies, dtype=torch.float32)}
     for side, table in (("keys", coder.keys), ("values", coder.values)):
         tensors |= {f"{side}.{name}": tensor for name, tensor in table.named_tensors()}
-    return tensors
+    return tensors if coder.value_mean is None else tensors | {"value_mean": coder.value_mean}
 
 
 def coder_to_document(coder: RowCoder) -> dict[str, object]:
@@ -63,6 +63,9 @@ def read_coder(
         _read_key_table(stored.below("keys."), heads, keys, config),
         _read_value_table(stored.below("values."), heads, values, config),
         layout,
+        _finite("value_mean", stored.take("value_mean", (*heads, values), torch.float16))
+        if stored.has("value_mean")
+        else None,
     )
 
 

@@ -31,11 +31,14 @@ class RowCoder:
     Attributes:
         keys, values (`RowTable`): the tables of both sides.
         layout (`RotaryLayout`): of the keys' rotary embedding.
+        value_mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): taken off values before they are coded,
+            0 but in steady heads, see `statistics.steady_mean`.
     """
 
     keys: RowTable
     values: RowTable
     layout: RotaryLayout
+    value_mean: torch.Tensor | None = None
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor | None
@@ -59,6 +62,8 @@ class RowCoder:
         return self.keys.encode(turn(keys, self.layout, start, padding, is_back=True))
 
     def _encode_values(self, values: torch.Tensor) -> torch.Tensor:
+        if self.value_mean is not None:
+            values = values.float() - self.value_mean.float()[:, :, None]
         if is_coded_by_triton(values, self.values.quantizer):
             from .triton_coding import encode_values
 
@@ -79,7 +84,8 @@ class RowCoder:
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Values `[B, H, T, D]`, float32, of rows."""
-        return self.values.decode_rotated(rows)
+        values = self.values.decode_rotated(rows)
+        return values if self.value_mean is None else values + self.value_mean.float()[:, :, None]
 
     @property
     def row_sizes(self) -> tuple[int, int]:
@@ -90,10 +96,13 @@ class RowCoder:
         """Everything stored."""
         for table in (self.keys, self.values):
             yield from (tensor for _, tensor in table.named_tensors())
+        if self.value_mean is not None:
+            yield self.value_mean
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCoder":
         """The same with `function` applied to every tensor."""
-        return RowCoder(self.keys.map(function), self.values.map(function), self.layout)
+        mean = None if self.value_mean is None else function(self.value_mean)
+        return RowCoder(self.keys.map(function), self.values.map(function), self.layout, mean)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,8 @@ from .quantizers import QUANTIZERS, Quantizer, unshrunk
 
 _SCALE_STEPS = 16.0
 _SCALE_OFFSET = 128
+# As far as scales go: tokens may be larger still
+LAST_SCALE = 255
 # Numbers that are coded or decoded at a time
 _NUMBERS_AT_A_TIME = 2**18
 # Below that share of what it would be without error, `z.q` says nothing
@@ -199,7 +201,7 @@ def order_dtype(head_dim: int) -> torch.dtype:
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A scale `[B, H, T, 1, 1]` as it comes back, and the byte that it is stored as."""
     steps = (scale.clamp(min=1e-6).log2() * _SCALE_STEPS).round() + _SCALE_OFFSET
-    stored = steps.nan_to_num(0).clamp(0, 255).to(torch.uint8)
+    stored = steps.nan_to_num(0).clamp(0, LAST_SCALE).to(torch.uint8)
     return scale_of(stored), stored
 
 

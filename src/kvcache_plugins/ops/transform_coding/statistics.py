@@ -21,6 +21,14 @@ from .rows import RowTable, order_dtype
 
 # Tokens that tell layouts apart
 _NUM_NEWEST = 256
+# Of a head's mean square: what varies of values, and in the median channel of keys, where a prompt hardly does. Of
+# ordinary text that is .44 and .019 at least, of a repeated token 1e-4 and 1e-8 at most
+_STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
+# Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
+# as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
+_LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
+# Of float16; nothing is divided by 0
+_TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
 
@@ -139,28 +147,38 @@ def key_table_of_layout(
     """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     keys = layout.rotate(keys, angles.cosines, -angles.sines)
-    mean = torch.einsum("bhtd,bt->bhd", keys, share).half()
+    mean = torch.einsum("bhtd,bt->bhd", keys, share).clamp(-_LARGEST, _LARGEST).half()
     centred = keys - mean.float()[:, :, None]
     variance = torch.einsum("bhtd,bt->bhd", centred * centred, share)
-    energy = variance
-    if moments is not None:
-        energy = variance * _turned_back(moments, number, layout, angles, share)
-    energy, order = energy.sort(dim=-1, descending=True)
-    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    queried = 1.0 if moments is None else _turned_back(moments, number, layout, angles, share)
+    # How keys vary that hardly do tells layouts apart, but says nothing of those to come
     distortions = QUANTIZERS[quantizer].distortions
-    widths = allocate_widths(by_block, total, distortions)
+    error = _allocate(variance * queried, total, distortions)[2]
+    size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
+    is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
+    variance = variance.maximum(torch.where(is_steady, _LEAST_OF_STEADY, _LEAST_OF_CHANNEL) ** 2 * size)
+    order, widths, _ = _allocate(variance * queried, total, distortions)
     table = RowTable(
         order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
-        deviation=variance.sqrt().half(),
+        deviation=variance.sqrt().clamp(_TINY, _LARGEST).half(),
         widths=widths.to(torch.uint8),
         row_size=1 + total,
         head_dim=keys.shape[3],
         is_weighted=True,
         quantizer=quantizer,
     )
-    error = expected_distortion(by_block, widths, distortions)
     return table, error.clamp(min=torch.finfo(error.dtype).tiny).log().sum()
+
+
+def _allocate(
+    energy: torch.Tensor, total: int, distortions: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The order of channels of energies `[B, H, D]`, widths of their blocks, and the error `[B, H]` to be expected."""
+    energy, order = energy.sort(dim=-1, descending=True)
+    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    widths = allocate_widths(by_block, total, distortions)
+    return order, widths, expected_distortion(by_block, widths, distortions)
 
 
 def _turned_back(
@@ -177,18 +195,44 @@ def _turned_back(
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
 
-def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
+def steady_mean(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
+    """
+    The mean `[B, H, D]`, float16, of states `[B, H, T, D]` in heads that hardly vary, as where a prompt repeats one
+    token: their errors are the same in all tokens, so that sums do not lose them. 0 in other heads, and `None` if
+    there are only such.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, on a device that holds data.
+        valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
+    """
+    share, states = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1), states.float()
+    mean = torch.einsum("bhtd,bt->bhd", states, share)
+    varying = torch.einsum("bhtd,bt->bh", (states - mean[:, :, None]).square(), share)
+    is_steady = varying < _STEADY_VALUES * torch.einsum("bhtd,bt->bh", states.square(), share)
+    return (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half() if bool(is_steady.any()) else None
+
+
+def make_value_table(
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    total: int,
+    quantizer: str = "lloyd-max",
+    mean: torch.Tensor | None = None,
+) -> RowTable:
     """
     The table of a prompt's rotated values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
+    `mean` `[B, H, D]` is what was taken off before they were rotated.
     """
     batch_size, num_heads, _, head_dim = values.shape
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt().half()
+    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
+    if mean is not None:
+        deviation = deviation.maximum(_LEAST_OF_STEADY * mean.float().square().mean(dim=2).sqrt())
     widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
     return RowTable(
         order=None,
         mean=None,
-        deviation=deviation[:, :, None],
+        deviation=deviation.clamp(_TINY, _LARGEST).half()[:, :, None],
         widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
         row_size=1 + total,
         head_dim=head_dim,

@@ -76,7 +76,14 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
     keys_of_rows, values_of_rows = (
         _coded_rows(side, table) for side, table in ((part.keys, part.coder.keys), (part.values, part.coder.values))
     )
-    return PartStep(prepare_rows(rows, keys_of_rows, values_of_rows, angles, **where))
+    mean = part.coder.value_mean
+
+    def add_mean(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        assert mean is not None
+        return output + total[..., None] * mean.float()[:, :, None, None]
+
+    finish = None if mean is None else add_mean
+    return PartStep(prepare_rows(rows, keys_of_rows, values_of_rows, angles, **where), finish)
 
 
 def _coded_rows(rows: torch.Tensor, table: RowTable) -> CodedRows:
