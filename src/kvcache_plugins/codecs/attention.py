@@ -1,18 +1,58 @@
-"""Attention over a cache whose tokens are rows of bytes and, some of them, exact."""
+"""Attention over a cache whose tokens are rows of bytes and, some of them, exact.
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+Legend: B batch, H key/value heads, T tokens, R bytes of a row.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.tiles import attend_tiles
 
-from .parts import CodedPart
+from .codec import Codec, Positions
 
 
 if TYPE_CHECKING:
     from kvcache_plugins.kernels.layer import PreparedCall
+
+# Dense float32 values of one tile stay within the processor's caches
+TILE_TOKENS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPart:
+    """
+    Tokens that are rows.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be room for more.
+        codec (`Codec`): what they mean.
+        positions (`Positions`): of the tokens.
+        length (`int`): tokens in use, T.
+        mask (`torch.Tensor`, *optional*): as in `CompressedPart`.
+        num_tokens (`torch.Tensor`, *optional*), kept (`dict[str, Any]`): the same.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    codec: Codec
+    positions: Positions
+    length: int
+    mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def tiles(self) -> Iterator[DensePart]:
+        """The same tile by tile, dense in float32."""
+        for first in range(0, self.length, TILE_TOKENS):
+            last = min(first + TILE_TOKENS, self.length)
+            keys = self.codec.decode_keys(self.keys[:, :, first:last], self.positions.after(first))
+            values = self.codec.decode_values(self.values[:, :, first:last])
+            yield DensePart(keys, values, last - first, slice_mask(self.mask, first, last))
 
 
 def attend(
@@ -40,7 +80,7 @@ def attend(
         parts = list(parts)
         # Without rows PyTorch's own steps are the fast ones
         if any(isinstance(part, CodedPart) for part in parts):
-            from .triton_attention import attend as attend_with_triton
+            from kvcache_plugins.kernels.triton_rows import attend as attend_with_triton
 
             return attend_with_triton(query, parts, num_key_value_heads, scale)
     tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,)))
