@@ -291,13 +291,13 @@ def test_check_can_fail(check: Check, sources: dict[str, str], complaint: str) -
 
 def test_checks_accept_what_is_allowed() -> None:
     sources = {
-        "kvcache_plugins.reports.memory": "from kvcache_plugins.codecs import quantization\nimport transformers",
+        "kvcache_plugins.reports.memory": "from kvcache_plugins.ops import quantization\nimport transformers",
         "kvcache_plugins.registry": "",
         "kvcache_plugins.gear.cache": "from kvcache_plugins.gear.config import GEARConfig",
         "kvcache_plugins.gear.config": "from kvcache_plugins.registry import register_cache",
         "kvcache_plugins.__init__": "from kvcache_plugins.gear import cache",
         "kvcache_plugins.eval.tasks": "import lm_eval\nfrom kvcache_plugins import create_cache",
-        "kvcache_plugins.codecs.quantization": "def f():\n    from kvcache_plugins.kernels import library",
-        "kvcache_plugins.kernels.library": "import kvcache_plugins.codecs.quantization",
+        "kvcache_plugins.ops.quantization": "def f():\n    from kvcache_plugins.kernels import library",
+        "kvcache_plugins.kernels.library": "import kvcache_plugins.ops.quantization",
     }
     assert [violation for check in CHECKS for violation in check(sources)] == []
