@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.codecs.attention import CodedPart
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
+from kvcache_plugins.ops.row_attention import CodedPart
 
 
 SIDES = ("keys", "values")

@@ -68,7 +68,7 @@ def test_every_length_of_rows_is_warmed_up_once(captured, tiny_llama, random_win
         add(self, keys, values, start)
 
     def parts(self, stored, make=TransformLayer.step_parts):
-        step_parts.append(self.calibrated.row_sizes)
+        step_parts.append(self.fixed.row_sizes)
         return make(self, stored)
 
     monkeypatch.setattr(TransformLayer, "_add_rows", add_rows)

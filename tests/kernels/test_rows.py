@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from kvcache_plugins.codecs.attention import CodedPart, attend
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
@@ -13,6 +12,7 @@ from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.kernels.rows import prepare_rows
 from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.row_attention import CodedPart, attend
 
 
 TOLERANCE = 2e-5

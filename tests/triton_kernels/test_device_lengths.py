@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from kvcache_plugins.codecs import attention as transform_attention
 from kvcache_plugins.gear.fixed_storage import FixedForm
 from kvcache_plugins.gear.step_numbers import StepNumbers
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.ops import attention
+from kvcache_plugins.ops import row_attention as transform_attention
 from kvcache_plugins.registry import create_cache
 
 

@@ -28,13 +28,11 @@ import math
 import torch
 import triton
 
-from kvcache_plugins.ops.outliers import OUTLIER_TILE
-
 from .arguments import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
 from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
-from .outliers import number_table
+from .outliers import STORED_TILE, number_table
 from .partials import Launch, Partials
 from .splits import choose_tiles_per_split
 
@@ -171,7 +169,7 @@ def prepare(
         "PLANES": num_planes,
         "TOKENS_PER_STRETCH": stretch,
         # A tile that may begin within a stored one may reach into the next
-        "STORED_TILES": 1 if stretch % OUTLIER_TILE == 0 else 2,
+        "STORED_TILES": 1 if stretch % STORED_TILE.value == 0 else 2,
         "PARTS": 2 if query.dtype == torch.float32 else 1,
         "PACKED": packed,
         "BLOCK_R": block_rows,

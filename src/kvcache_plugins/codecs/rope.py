@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kvcache_plugins.ops.dispatch import choose_coding_kernel
+from kvcache_plugins.kernels.engine import choose_coding_kernel
 
 from .codec import Positions
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvcache_plugins.ops.dispatch import choose_coding_kernel
-from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.kernels.engine import choose_coding_kernel
 
 from .allocation import BLOCK
 from .basis import Basis
@@ -64,7 +64,7 @@ class RowTable:
         is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
         rope (`RotaryLayout`, *optional*): the rotary embedding that is undone first.
         is_rotated (`bool`, *optional*, defaults to `False`): whether a Hadamard matrix rotates them, see
-            `ops.rotation`.
+            `codecs.rotation`.
         basis (`Basis`, *optional*): in which they are coded.
         by_energy (`bool`): whether channels count by their energy in a scale that shrinks nothing, too.
         num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those of

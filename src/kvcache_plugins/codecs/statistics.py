@@ -7,22 +7,23 @@ query had been turned back by the angles of all keys in turn.
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, C layouts.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.codecs.rotation import rotate
 
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .codec import Positions
 from .quantizers import QUANTIZERS
-from .rope import RotaryLayout
+from .rope import RotaryLayout, undo_rope
 from .rows import RowCodec, RowTable, order_dtype
 
 
-# Tokens that tell layouts apart
+# Tokens that tell layouts apart, and which errors are shared
 _NUM_NEWEST = 256
 # Of a head's mean square: what varies of values, and in the median channel of keys, where a prompt hardly does. Of
 # ordinary text that is .44 and .019 at least, of a repeated token 1e-4 and 1e-8 at most
@@ -30,6 +31,8 @@ _STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
 # Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
 # as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
 _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
+# How much of the energy of errors has to be shared
+_LEAST_SHARED = 1 / 8
 # Of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
@@ -280,3 +283,53 @@ def replace_sequence(
     of_keys = of_keys.with_sequence(number, table)
     table = make_value_table(values, valid, of_values.row_size - 1, of_values.quantizer)
     return RowCodec((of_keys, of_values.with_sequence(number, table)))
+
+
+def without_shared_errors(
+    codec: RowCodec,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+    positions: Positions,
+) -> RowCodec:
+    """
+    Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
+    all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
+
+    Args:
+        codec (`RowCodec`): what made the rows, of tables made of these tokens.
+        rows (two `torch.Tensor` of shape `[B, H, T, R]`): of keys and of values.
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): what they were made of.
+        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count, all by default.
+        positions (`Positions`): of the tokens.
+    """
+    if keys.is_meta:
+        return codec
+    tail = max(keys.shape[2] - _NUM_NEWEST, 0)
+    counts = keys.new_ones(keys.shape[0], keys.shape[2], dtype=torch.float32) if valid is None else valid.float()
+    share = counts[:, tail:] / counts[:, tail:].sum(dim=1, keepdim=True).clamp(min=1)
+    key_table, value_table = codec.tables()
+    # What keys are before their rotary embedding is what their mean is added to
+    plain = dataclasses.replace(key_table, rope=None)
+    exact = undo_rope(keys[:, :, tail:].float(), codec.rope, positions.after(tail))
+    key_error = _shared_error(exact - plain.decode(rows[0][:, :, tail:]), share)
+    value_error = _shared_error(values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:]), share)
+    assert key_table.mean is not None
+    key_mean, value_mean = _added(key_table.mean, key_error), value_table.mean
+    if value_mean is not None or bool((value_error != 0).any()):
+        value_mean = _added(value_mean, value_error)
+    tables = dataclasses.replace(key_table, mean=key_mean), dataclasses.replace(value_table, mean=value_mean)
+    return RowCodec(tables)
+
+
+def _added(mean: torch.Tensor | None, error: torch.Tensor) -> torch.Tensor:
+    total = error if mean is None else mean.float() + error
+    return total.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _shared_error(errors: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The mean `[B, H, D]` of errors `[B, H, T, D]`, 0 in heads where it is little of them."""
+    mean = torch.einsum("bhtd,bt->bhd", errors, share)
+    energy = torch.einsum("bhtd,bt->bh", errors.square(), share)
+    return mean * (mean.square().sum(dim=2) > _LEAST_SHARED * energy)[:, :, None]

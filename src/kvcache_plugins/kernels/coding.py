@@ -15,8 +15,8 @@ from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
 from kvcache_plugins.codecs.codec import START, Positions
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowTable, scale_of
-from kvcache_plugins.ops.rotation import rotation_size
 
 from .layer import KINDS, MOST_CHANNELS, TILE
 from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run

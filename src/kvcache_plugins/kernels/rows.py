@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.codecs.attention import CodedPart
 from kvcache_plugins.codecs.basis import Basis
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotation_size
+from kvcache_plugins.ops.row_attention import CodedPart
 
 from .layer import BASIS_ROWS_PART, MOST_CHANNELS, ROWS_PART, TILE, AttentionCall
 from .library import ADDRESS, LONG, address_of, level

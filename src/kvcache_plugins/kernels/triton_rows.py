@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.attention import CodedPart
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rotation import hadamard_matrix, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.ops.kept_step import PartStep, attend_parts
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import hadamard_matrix, rotation_size
+from kvcache_plugins.ops.row_attention import CodedPart
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, has_pairs, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
 from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
@@ -84,11 +84,11 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
     }
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
     prepare = prepare_rows if keys.basis is None else prepare_basis
-    sides = (
+    coded_keys, coded_values = (
         CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
-    return PartStep(prepare(rows, *sides, angles, **where), finish)
+    return PartStep(prepare(rows, coded_keys, coded_values, angles, **where), finish)
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:

@@ -143,8 +143,8 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.fixed.tables.first]
-    own = sum(table.inverse.nbytes + table.widths.nbytes for table in tables)
+    tables = [table for layer in cache.layers for table in layer.fixed.tables()]
+    own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
     assert cache.stats()["calibration_bytes"] == stored + own

@@ -8,7 +8,7 @@ import torch
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.gear import calibrate_transform
-from kvcache_plugins.ops import dispatch
+from kvcache_plugins.kernels import engine
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -96,8 +96,8 @@ def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
 def test_the_choice(monkeypatch):
     states = torch.randn(1, 1, 1, 8)
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-    assert dispatch.choose_coding_kernel(states, 8) == "triton"
+    assert engine.choose_coding_kernel(states, 8) == "triton"
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
-    assert dispatch.choose_coding_kernel(states, 8) == "torch"
+    assert engine.choose_coding_kernel(states, 8) == "torch"
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
-    assert dispatch.choose_coding_kernel(states.to("meta"), 8) == "torch"
+    assert engine.choose_coding_kernel(states.to("meta"), 8) == "torch"

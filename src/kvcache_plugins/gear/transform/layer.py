@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_plugins.codecs.attention import CodedPart, attend, prepare_tokens
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence
+from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence, without_shared_errors
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.dispatch import choose_kernel
+from kvcache_plugins.ops.row_attention import CodedPart, attend, prepare_tokens
 
 from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
@@ -189,15 +189,19 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         if self.codec is None or self._waiting:
             # Nothing is made of what is refused
             check_finite(keys, values, valid, self.layer_idx, _LARGEST)
-        if self.codec is None:
+        is_new = self.codec is None
+        if is_new:
             start = self._begin(keys, values, padding, has_enough)
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
         assert self.codec is not None
         first = start + self._num_passed(length - start)
         tail = keys.shape[2] - (length - first)
-        rows = self.codec.encode(keys[:, :, tail:], values[:, :, tail:], Positions(first, self.padding))
+        coded, positions = (keys[:, :, tail:], values[:, :, tail:]), Positions(first, self.padding)
+        rows = self.codec.encode(*coded, positions)
         check_finite(keys, values, valid, self.layer_idx, _LARGEST, self._is_beyond(rows, first))
+        if is_new and self.fixed is None and isinstance(self.codec, RowCodec):
+            self.codec = without_shared_errors(self.codec, rows, *coded, self._counting(first), positions)
         if first > start:
             self.blocks, self._is_open = [], False
             self._forget_before(first)
@@ -213,11 +217,15 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             return None
         if start < self._prefix_stop:
             # What stands for padding, or is exact as well, may be anything
-            counts = self._valid_tokens(start, is_beyond.shape[1])
-            if self.prefix is not None:
-                counts = torch.arange(start, self._length, device=self.device) >= self.prefix.end[:, None]
+            counts = self._counting(start)
             is_beyond = is_beyond if counts is None else is_beyond & counts
         return is_beyond.any()
+
+    def _counting(self, start: int) -> torch.Tensor | None:
+        """Says which tokens from index `start` on are read as rows, `[B, T]`: neither padding nor of the prefix."""
+        if self.prefix is None:
+            return self._valid_tokens(start, self._length - start)
+        return torch.arange(start, self._length, device=self.device) >= self.prefix.end[:, None]
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""

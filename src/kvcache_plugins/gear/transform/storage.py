@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.codecs.attention import TILE_TOKENS
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.layers.token_rows import TokenRows
+from kvcache_plugins.ops.row_attention import TILE_TOKENS
 
 
 @dataclass(eq=False)

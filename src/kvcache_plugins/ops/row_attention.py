@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.tiles import attend_tiles
+from kvcache_plugins.codecs.codec import Codec, Positions
 
-from .codec import Codec, Positions
+from .masking import slice_mask
+from .parts import DensePart
+from .tiles import attend_tiles
 
 
 if TYPE_CHECKING:

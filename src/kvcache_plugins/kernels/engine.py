@@ -72,9 +72,9 @@ def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     return not (torch.is_grad_enabled() and query.requires_grad)
 
 
-def choose_compression_kernel(states: torch.Tensor) -> str:
+def choose_copy_kernel(states: torch.Tensor) -> str:
     """
-    The kernels that compress `states` and others on the same device: `"triton"` or `"torch"`.
+    Chooses what copies rows between pages and the device of `states`: `"triton"` or `"torch"`.
 
     On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
     """
@@ -85,7 +85,7 @@ def choose_compression_kernel(states: torch.Tensor) -> str:
     return _kernel_on(device_type, requested)[0]
 
 
-def choose_coding_kernel(tokens: torch.Tensor, head_dim: int) -> str:
+def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     """
     The kernels that code tokens of so many channels one by one, or decode them, given states or rows: `"compiled"`,
     `"torch"` or `"triton"`, which only codes.
@@ -131,7 +131,7 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     if reason is None:
         return wanted, False
     warnings.warn(
-        "attention over compressed or offloaded states and compression run in plain PyTorch instead of "
+        "attention over compressed or offloaded states and coding run in plain PyTorch instead of "
         f"`{wanted}`: {reason}",
         stacklevel=3,
     )
