@@ -15,7 +15,7 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.masking import slice_mask
 
 from .block_layer import BlockLayerMixin
-from .stored_block import BlockT
+from .storage import BlockT
 
 
 class ReplayableMixin(BlockLayerMixin[BlockT]):

@@ -6,7 +6,7 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.statistics import QueryMoments
-from kvcache_plugins.gear.layer_state import LayerState
+from kvcache_plugins.gear.storage import LayerState
 
 from .storage import CodedBlock
 
