@@ -221,24 +221,24 @@ class TestChoice:
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+            assert engine.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
 
     def test_kernels_that_are_asked_for_and_missing_warn_once(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+        monkeypatch.setattr(engine, "find_spec", lambda name: None)
         with pytest.warns(UserWarning, match="coding run in plain PyTorch.*Triton is not installed"):
-            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+            assert engine.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # The same warning, for attention
-            assert dispatch.choose_kernel(torch.randn(1, 1, 1, 8)) == ("torch", True)
+            assert engine.choose_kernel(torch.randn(1, 1, 1, 8)) == ("torch", True)
 
     def test_copies_by_kernels_have_no_gradients(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
         states = torch.randn(1, 1, 1, 8, requires_grad=True)
-        assert dispatch.choose_copy_kernel(states) == "torch"
+        assert engine.choose_copy_kernel(states) == "torch"
         with torch.no_grad():
-            assert dispatch.choose_copy_kernel(states) == "triton"
+            assert engine.choose_copy_kernel(states) == "triton"
 
     def test_without_kernels_it_warns_once_and_counts(self, monkeypatch):
         monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
