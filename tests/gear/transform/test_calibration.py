@@ -318,6 +318,7 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch
         assert divergence(model, each, window, together) < divergence(model, other, window, together)
 
 
+@pytest.mark.long
 def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, _ = gemma3
