@@ -223,7 +223,7 @@ def test_contract_catches(name: str, others: bool, contract_model: PreTrainedMod
     "make_cache",
     [
         pytest.param(ModularCache, marks=pytest.mark.long),
-        partial(ModularCache, layer_class=CompressedLayer),
+        pytest.param(partial(ModularCache, layer_class=CompressedLayer), marks=pytest.mark.long),
         SavableCache,
     ],
     ids=["dynamic", "compressed", "savable"],
