@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import RowTable
