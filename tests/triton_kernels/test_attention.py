@@ -341,7 +341,8 @@ def test_splits_do_not_matter():
     case = CASES["prompt-300"]
     outputs = []
     for num_sms in (1, 64):
-        query, partials, _, scale, _ = attend(Case(**{**vars(case), "num_heads": 3, "num_sms": num_sms}))
+        sizes = {"num_heads": 3, "chunk_length": 520, "num_sms": num_sms}
+        query, partials, _, scale, _ = attend(Case(**{**vars(case), **sizes}))
         outputs.append((partials.output.shape[2], combine([partials], [], query, scale)))
     assert outputs[0][0] != outputs[1][0]
     torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-4, atol=1e-5)
