@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
+# Before a table is made of a sequence that grows token by token, tokens whose queries are heard
+_NUM_HEARD = 32
 # So that what is squared, over deviations, is finite in float32
 _LARGEST = 2.0**30
 
@@ -61,6 +63,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
     """
 
     config: TransformConfig
+    num_heard = _NUM_HEARD
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -147,9 +150,11 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         """Until there is a table."""
         return self.calibrated is None and (self.coder is None or self._waiting)
 
-    def _is_buffer_full(self) -> bool:
-        # Of the first tokens no table is made until there are enough of them
-        return super()._is_buffer_full() and (self.coder is not None or self._length >= self._least_tokens)
+    @property
+    def _buffer_limit(self) -> int:
+        # Of the first tokens, all in the buffer, no table is made until there are enough of them
+        limit = self.config.residual_length
+        return limit if self.coder is not None else max(limit, self._least_tokens)
 
     @property
     def _least_tokens(self) -> int:
