@@ -405,6 +405,8 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
 
     def _exact_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of prefix and buffer."""
+        # Which keeps some beside
+        self._prepared = None
         if self.buffer is not None:
             yield from (("residual", tensor) for tensor in self.buffer.tensors())
         if self.prefix is not None:
