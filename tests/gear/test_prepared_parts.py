@@ -191,7 +191,7 @@ def test_inference_mode_and_gradients_take_turns(preset):
 @pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
 @torch.no_grad()
 def test_plain_tokens_are_there_for_whoever_asks(preset):
-    """Until something is compressed a layer holds two tensors, and nothing but time tells it from one that does not."""
+    """Until something is compressed a layer holds two tensors, which nothing but time tells."""
     layer, reference = make_layer(preset), make_layer(preset)
     for step, given in enumerate([tokens(5, torch.float32), *(tokens(1, torch.float32) for _ in range(40))]):
         expected, found = attend(reference, *given), attend(layer, *given)

@@ -174,7 +174,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PromptLayer.update`: here a token like the last one is stored, where there is nothing more to be done."""
+        """See `PromptLayer.update`: a token like the last one is stored here, if nothing more is to be done."""
         if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states)
         kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device

@@ -37,7 +37,7 @@ class ResidualBuffer:
         self.left: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes keys and values, with all their capacity, as the storage. The newest token may be still to be written."""
+        """Takes keys and values with all their capacity."""
         self.storage, self.capacity = (keys, values), keys.shape[2]
 
     @property
