@@ -165,9 +165,8 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
 
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All states, lazily; exact ones, where they are at hand."""
-        shapes, exact = map(self.states_shape, ("keys", "values")), None
-        if keys is not None and values is not None:
-            exact = keys, values
+        exact = None if keys is None or values is None else (keys, values)
+        shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
