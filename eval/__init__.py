@@ -13,5 +13,6 @@
 | `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
 | `results/` | JSON of what was measured |
 
-`lm_eval_model` is lm-eval's model `kvcache`. The commands' options and help are in `kvcache_plugins.cli`.
+`lm_eval_model` is lm-eval's model `kvcache`. A function that a command runs declares the command's
+options and help: `kvcache_plugins.cli` only names it.
 """
