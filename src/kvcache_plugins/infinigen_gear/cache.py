@@ -1,5 +1,6 @@
 """`InfiniGenGEARCache`: an InfiniGen cache whose layers hold codes."""
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -80,3 +81,15 @@ class InfiniGenGEARCache(InfiniGenCache):
 
     def _store(self, index: int) -> TokenStore:
         return CodedStore(self.infinigen_config, self.coding_config, index)
+
+
+def _signature() -> inspect.Signature:
+    """Names own options and InfiniGen's, so that a misspelt one is told before anything is built."""
+    own = inspect.signature(InfiniGenGEARCache).parameters.values()
+    inherited = inspect.signature(InfiniGenCache).parameters.values()
+    named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+    known = {parameter.name for parameter in named} | InfiniGenGEARCache.excluded_options
+    return inspect.Signature([*named, *(parameter for parameter in inherited if parameter.name not in known)])
+
+
+InfiniGenGEARCache.__signature__ = _signature()  # type: ignore[attr-defined]

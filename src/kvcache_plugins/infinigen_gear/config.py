@@ -1,8 +1,10 @@
 """What an `InfiniGenGEARCache` compresses to, validated once and immutable afterwards."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache_plugins.gear.config import SideConfig, largest_divisor
+from kvcache_plugins.infinigen import config as infinigen
 from kvcache_plugins.option_checks import check_choice, check_integer
 
 
@@ -60,3 +62,11 @@ class CodingConfig:
 def _codes_alone(side: str, nbits: int) -> SideConfig:
     """No outliers and no low rank: what is fetched token by token has to be of one token alone."""
     return SideConfig(side=side, nbits=nbits, backbone="kivi", sparsity=0.0, rank=0, decode_rank=0)
+
+
+def check_options(
+    *, key_nbits: int = 4, value_nbits: int = 4, q_group_size: int | None = None, **options: Any
+) -> None:
+    """Raises a `ValueError` for options of an `InfiniGenGEARCache` that no model makes right."""
+    CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
+    infinigen.check_options(**options)
