@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.contract.families.table import render_families
+from kvcache_plugins.eval.families.table import render_families
 
 from .benchmark_tables import (
     render_decode,

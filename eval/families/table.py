@@ -1,9 +1,11 @@
-"""What came out of a survey, as rows for a JSON file and as a Markdown table."""
+"""Results of a survey, as rows for a JSON file and as a Markdown table."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+from kvcache_plugins.eval.tables.markdown import make_markdown_table
 
 from .survey import FamilyResult
 
@@ -26,8 +28,8 @@ def render_families(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[f"`{row['family']}`", *(_CELLS[row["outcomes"][name]["status"]] for name in caches)] for row in tried]
     parts = [
         f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n",
-        _table(["cache", *_STATUSES], summary),
-        _table(["family", *(f"`{name}`" for name in caches)], lines),
+        make_markdown_table(["cache", *_STATUSES], summary),
+        make_markdown_table(["family", *(f"`{name}`" for name in caches)], lines),
         *_reasons(tried),
     ]
     untried = [f"- `{row['family']}`: {_one_line(row['dense'])}\n" for row in rows if row["dense"]]
@@ -52,7 +54,3 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
