@@ -1,4 +1,4 @@
-"""What `torch.compile` of the model brings a decode step: static shapes for Transformers' `StaticCache`, growing ones,
+"""Gain of a decode step by `torch.compile` of the model: static shapes for Transformers' `StaticCache`, growing ones,
 with a graph break a layer, for a compressed cache.
 
 kvcache-plugins bench compile --cache gear-2bit --text-file FILE

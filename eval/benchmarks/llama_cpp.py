@@ -53,7 +53,7 @@ _MOST_KL_F16, _MOST_KL, _MOST_ERROR = 0.01, 2.0, 0.3
 
 
 def llama_name(kv_type: str) -> str:
-    """What a row of llama.cpp is called."""
+    """Names a row of llama.cpp."""
     return f"llama.cpp {kv_type}"
 
 
@@ -136,7 +136,7 @@ def time_attention(
 
 
 def states_bytes(states: States, context: int, kv_type: str) -> int:
-    """What llama.cpp's cache holds of `context` tokens in a type."""
+    """Counts the bytes that llama.cpp's cache holds of `context` tokens in a type."""
     numbers = sum(side.shape[1] * side.shape[3] for layer in states for side in layer)
     return int(numbers * context * KV_TYPES[kv_type].bits / 8)
 

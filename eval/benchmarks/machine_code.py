@@ -130,7 +130,7 @@ def count(
 
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
-    """What would be launched on a GPU. Imported late, as Triton need not be there."""
+    """Prepares the launch that a GPU would run. Imported late, as Triton need not be there."""
     from kvcache_plugins.ops.transform_coding.triton_attention import prepare_part as prepare_rows
     from kvcache_plugins.ops.triton_attention import prepare_part
 

@@ -1,4 +1,4 @@
-"""What a decode step allocates beside the cache, and the peak of a whole process, for several caches.
+"""Bytes that a decode step allocates beside the cache, and the peak of a whole process, for several caches.
 
 A cache that decompresses a layer at every token holds less and allocates as much. So two numbers stand here beside the
 bytes held: the most that one decode step has alive at a time, from every tensor that PyTorch makes during it, and the

@@ -81,7 +81,7 @@ class Place:
 
     @property
     def dense_bytes(self) -> int:
-        """What a dense cache holds there, of all layers."""
+        """Counts the bytes of a dense cache there, of all layers."""
         heads = SHAPES[self.shape]
         states = 2 * heads.num_layers * heads.num_heads * heads.head_dim * self.batch_size * self.context
         return states * parse_dtype(self.dtype).itemsize

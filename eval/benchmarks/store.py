@@ -162,7 +162,7 @@ def benchmark_store(
 
 
 def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
-    """What visits begin with, `count` prompts in all."""
+    """Makes the beginnings of visits, `count` prompts in all."""
     kept = []
     for visit in visits:
         prompts = visit.prompts[:count]

@@ -1,5 +1,7 @@
 """`kvcache-plugins models`: which decoder families of the installed Transformers a cache works on."""
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any
@@ -9,10 +11,10 @@ import typer
 
 from kvcache_plugins.console.progress import track_progress
 from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.eval.tables.families import render_families
 from kvcache_plugins.registry import OptionValue, check_caches, create_cache, parse_cache_spec
 
-from .survey import Case, family_names, try_families
-from .table import render_families, result_rows
+from .survey import Case, FamilyResult, family_names, try_families
 
 
 # Rounding of another order of sums, carried through a few layers
@@ -46,6 +48,11 @@ def cases_of(specs: list[str]) -> dict[str, Case]:
         name, options = parse_cache_spec(spec)
         cases[spec] = Case(make_cache=partial(create_cache, name, **options), limit=_LOSSY)  # type: ignore[arg-type]
     return cases
+
+
+def result_rows(results: Iterable[FamilyResult]) -> list[dict[str, Any]]:
+    """Makes a row for each family, as JSON has it."""
+    return [asdict(result) for result in results]
 
 
 def survey_families(

@@ -1,4 +1,4 @@
-"""What other methods are measured against: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
+"""Baselines of other methods: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What an `InfiniGenGEARCache` compresses to, validated once and immutable afterwards."""
+"""Options of how an `InfiniGenGEARCache` codes, validated once and immutable afterwards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +29,12 @@ class CodingConfig:
 
     @property
     def key(self) -> SideConfig:
-        """What keys are compressed to."""
+        """Options of the keys' codes."""
         return _codes_alone("key", self.key_nbits)
 
     @property
     def value(self) -> SideConfig:
-        """What values are compressed to."""
+        """Options of the values' codes."""
         return _codes_alone("value", self.value_nbits)
 
     @property

@@ -1,26 +1,18 @@
-"""Results of a survey, as rows for a JSON file and as a Markdown table."""
+"""Markdown table of a survey of decoder families."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcache_plugins.eval.tables.markdown import make_markdown_table
-
-from .survey import FamilyResult
+from .markdown import make_markdown_table
 
 
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 _CELLS = {"works": "works", "reads dense": "reads dense", "refuses": "refuses", "fails": "FAILS"}
 
 
-def result_rows(results: Iterable[FamilyResult]) -> list[dict[str, Any]]:
-    """A row for each family, as JSON has it."""
-    return [asdict(result) for result in results]
-
-
 def render_families(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many families do what, the families, why they refuse or fail, and which ones were not tried and why."""
+    """Counts what families do, and lists them with reasons: of refusals, failures and families not tried."""
     tried = [row for row in rows if not row["dense"]]
     caches = list(dict.fromkeys(name for row in tried for name in row["outcomes"]))
     counts = {name: Counter(row["outcomes"][name]["status"] for row in tried) for name in caches}
