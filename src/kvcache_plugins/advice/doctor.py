@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
 from kvcache_plugins.models.reference_model import converted_folder
-from kvcache_plugins.ops.dispatch import choose_compression_kernel, explain_kernel, requested_kernel
+from kvcache_plugins.ops.dispatch import choose_coding_kernel, explain_kernel, requested_kernel
 from kvcache_plugins.registry import create_cache, describe_caches
 
 
@@ -216,7 +216,7 @@ def find_in_kernels(kernels: list[dict[str, object]], triton: dict[str, str | No
                 advice = "unset KVCACHE_PLUGINS_KERNELS"
             yield Finding(severity="hint", what=what, advice=advice)
     if triton["status"] == "fails":
-        is_chosen = any("triton" in (kernel["attention"], kernel["compression"]) for kernel in kernels)
+        is_chosen = any("triton" in (kernel["attention"], kernel["coding"]) for kernel in kernels)
         advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
         what = f"Triton kernels do not run: {triton['detail']}"
         yield Finding(severity="error" if is_chosen else "hint", what=what, advice=advice)
@@ -304,12 +304,12 @@ def _launch_kernel(device: torch.device) -> None:
 
 def _kernels(device: str, check: bool) -> dict[str, object]:
     """Tells the kernels of a device, and why they are less than what was wanted or cannot run at all."""
-    found: dict[str, object] = {"device": device, "attention": None, "compression": None}
+    found: dict[str, object] = {"device": device, "attention": None, "coding": None}
     found |= {"reason": None, "error": None, "check": None}
     try:
         found["attention"], found["reason"] = explain_kernel(device)
         with silence():
-            found["compression"] = choose_compression_kernel(torch.empty(0, device=device))
+            found["coding"] = choose_coding_kernel(torch.empty(0, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
     if check:

@@ -1,5 +1,6 @@
 """Prompts that hardly vary, as where one token is repeated, and numbers beyond what scales reach."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,37 @@ def test_repeated_tokens_lose_little_more_than_text(smollm2, name, kernel):
         bound = 3 * divergence(ordinary[:, :300])
         for repeated in ("\n" * 700, " the" * 300, "." * 1200, " 0" * 300):
             assert divergence(tokenizer(repeated, return_tensors="pt").input_ids[:, :300]) <= bound
+
+
+def test_tokens_in_turn_have_no_error_in_common():
+    """Two tokens have two errors, which a sum over all of them keeps: it is their mean that goes."""
+    two = torch.randn(1, 2, 2, HEAD_DIM)
+    keys, values = torch.zeros(1, 2, PROMPT, HEAD_DIM), two.repeat(1, 1, PROMPT // 2, 1)
+    layer = make_layer(2)
+    feed(layer, keys, values)
+    error = (layer.materialize("values") - values)[:, :, 4:]
+    assert error.square().mean() > 0.01
+    assert error.mean(dim=2).square().mean() < 1e-4 * error.square().mean()
+
+
+def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
+    keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
+    values[1, :, :100] = 1e5
+    padded, alone = make_layer(), make_layer()
+    queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
+    feed(padded, keys, values, queries, padding=[0, 100])
+    feed(alone, keys[:1], values[:1], queries[:1])
+    assert padded._waiting and padded.coder.value_mean is None
+    torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
+
+
+def test_forks_of_a_steady_layer_go_their_own_ways():
+    layer, constant = make_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
+    feed(layer, constant, constant)
+    fork, step, query = copy.deepcopy(layer), (randn(12), randn(12)), torch.randn(1, 4, 12, HEAD_DIM)
+    assert torch.equal(feed(layer, *step, query), feed(fork, *step, query))
+    fork.crop(-12)
+    for _ in range(20):
+        feed(fork, constant[:, :, :1], constant[:, :, :1])
+    assert (fork.materialize("values") - 2).abs().max() < SCALE_PRECISION
+    assert (layer.materialize("values")[:, :, -12:] - 2).abs().max() > 1

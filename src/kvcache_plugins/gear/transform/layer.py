@@ -27,7 +27,7 @@ from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
-from .prompt_coder import make_prompt_coder, replace_item
+from .prompt_coder import make_prompt_coder, replace_item, without_shared_errors
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -185,7 +185,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         if self.coder is None or self._waiting:
             # Nothing is made of what is refused
             check_finite(keys, values, valid, self.layer_idx, _LARGEST)
-        if self.coder is None:
+        is_new = self.coder is None
+        if is_new:
             start = self._begin(keys, values, padding, has_enough)
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
@@ -194,6 +195,9 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         tail = keys.shape[2] - (length - first)
         rows = self.coder.encode(keys[:, :, tail:], values[:, :, tail:], first, self.padding)
         check_finite(keys, values, valid, self.layer_idx, _LARGEST, self._is_beyond(rows, first))
+        if is_new and isinstance(self.coder, RowCoder) and not keys.is_meta:
+            counts, coded = self._counting(first), (keys[:, :, tail:], values[:, :, tail:])
+            self.coder = without_shared_errors(self.coder, rows, *coded, counts, first, self.padding)
         if first > start:
             self.blocks, self._is_open = [], False
             self._forget_before(first)
@@ -208,12 +212,14 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             return None
         if start >= self._prefix_stop:
             return torch.maximum(scales[0].max(), scales[1].max()) == LAST_SCALE
-        # What stands for padding, or is exact as well, may be anything
-        counts = self._valid_tokens(start, scales[0].shape[2])
-        if self.prefix is not None:
-            counts = torch.arange(start, self._length, device=self.device) >= self.prefix.end[:, None]
-        is_beyond = ((scales[0] == LAST_SCALE) | (scales[1] == LAST_SCALE)).any(dim=1)
+        counts, is_beyond = self._counting(start), ((scales[0] == LAST_SCALE) | (scales[1] == LAST_SCALE)).any(dim=1)
         return (is_beyond if counts is None else is_beyond & counts).any()
+
+    def _counting(self, start: int) -> torch.Tensor | None:
+        """Says which tokens from index `start` on are read as rows, `[B, T]`: neither padding nor of the prefix."""
+        if self.prefix is None:
+            return self._valid_tokens(start, self._length - start)
+        return torch.arange(start, self._length, device=self.device) >= self.prefix.end[:, None]
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""
