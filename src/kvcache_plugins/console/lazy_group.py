@@ -116,9 +116,9 @@ def read_function(target: str) -> Callable[..., Any] | None:
 
     def run(statement: ast.stmt) -> None:
         for node in ast.walk(statement):
-            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-            if is_read and node.id in statements and node.id not in namespace:
-                run(_only(statements[node.id], node.id))
+            read = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
+            if read in statements and read not in namespace:
+                run(_only(statements[read], read))
         code = ast.Module(body=[ast.fix_missing_locations(statement)], type_ignores=[])
         exec(compile(code, spec.origin or module, "exec", dont_inherit=True), namespace)
 
