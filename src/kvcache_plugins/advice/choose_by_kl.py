@@ -27,9 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.choice import PresetChoice
-from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.factory import create_gear
+from kvcache_plugins.gear.config import GEARConfig, PresetChoice
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.gear.transform.layer import TransformLayer
@@ -138,7 +136,7 @@ _CHUNK = 16
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class DensePrefill:
     """
-    What a dense cache and its model made of a prompt.
+    States and logits that a dense cache and its model made of a prompt.
 
     Attributes:
         layers (`list`): dense layers that hold the prefix.
@@ -365,7 +363,7 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
     for spec in default_candidates(prompt.model) if candidates is None else candidates:
         name, own = parse_cache_spec(spec)
         # Only these are known to do nothing to the model, whose weights tell its calibration
-        is_gear = check_cache(name).load_factory() is create_gear
+        is_gear = check_cache(name).load_factory() is GEARCache
         cache = create_cache(name, prompt.model if is_gear else prompt.config, **{**options, **own})
         if not isinstance(cache, GEARCache):
             raise ValueError(
