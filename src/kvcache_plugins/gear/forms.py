@@ -4,7 +4,6 @@ The default is the best balance of bytes and KL that was measured. Whoever sets 
 bits, groups, low rank, outliers) means GEAR as in its paper.
 """
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.registry import unwrap_model
+from kvcache_plugins.user_warnings import warn_user
 
 from .config import GEARConfig
 from .transform.calibration import TransformCalibration
@@ -78,5 +78,5 @@ def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> Transf
     try:
         return find_calibration(unwrap_model(model), is_own=True)
     except ValueError as error:
-        warnings.warn(f"the cache goes without a calibration: {error}", stacklevel=5)
+        warn_user(f"the cache goes without a calibration: {error}")
         return None
