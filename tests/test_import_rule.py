@@ -25,7 +25,7 @@ METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
     {"files", "option_checks", "lazy_imports", "user_warnings"},
     {"registry", "models", "triton_kernels"},
-    {"ops", "kernels"},
+    {"codecs", "ops", "kernels"},
     {"layers"},
     {"reports"},
     {*METHODS, "contract", "custom_generate"},

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.decomposition import decompose
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +128,7 @@ def reconstruct(keys: torch.Tensor, *, rank: int, sparsity: float) -> torch.Tens
         low_rank_recent_ratio=1.0,
     )
     torch.manual_seed(42)
-    states = decompose(keys[None, None, None], None, config.key, config.key_grouping(keys.shape[1]), rank, 3)
+    states, _ = config.codec(keys.shape[1], keys.shape[1]).keys.encode(keys[None, None, None], is_prompt=True)
     return states.dequantize_tile(slice(0, 1), slice(0, keys.shape[0])).reshape(keys.shape)
 
 

@@ -19,6 +19,7 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
@@ -27,7 +28,6 @@ from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.storage import CodedBlock
-from kvcache_plugins.ops.compressed_states import TENSOR_NAMES
 from kvcache_plugins.ops.parts import CompressedPart
 from kvcache_plugins.ops.transform_coding.parts import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches

@@ -107,8 +107,6 @@ FULL = Plan(
         "tests/triton_kernels/test_code_rows.py",
         "tests/triton_kernels/test_code_basis.py",
         "tests/gear/transform/test_coding_kernels.py",
-        "tests/triton_kernels/test_compression.py",
-        "tests/ops/test_triton_compression.py",
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),

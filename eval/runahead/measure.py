@@ -20,11 +20,10 @@ from transformers import DynamicCache
 
 from kvcache_plugins.kv_runahead.chain import Chain
 from kvcache_plugins.kv_runahead.communication import Neighbours
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel
+from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing
 from kvcache_plugins.kv_runahead.exchange import PrefixExchange
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
 from kvcache_plugins.kv_runahead.operations import bytes_of_token
-from kvcache_plugins.kv_runahead.planning import planned
+from kvcache_plugins.kv_runahead.partition import planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
 from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes

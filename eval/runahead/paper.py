@@ -7,10 +7,10 @@ models are scaled by their shapes.
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
-from kvcache_plugins.kv_runahead.planning import planned
-from kvcache_plugins.kv_runahead.time_to_first_token import predict_tsp_ttft, predict_ttft
+from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel, Link, Timing, predict_ttft
+from kvcache_plugins.kv_runahead.partition import planned
+
+from .tsp import predict_tsp_ttft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,9 @@ import torch
 
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.console.tables import open_console
-from kvcache_plugins.kv_runahead.cost import CostModel
-from kvcache_plugins.kv_runahead.grid_search import searched
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
+from kvcache_plugins.kv_runahead.partition import searched
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
-from kvcache_plugins.kv_runahead.time_to_first_token import predict_ttft
 
 from .measure import (
     ModelFacts,

@@ -18,13 +18,12 @@ import typer
 
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.console.tables import make_table, open_console
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
-from kvcache_plugins.kv_runahead.planning import planned
-from kvcache_plugins.kv_runahead.time_to_first_token import predict_tsp_ttft, predict_ttft
+from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_ttft
+from kvcache_plugins.kv_runahead.partition import planned
 
 from .measure import THROTTLED, TSP
 from .paper import FITTED, MODELS, cost_of, paper_rows
+from .tsp import predict_tsp_ttft
 
 
 # Below it launching kernels, not computing, is what the paper's GPUs spent their time with

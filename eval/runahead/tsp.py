@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins.kv_runahead.chain import Chain
 from kvcache_plugins.kv_runahead.communication import Neighbours
+from kvcache_plugins.kv_runahead.cost import CostModel, Link
 from kvcache_plugins.kv_runahead.exchange import PrefixExchange
 from kvcache_plugins.kv_runahead.output import RunaheadOutput
 from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
@@ -117,3 +118,14 @@ def tsp_prefill(
         "entries_sent": exchange.entries_sent,
     }
     return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)
+
+
+def predict_tsp_ttft(
+    length: int, num_ranks: int, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
+) -> float:
+    """Simulates the seconds of TSP, where all ranks wait for the slowest in every layer. Arguments: `predict_ttft`."""
+    share = length / num_ranks
+    # Around a ring: each rank passes on the share of every other
+    num_messages = (num_ranks - 1) * (num_ranks if link.shared else 1)
+    gathering = num_messages * link.seconds(share * bytes_per_token)
+    return cost.seconds(share, length - share) + num_layers * gathering

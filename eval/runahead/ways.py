@@ -9,10 +9,8 @@ import typer
 
 from kvcache_plugins.console.progress import track_progress
 from kvcache_plugins.eval.harness.timing import spread
-from kvcache_plugins.kv_runahead.cost import CostModel
-from kvcache_plugins.kv_runahead.measurements import Link
-from kvcache_plugins.kv_runahead.partition import predicted, resolve_partition
-from kvcache_plugins.kv_runahead.slices import even
+from kvcache_plugins.kv_runahead.cost import CostModel, Link
+from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable
 
 from .measure import (

@@ -29,7 +29,7 @@ from .benchmark_tables import (
 from .gpu_tables import render_batch, render_offloading
 from .llama_cpp_tables import render_llama_cpp
 from .markdown import render_fidelity
-from .measure_tables import render_lm_eval, render_perplexity, render_retrieval
+from .measure_tables import render_lm_eval, render_perplexity, render_repeated_tokens, render_retrieval
 from .overview import render_overview
 from .runahead_tables import render_runahead, render_simulation
 from .shape_tables import render_shapes
@@ -78,6 +78,7 @@ def render_result(results: Path, name: str) -> str:
         "overview": render_overview,
         "perplexity": render_perplexity,
         "lm-eval": render_lm_eval,
+        "repeated-tokens": render_repeated_tokens,
         "runahead": render_runahead,
         "runahead-simulation": render_simulation,
     }

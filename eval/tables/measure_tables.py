@@ -45,3 +45,20 @@ def render_lm_eval(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     return make_markdown_table(head, cells)
+
+
+def render_repeated_tokens(rows: Sequence[Mapping[str, Any]]) -> str:
+    """KL of both kinds; in bold what is above 3 times that of text."""
+    tables = []
+    for column, title in (("behind", "Behind the prompt"), ("decoded", "Decoded behind it")):
+        bounds = {name: 3 * kl for row in rows if row["prompt"] == "text" for name, kl in row[column].items()}
+        cells = [
+            [
+                row["prompt"],
+                str(row["tokens"]),
+                *(f"**{kl:.4f}**" if kl > bounds[name] else f"{kl:.4f}" for name, kl in row[column].items()),
+            ]
+            for row in rows
+        ]
+        tables.append(make_markdown_table([title, "tokens", *(f"`{name}`" for name in bounds)], cells))
+    return "\n".join(tables)

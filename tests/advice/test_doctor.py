@@ -97,7 +97,7 @@ def test_kernels_are_what_dispatch_chooses() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert kernel["attention"] == dispatch.choose_kernel(query)[0]
-            assert kernel["compression"] == dispatch.choose_compression_kernel(query)
+            assert kernel["coding"] == dispatch.choose_coding_kernel(query)
 
 
 def test_people_are_told_the_same() -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
 from kvcache_plugins.infinigen.scoring_columns import ScoringColumns
 from kvcache_plugins.infinigen.selection import Ends, select_tokens
-from kvcache_plugins.ops.quantization import pack
 
 
 NOTHING = torch.empty(1, 1, 1, 0)

@@ -99,7 +99,7 @@ def test_a_copy_goes_on_alike(tiny_model) -> None:
     ("options", "message"),
     [
         ({"key_nbits": 3}, r"`key_nbits` has to be one of \[2, 4, 8\]"),
-        ({"value_nbits": 5}, r"`value_nbits`/`nbits` has to be one of \[2, 3, 4, 8\]"),
+        ({"value_nbits": 5}, r"`value_nbits` has to be one of \[2, 3, 4, 8\]"),
         ({"q_group_size": 0}, "`q_group_size` has to be an integer of at least 1 or None"),
         ({"scoring_nbits": 4}, "`scoring_nbits`"),
         ({"pool_tokens": 100}, "`pool_tokens`"),

@@ -39,8 +39,8 @@ def quantized(keys: torch.Tensor, nbits: int, group_size: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [128, 131, 63, 1])
 def test_keys_are_grouped_from_their_end(count: int, nbits: int) -> None:
     keys = states(2, 3, count, 20)
-    stored = GroupedKeys(CodingConfig(key_nbits=nbits, value_nbits=4, q_group_size=None).key, 64)
-    stored.add(stored.encode(keys), count)
+    stored = GroupedKeys(CodingConfig(key_nbits=nbits, value_nbits=4, q_group_size=None).key_codec(keys.shape[3]))
+    stored.add(stored.encode(keys)[0], count)
     slots = torch.arange(count).expand(2, 3, -1)
     first = count % 64
     expected = torch.cat(
@@ -55,17 +55,17 @@ def test_keys_are_grouped_from_their_end(count: int, nbits: int) -> None:
 
 @pytest.mark.parametrize("nbits", [2, 4, 8])
 def test_scores_are_products_with_the_decoded_keys(nbits: int, every_scoring_kernel: str) -> None:
-    stored = GroupedKeys(CodingConfig(key_nbits=nbits, value_nbits=4, q_group_size=None).key, 64)
+    stored = GroupedKeys(CodingConfig(key_nbits=nbits, value_nbits=4, q_group_size=None).key_codec(48))
     keys, query = states(2, 3, 200, 48), states(2, 3, 2, 48, seed=1)
     # An offset of a channel that is far larger than what tells tokens apart
     keys[..., 5] += 30
     slots = torch.arange(200).expand(2, 3, -1)
     for start, stop in ((0, 70), (70, 134), (134, 200)):
-        stored.add(stored.encode(keys[:, :, start:stop]), stop - start)
+        stored.add(stored.encode(keys[:, :, start:stop])[0], stop - start)
         if stop == 70:
             # Dropped in the middle of a group, and written anew
             stored.truncate(40)
-            stored.add(stored.encode(keys[:, :, 40:70]), 30)
+            stored.add(stored.encode(keys[:, :, 40:70])[0], 30)
     decoded = stored.decode(slots)
     assert (decoded - keys).abs().max() < {2: 2.5, 4: 0.5, 8: 0.05}[nbits]
     expected = query @ decoded.transpose(2, 3)
@@ -77,16 +77,17 @@ def test_scores_are_products_with_the_decoded_keys(nbits: int, every_scoring_ker
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 64), (80, 16), (24, 8)])
 @pytest.mark.parametrize("nbits", [2, 3, 4, 8])
 def test_values_are_rows_that_need_no_other(nbits: int, head_dim: int, group_size: int) -> None:
-    rows = ValueRows(CodingConfig(key_nbits=4, value_nbits=nbits, q_group_size=None).value, head_dim, group_size)
+    rows = ValueRows(CodingConfig(key_nbits=4, value_nbits=nbits, q_group_size=group_size).value_codec(head_dim))
     values = states(2, 3, 50, head_dim)
-    encoded = rows.encode(values)
+    encoded, fits = rows.encode(values)
+    assert fits
     assert encoded.dtype == torch.uint8
     assert encoded.shape == (2, 3, 50, -(-head_dim * nbits // 8) + 4 * head_dim // group_size)
     step = (values.amax() - values.amin()) / (2**nbits - 1)
     assert (rows.decode(encoded) - values).abs().max() < step * 2
     order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
     assert torch.equal(rows.decode(encoded[:, :, order]), rows.decode(encoded)[:, :, order])
-    assert torch.equal(rows.encode(values[:, :, 7:9]), encoded[:, :, 7:9])
+    assert torch.equal(rows.encode(values[:, :, 7:9])[0], encoded[:, :, 7:9])
 
 
 @dataclass(frozen=True)

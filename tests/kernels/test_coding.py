@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.coding import Turn, decode_rows, encode_rows, turn_states
-from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding import trellis
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts

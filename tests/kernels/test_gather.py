@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels.gather import attend_rows, copy_rows
 from kvcache_plugins.kernels.library import levels_here
 from kvcache_plugins.kernels.selection import choose_heaviest, code_scores, largest
 from kvcache_plugins.ops import gather
-from kvcache_plugins.ops.quantization import pack
 
 
 FORGED = (-(2**63), -1, 64, 2**40)

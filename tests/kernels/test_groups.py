@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from kvcache_plugins.codecs.groups import CompressedStates
+from kvcache_plugins.codecs.outliers import OutlierPlaces, index_dtype, sort_into_tiles
+from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
 from kvcache_plugins.kernels import groups, library
 from kvcache_plugins.ops.attention import attend, prepare_tokens
-from kvcache_plugins.ops.compressed_states import CompressedStates
 from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.outliers import OutlierPlaces, index_dtype, sort_into_tiles
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
-from kvcache_plugins.ops.quantization import Grouping, pack, quantize
 
 
 @pytest.fixture(params=library.levels_here(), autouse=True)

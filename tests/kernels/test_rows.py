@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.kernels.rows import prepare_rows
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS

@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, TRIANGLE, CostModel
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.eval.runahead.tsp import predict_tsp_ttft
+from kvcache_plugins.kv_runahead.cost import RECTANGLE, TRIANGLE, CostModel, Link, Timing, predict_ttft, predict_ttfts
 from kvcache_plugins.kv_runahead.operations import bytes_of_token
-from kvcache_plugins.kv_runahead.time_to_first_token import (
-    dot_products,
-    entries_transferred,
-    predict_tsp_ttft,
-    predict_ttft,
-    predict_ttfts,
-)
 
 
 COST = CostModel(fixed=0.01, per_token=1e-4, per_pair=2e-8, triangle=0.6, projection_share=0.2)
@@ -162,27 +155,13 @@ def test_bytes_of_a_token(tiny_model) -> None:
     assert bytes_of_token(model.config, torch.bfloat16) == 2 * 2 * 32 * 2
 
 
-def test_toy_of_the_paper() -> None:
-    """Figures 4 and 5: nine tokens on three ranks."""
-    assert dot_products([4, 3, 2]) == (16, 21, 18)
-    assert entries_transferred([4, 3, 2]) == 22
-    # TSP: a third of the queries by all keys; each rank is sent what two others have
-    assert 3 * 9 == 27
-    assert (3 - 1) * 9 * 2 == 36
-
-
-@given(share=st.integers(1, 500), num_ranks=st.integers(1, 9))
-def test_even_slices_send_half_of_what_tsp_does(share: int, num_ranks: int) -> None:
-    assert 2 * entries_transferred([share] * num_ranks) == 2 * (num_ranks - 1) * share * num_ranks
-
-
 def chain_by_hand(lengths: list[int], cost: CostModel, link: Link, bytes_per_token: int, num_layers: int) -> float:
     """The pipeline written as ranks live it, message by message."""
     done, link_free = [0.0] * len(lengths), [0.0] * len(lengths)
     for _ in range(num_layers):
         arrived = 0.0
         for rank, end in enumerate(itertools.accumulate(lengths)):
-            projecting = cost.projection_seconds(lengths[rank]) / num_layers
+            projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths[rank]) / num_layers
             ready = max(done[rank] + projecting, arrived)
             done[rank] = ready + cost.seconds(lengths[rank], end - lengths[rank]) / num_layers - projecting
             link_free[rank] = (

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel
-from kvcache_plugins.kv_runahead.measurements import Link
+from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel, Link, predict_ttft
 from kvcache_plugins.kv_runahead.partition import even, planned, predicted, resolve_partition, searched
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
-from kvcache_plugins.kv_runahead.time_to_first_token import predict_ttft
 
 
 # The paper's Llama 7B: timings of one A100, 32 layers, float16 keys and values of 4096 channels

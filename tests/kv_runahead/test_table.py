@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins.files.json_file import write_json_file
-from kvcache_plugins.kv_runahead.cost import CostModel
-from kvcache_plugins.kv_runahead.measurements import Link, Timing
+from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
 from kvcache_plugins.kv_runahead.partition import resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
 from kvcache_plugins.models.fingerprint import fingerprint

@@ -37,3 +37,15 @@ def test_padding_may_hold_anything():
 def test_no_tokens_and_no_data():
     check_finite(states()[:, :, :0], states()[..., :0], None, 0)
     check_finite(states().to("meta"), states().to("meta"), None, 0)
+
+
+def test_numbers_are_named_before_scales():
+    good, bad = torch.zeros(1, 1, 3, 4), torch.full((1, 1, 3, 4), torch.nan)
+    ends, reaches = torch.tensor(True), torch.tensor(False)
+    check_finite(good, good, None, 0, is_beyond=reaches)
+    with pytest.raises(ValueError, match="layer 3: tokens are too large"):
+        check_finite(good, good, None, 3, is_beyond=ends)
+    with pytest.raises(ValueError, match="layer 3: the values .* hold NaN"):
+        check_finite(good, bad, None, 3, is_beyond=ends)
+    # Not the scales of padding: whoever asks leaves them out
+    check_finite(good, bad, torch.zeros(1, 3, dtype=torch.bool), 3, is_beyond=reaches)

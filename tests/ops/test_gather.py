@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels import library
 from kvcache_plugins.ops import dispatch
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
-from kvcache_plugins.ops.quantization import pack
 
 
 KERNELS = ["torch", "compiled"]

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding import codebooks
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts

@@ -15,25 +15,16 @@ import torch
 
 NUM_PROMPTS, NUM_STEPS = 60, 300
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
-# At most so many kernels of each name. Keys and values differ where channels and tokens do. Sinks are hidden by a mask
-# where the first chunk holds them too, and left out of its codes
-_CODES = {"attend_kernel": 1, "combine_kernel": 1, "_quantize_channels_kernel": 1, "_quantize_tokens_kernel": 1}
-_OUTLIERS = {"_select_outliers_kernel": 2, "_store_outliers_kernel": 2, "_power_iteration_kernel": 1}
+# At most so many kernels of each name. Sinks are hidden by a mask where the first chunk holds them too
+_GROUPS = {"attend_kernel": 1, "combine_kernel": 1}
 MOST = {
-    "kivi-2bit": _CODES,
-    "gear-k3v2": _CODES | {"attend_kernel": 2, "_quantize_channels_kernel": 2, "_quantize_tokens_kernel": 2},
-    "gear-2bit": _CODES | _OUTLIERS,
-    "gear-4bit": _CODES | _OUTLIERS,
+    "kivi-2bit": _GROUPS,
+    "gear-k3v2": _GROUPS | {"attend_kernel": 2},
+    "gear-2bit": _GROUPS,
+    "gear-4bit": _GROUPS,
     # Of keys and of values
     "gear-t25": {"attend_kernel": 1, "combine_kernel": 1, "code_rows_kernel": 2},
 }
-# Of a batch with padding too: whether a chunk has any is another kernel for codes without outliers
-PADDED: dict[str, dict[str, int]] = {
-    "kivi-2bit": {"_quantize_channels_kernel": 2, "_quantize_tokens_kernel": 2},
-    "gear-2bit": {},
-}
-
-
 # A layer of rows compiles attention over them when it first attends to them, which is the first decode step
 AT_FIRST_STEP = {"gear-t25": ["attend_kernel", "combine_kernel"]}
 
@@ -104,8 +95,8 @@ def make_model():
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-MODES = [("gear-k3v2", ""), *((name, "padded") for name in PADDED), ("gear-t25", "warm")]
-# Of what the padded ones, or others, show too
+MODES = [("gear-k3v2", ""), ("kivi-2bit", "padded"), ("gear-2bit", "padded"), ("gear-t25", "warm")]
+# Of what others show too
 OTHER_MODES = [pytest.param(name, "", marks=pytest.mark.long) for name in MOST if name != "gear-k3v2"]
 
 
@@ -115,7 +106,7 @@ def test_lengths_do_not_matter(name, mode, run_compiling):
     counted = json.loads(run_compiling(name, mode))
     assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
     assert counted["kernels"].keys() == MOST[name].keys()
-    most = MOST[name] | (PADDED[name] if mode == "padded" else {})
+    most = MOST[name]
     assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
     assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
 

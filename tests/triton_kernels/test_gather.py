@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from kvcache_plugins.ops.quantization import pack
+from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
 from kvcache_plugins.triton_kernels.scores import score_codes
 

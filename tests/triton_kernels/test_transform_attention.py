@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import Cache
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
 from kvcache_plugins.ops.transform_coding.attention import attend
 from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS

@@ -32,7 +32,7 @@ from .arguments import has_outliers, join_chunks, side_arguments, side_packing, 
 from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
-from .outliers import number_table
+from .outliers import STORED_TILE, number_table
 from .partials import Launch, Partials
 from .splits import choose_tiles_per_split
 
@@ -45,8 +45,6 @@ _MIN_BLOCK_ROWS = 8
 # Rows times channels: what registers hold of the output
 _MAX_BLOCK_OUTPUT = 2048
 _BLOCK_ENTRIES = 64
-# Tokens whose outliers are stored together
-_OUTLIER_TILE = 64
 # Registers of a warp let so many programs share a multiprocessor
 PROGRAMS_PER_SM = 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
@@ -171,7 +169,7 @@ def prepare(
         "PLANES": num_planes,
         "TOKENS_PER_STRETCH": stretch,
         # A tile that may begin within a stored one may reach into the next
-        "STORED_TILES": 1 if stretch % _OUTLIER_TILE == 0 else 2,
+        "STORED_TILES": 1 if stretch % STORED_TILE.value == 0 else 2,
         "PARTS": 2 if query.dtype == torch.float32 else 1,
         "PACKED": packed,
         "BLOCK_R": block_rows,

@@ -14,7 +14,7 @@ class CompressedTensors(NamedTuple):
 
     Args:
         codes (`torch.Tensor` of shape `[B, H, M, L, P]`, uint8):
-            Codes packed by slabs, see `kvcache_plugins.ops.quantization`.
+            Codes packed by slabs, see `kvcache_plugins.codecs.quantization`.
         scale, zero (`torch.Tensor` of shape `[B, H, M, G, D]` or `[B, H or 1, M, L, G]`):
             A value is `zero + scale * code`. Float16, with the same strides, in the first shape for axis `"channel"`.
         low_rank_a, low_rank_b (`torch.Tensor` of shapes `[B, H, M, La, R]` and `[B, H, M, D, R]`, *optional*):

@@ -21,7 +21,7 @@ from .values import field_unit
 
 
 # Tokens whose outliers are stored together
-_STORED_TILE = tl.constexpr(64)
+STORED_TILE = tl.constexpr(64)
 # Where 0 stands in the table of numbers
 _ZERO = tl.constexpr(64)
 # Negative integers read as float16 are NaN and equal nothing
@@ -51,12 +51,12 @@ def load_bounds(offset_ptr, head, num_heads, first_token, limit, NUMBER: tl.cons
 
     A tile that begins within a stored one may reach into the next, which is the second that this is asked for.
     """
-    stored = first_token // _STORED_TILE + NUMBER
-    is_there = (NUMBER == 0) | (stored * _STORED_TILE < limit)
+    stored = first_token // STORED_TILE + NUMBER
+    is_there = (NUMBER == 0) | (stored * STORED_TILE < limit)
     slot = tl.where(is_there, stored, 0) * num_heads + head
     first = tl.load(offset_ptr + slot)
     last = tl.where(is_there, tl.load(offset_ptr + slot + 1), first)
-    return first, last, first_token - stored * _STORED_TILE
+    return first, last, first_token - stored * STORED_TILE
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Where the codes of which channels lie in a token's bytes, as the kernels take them apart.
 
-Codes are packed by slabs of channels (`kvcache_plugins.ops.quantization`), 3 bits as a plane of 2 and a plane of 1. A
+Codes are packed by slabs of channels (`kvcache_plugins.codecs.quantization`), 3 bits as a plane of 2 and one of 1. A
 kernel loads words of two bytes (of one where rows or slabs are odd or narrow) and takes a bit field of a word at a
 time: that is one code each of channels as far apart as words have bytes. All channels of a field share a group, so a
 row is loaded in pieces that no group's border cuts.

@@ -19,7 +19,7 @@ import torch
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
 from kvcache_plugins.models.reference_model import converted_folder
-from kvcache_plugins.ops.dispatch import choose_compression_kernel, explain_kernel
+from kvcache_plugins.ops.dispatch import choose_coding_kernel, explain_kernel
 from kvcache_plugins.registry import create_cache, describe_caches
 
 from .findings import find_in_kernels, find_in_models, find_in_packages, merge
@@ -102,12 +102,12 @@ def _launch_kernel(device: torch.device) -> None:
 
 def _kernels(device: str, check: bool) -> dict[str, object]:
     """What computes on a device, and why it is less than what was wanted or cannot run at all."""
-    found: dict[str, object] = {"device": device, "attention": None, "compression": None}
+    found: dict[str, object] = {"device": device, "attention": None, "coding": None}
     found |= {"reason": None, "error": None, "check": None}
     try:
         found["attention"], found["reason"] = explain_kernel(device)
         with silence():
-            found["compression"] = choose_compression_kernel(torch.empty(0, device=device))
+            found["coding"] = choose_coding_kernel(torch.empty(0, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
     if check:

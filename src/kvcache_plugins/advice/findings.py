@@ -57,7 +57,7 @@ def find_in_kernels(kernels: list[dict[str, object]], triton: dict[str, str | No
                 advice = "unset KVCACHE_PLUGINS_KERNELS"
             yield Finding(severity="hint", what=what, advice=advice)
     if triton["status"] == "fails":
-        is_chosen = any("triton" in (kernel["attention"], kernel["compression"]) for kernel in kernels)
+        is_chosen = any("triton" in (kernel["attention"], kernel["coding"]) for kernel in kernels)
         advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
         what = f"Triton kernels do not run: {triton['detail']}"
         yield Finding(severity="error" if is_chosen else "hint", what=what, advice=advice)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.quantization import pack, unpack
-from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.codecs.quantization import pack, unpack
+from kvcache_plugins.codecs.rotation import rotate
 
 from .token_coder import bytes_of_halves, halves_of_bytes
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.quantization import pack, packed_size, unpack
-from kvcache_plugins.ops.rotation import turn_by
+from kvcache_plugins.codecs.quantization import pack, packed_size, unpack
+from kvcache_plugins.codecs.rotation import turn_by
 
 from .sphere_codebooks import bounds_on_sphere, points_on_sphere, random_projection, random_rotation
 from .token_coder import bytes_of_halves, halves_of_bytes

@@ -52,7 +52,7 @@ def _kernels(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     triton = report["triton"]
     rows = [("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}")]
     for each in report["kernels"]:
-        found = f"attention by {each['attention']}, compression by {each['compression']}"
+        found = f"attention by {each['attention']}, coding by {each['coding']}"
         if each["check"] is not None:
             found += f"; agrees with plain PyTorch within {each['check']:.0e}"
         rows.append((f"kernels on {each['device']}", f"fails: {each['error']}" if each["error"] else found))

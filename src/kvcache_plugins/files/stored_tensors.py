@@ -25,6 +25,11 @@ class StoredTensors:
     def has(self, name: str) -> bool:
         return f"{self._prefix}{name}" in self._tensors
 
+    def size(self, name: str, dim: int) -> int:
+        """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
+        tensor = self._tensors.get(f"{self._prefix}{name}")
+        return 0 if tensor is None or tensor.dim() <= dim else tensor.shape[dim]
+
     def take(self, name: str, shape: Sequence[int | None], *dtypes: torch.dtype) -> torch.Tensor:
         """
         A tensor.

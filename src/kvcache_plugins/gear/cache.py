@@ -219,7 +219,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if isinstance(self.gear_config, TransformConfig):
             return layers
         for head_dim in sorted(head_dims(config)):
-            self.gear_config.validate_head_dim(head_dim, head_dim)
+            self.gear_config.codec(head_dim, head_dim)
         return layers
 
     @property
@@ -235,14 +235,14 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk,
             `layers_windowed` that are compressed and attend to a window, and `layers_left` as Transformers' own;
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
-            (each token once, however many items the batch has), `chunks_compressed`, `fused_compressions` (those of
-            them that kernels compressed), `attend_calls` (attentions over compressed states), `fused_calls` (those of
-            them by a fused kernel), `written_out_calls` (attentions over compressed states that the model computes
-            itself), `kernel_fallbacks` (those for which the kernel that was wanted could not be had), `dense_reads`
-            (sides made dense for something other than attention) and `prompts_without_mask` (prompts compressed
-            without having seen a mask). Only of a chosen cache `chosen_preset` (a `str`), its `chosen_kl`, the bound
-            `max_kl`, and `kl_by_preset` of all that were tried. Only with a calibration `calibration_bytes`, which
-            `memory()` has apart as `shared`.
+            (each token once, however many items the batch has), `chunks_compressed`, `attend_calls`
+            (attentions over compressed states), `fused_calls` (those of them by a fused kernel), `written_out_calls`
+            (attentions over compressed states that the model computes itself), `kernel_fallbacks` (those for which the
+            kernel that was wanted could not be had), `dense_reads` (sides made dense for something other than
+            attention) and `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen
+            cache `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were
+            tried.
+            Only with a calibration `calibration_bytes`, which `memory()` has apart as `shared`.
         """
         layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
         new = TransformLayer(own, 0) if isinstance(own := self.gear_config, TransformConfig) else GEARLayer(own, 0)

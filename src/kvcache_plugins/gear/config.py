@@ -3,10 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvcache_plugins.ops.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.codecs.groups import GroupCodec, SideCodec, drop_step
+from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
-
-from .shortening import drop_step
 
 
 BACKBONES = ("kcvt", "kivi", "per-token")
@@ -200,8 +199,13 @@ class GEARConfig:
     def value_grouping(self, head_dim: int) -> Grouping:
         return Grouping("token", None if self.value.backbone == "kcvt" else self.channel_group(head_dim))
 
-    def validate_head_dim(self, key_head_dim: int, value_head_dim: int) -> None:
-        """Raises a `ValueError` if an option does not fit the model's head dimension."""
+    def codec(self, key_head_dim: int, value_head_dim: int) -> GroupCodec:
+        """
+        Returns the codec of heads of such dimensions.
+
+        Raises:
+            ValueError: if an option does not fit them.
+        """
         for side, head_dim in ((self.key, key_head_dim), (self.value, value_head_dim)):
             for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
                 if value > head_dim:
@@ -209,12 +213,28 @@ class GEARConfig:
                         f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got "
                         f"{value}"
                     )
-        grouped = [("key", self.key_grouping(key_head_dim), key_head_dim)]
-        grouped.append(("value", self.value_grouping(value_head_dim), value_head_dim))
-        for name, grouping, head_dim in grouped:
-            if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
-                accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
-                raise ValueError(
-                    f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen "
-                    f"`{name}_backbone`, but got {grouping.group_size}; accepted: {accepted} or None"
-                )
+        keys = self._side_codec(self.key, self.key_grouping(key_head_dim), key_head_dim, is_rotated=False)
+        values = self._side_codec(
+            self.value, self.value_grouping(value_head_dim), value_head_dim, is_rotated=self.rotate_values
+        )
+        return GroupCodec(keys=keys, values=values)
+
+    def _side_codec(self, side: SideConfig, grouping: Grouping, head_dim: int, *, is_rotated: bool) -> SideCodec:
+        if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
+            accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
+            raise ValueError(
+                f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen "
+                f"`{side.side}_backbone`, but got {grouping.group_size}; accepted: {accepted} or None"
+            )
+        return SideCodec(
+            side=side.side,
+            head_dim=head_dim,
+            nbits=side.nbits,
+            grouping=grouping,
+            sparsity=side.sparsity,
+            rank=side.rank,
+            decode_rank=side.decode_rank,
+            num_iterations=self.num_iterations,
+            recent_ratio=self.low_rank_recent_ratio,
+            is_rotated=is_rotated,
+        )

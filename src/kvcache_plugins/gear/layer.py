@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend, prepare_tokens
 from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.ops.parts import CompressedPart
 
-from .compression import compress_tokens, split_first_prompt
 from .config import GEARConfig
 from .layer_state import GEARLayerState
 from .replayable import ReplayableMixin
@@ -58,7 +59,6 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
-        "fused_compressions",
         "attend_calls",
         "fused_calls",
         "written_out_calls",
@@ -83,7 +83,7 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         self._open_block: CompressedBlock | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.config.validate_head_dim(key_states.shape[3], value_states.shape[3])
+        self.config.codec(key_states.shape[3], value_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
     def _attend_parts(
@@ -119,7 +119,8 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         num_chunks = buffer.length // chunk_length
         count = num_chunks * chunk_length
         states = buffer.keys[:, :, :count], buffer.values[:, :, :count]
-        block = self._compress(*states, self._exact_start, num_chunks, is_prompt=False)
+        valid = self._valid_tokens(self._exact_start, count)
+        block = self._compress(*states, valid, self._exact_start, num_chunks, is_prompt=False)
         if self._open_block is None:
             self._open_block = block
             self.blocks.append(block)
@@ -132,15 +133,63 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         if is_first:
             padding = None if self.padding is None else self.padding.tolist()
             start = self._num_left_out(keys.shape[2])
-            self.prefix, self.blocks = split_first_prompt(keys, values, padding, self.config, self.layer_idx, start)
+            self._store_first_prompt(keys, values, padding, start)
             self._held_start = start
-            for block in self.blocks:
-                self._count(block)
         else:
             self._compress_later_prompt()
             if not self.record_past:
                 self._let_go()
         self._open_block = None
+
+    def _store_first_prompt(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: list[int] | None, left_out: int
+    ) -> None:
+        """
+        Splits every sequence of a left-padded batch into exact first tokens and one block of compressed ones.
+
+        Sequences end together, so groups are counted back from the end: one is compressed the same alone and padded.
+        Exact are at least the sink tokens: where they stand in the first group, what it stores of them means nothing.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`): exact states of the whole prompt.
+            padding (`list[int]`, *optional*): padding tokens at the start of each sequence; none by default.
+            left_out (`int`): tokens at the beginning that are not stored, as they are out of a window.
+        """
+        config = self.config
+        keys, values = keys[:, :, left_out:], values[:, :, left_out:]
+        batch_size, length, device = keys.shape[0], keys.shape[2], keys.device
+        num_sinks = [config.num_sink_tokens - max(left_out - pad, 0) for pad in padding or [0] * batch_size]
+        padding = [max(pad - left_out, 0) for pad in padding or [0] * batch_size]
+        compressed_counts = [config.num_compressible(length - pad) for pad in padding]
+        exact_counts = [
+            max(length - pad - count, min(sinks, length - pad), 0)
+            for pad, count, sinks in zip(padding, compressed_counts, num_sinks, strict=True)
+        ]
+        start = torch.tensor(padding, device=device)
+        positions = torch.arange(length, device=device)
+        check_finite(keys, values, positions >= start[:, None], self.layer_idx)
+        blocks = []
+        first = length - max(compressed_counts)
+        if first < length:
+            first_valid = [pad + count for pad, count in zip(padding, exact_counts, strict=True)]
+            valid = None
+            if max(first_valid) > first:
+                # With its data even where states have none
+                on = torch.device("cpu") if keys.is_meta else device
+                valid = torch.arange(first, length, device=on) >= torch.tensor(first_valid, device=on)[:, None]
+            states = keys[:, :, first:], values[:, :, first:]
+            blocks.append(self._compress(*states, valid, left_out + first, 1, is_prompt=True))
+        self.blocks = blocks
+        if left_out and not any(padding) and not any(exact_counts):
+            return
+        num_slots = max(exact_counts)
+        slots = (start[:, None] + torch.arange(num_slots, device=device)).clamp(max=length - 1)[:, None, :, None]
+        exact_keys, exact_values = (
+            states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
+        )
+        is_uniform = left_out == 0 and not any(padding) and min(exact_counts) == num_slots
+        count = torch.tensor(exact_counts, device=device)
+        self.prefix = ExactPrefix(exact_keys, exact_values, start=left_out + start, count=count, is_uniform=is_uniform)
 
     def _num_left_out(self, count: int) -> int:
         """How many of the newest `count` tokens are not stored, as no query to come sees them; groups stay whole."""
@@ -159,7 +208,8 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         keys, values = keys[:, :, left_out:], values[:, :, left_out:]
         start = self._length - keys.shape[2]
         count = self.config.num_compressible(keys.shape[2])
-        block = self._compress(keys[:, :, :count], values[:, :, :count], start, 1, is_prompt=True)
+        valid = self._valid_tokens(start, count)
+        block = self._compress(keys[:, :, :count], values[:, :, :count], valid, start, 1, is_prompt=True)
         if left_out:
             self.blocks = []
             self._forget_before(start)
@@ -169,34 +219,42 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
             self._append(keys[:, :, count:], values[:, :, count:])
 
     def _compress(
-        self, keys: torch.Tensor, values: torch.Tensor, start: int, num_chunks: int, *, is_prompt: bool
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        start: int,
+        num_chunks: int,
+        *,
+        is_prompt: bool,
     ) -> CompressedBlock:
         """
-        A block of consecutive tokens `[B, H, tokens, D]` from position `start` on; changes nothing of what is stored.
-        """
-        valid = self._valid_tokens(start, keys.shape[2])
-        block = compress_tokens(
-            keys, values, valid, start, num_chunks, self.config, self.layer_idx, is_prompt=is_prompt
-        )
-        self._count(block)
-        return block
+        Makes a block of consecutive tokens `[B, H, tokens, D]` from position `start` on, of which those of `valid`
+        `[B, tokens]` are real; changes nothing of what is stored.
 
-    def _count(self, block: CompressedBlock) -> None:
-        self._counters["tokens_compressed"] += block.length
-        self._counters["chunks_compressed"] += block.num_chunks
-        self._counters["fused_compressions"] += block.is_fused * block.num_chunks
+        Raises:
+            ValueError: if states are not finite or exceed float16.
+        """
+        codec = self._codec()
+        try:
+            states = codec.encode(keys, values, valid, num_chunks=num_chunks, is_prompt=is_prompt)
+        except ValueError as error:
+            # The codec notices, and here it is said, what is not finite
+            check_finite(keys, values, valid, self.layer_idx)
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        self._counters["tokens_compressed"] += keys.shape[2]
+        self._counters["chunks_compressed"] += num_chunks
+        return CompressedBlock(*states, start=start, num_chunks=num_chunks, length=keys.shape[2])
+
+    def _codec(self) -> GroupCodec:
+        return self.config.codec(self._shapes["keys"][3], self._shapes["values"][3])
 
     def open_block(self) -> CompressedBlock:
         """See `ReplayableMixin.open_block`."""
         if self._open_block is None:
-            sizes = self.batch_size, self._shapes["keys"][1], self.config.residual_length
-            # Of a chunk of zeros, which all others are like
-            keys, values = (
-                torch.zeros(*sizes, self._shapes[side][3], dtype=self.dtype, device=self.device)
-                for side in ("keys", "values")
-            )
-            block = compress_tokens(keys, values, None, 0, 1, self.config, self.layer_idx, is_prompt=False)
-            block.start, block.length, block.num_chunks = self._exact_start, 0, 0
+            num_heads, length = self._shapes["keys"][1], self.config.residual_length
+            states = self._codec().blank(self.batch_size, num_heads, 1, length, self.device)
+            block = CompressedBlock(*states, start=self._exact_start, num_chunks=0, length=0)
             self._open_block = block
             self.blocks.append(block)
         return self._open_block

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
-from kvcache_plugins.ops.outlier_selection import num_outliers_per_side
 
 from .config import GEARConfig
 from .exact_snapshot import check_order, exact_tensors, exact_to_document, read_counters, read_exact_state, read_sizes
 from .layer_state import GEARLayerState
 from .storage import CompressedBlock
-from .stored_states import SideLayout, read_states
 
 
 _BLOCK_NUMBERS = ("start", "num_chunks", "length")
@@ -54,9 +53,9 @@ def layer_from_document(
         ValueError: if it is anything that no layer under these options can be.
     """
     sizes = read_sizes(document)
-    config.validate_head_dim(sizes["key_head_dim"], sizes["value_head_dim"])
+    codec = config.codec(sizes["key_head_dim"], sizes["value_head_dim"])
     blocks = [
-        _read_block(block, stored.below(f"blocks.{number}."), config, sizes)
+        _read_block(block, stored.below(f"blocks.{number}."), codec, sizes, config.residual_length)
         for number, block in enumerate(document.rows("blocks"))
     ]
     counters = read_counters(document.inner("counters"), counter_names)
@@ -65,43 +64,29 @@ def layer_from_document(
     document.finish()
     check_order(state, sliding_window)
     if state.is_open:
-        _check_open_block(state, config)
+        _check_open_block(state, codec, config.residual_length)
     return state
 
 
 def _read_block(
-    document: Document, stored: StoredTensors, config: GEARConfig, sizes: dict[str, int]
+    document: Document, stored: StoredTensors, codec: GroupCodec, sizes: dict[str, int], residual_length: int
 ) -> CompressedBlock:
     start, num_chunks = document.integer("start"), document.integer("num_chunks", 1)
     length = document.integer("length", 1)
     document.finish()
-    keys, values = (
-        read_states(
-            stored.below(f"{side}s."),
-            SideLayout.of(
-                f"{side}s", config, sizes["batch_size"], sizes["num_heads"], sizes[f"{side}_head_dim"], num_chunks
-            ),
-        )
-        for side in ("key", "value")
-    )
+    # Several chunks are all of decoded tokens
+    dims = sizes["batch_size"], sizes["num_heads"], num_chunks, residual_length if num_chunks > 1 else None
+    keys, values = (side.read(stored.below(f"{side.side}s."), *dims) for side in (codec.keys, codec.values))
     if values.chunk_length != keys.chunk_length or -(-length // keys.chunk_length) != num_chunks:
         raise ValueError(f"a block of {length} tokens does not fit {num_chunks} chunks of {keys.chunk_length}")
     return CompressedBlock(keys, values, start=start, num_chunks=num_chunks, length=length)
 
 
-def _check_open_block(state: GEARLayerState, config: GEARConfig) -> None:
+def _check_open_block(state: GEARLayerState, codec: GroupCodec, length: int) -> None:
     """Chunks of decoded tokens are written into the last block, which has to be of such."""
-    length = config.residual_length
     block = state.blocks[-1] if state.blocks else None
     if block is None or not block.is_full or block.chunk_length != length:
         raise ValueError("`is_open` asks for a last block of whole chunks")
-    num_channels = state.num_heads * state.key_head_dim, state.num_heads * state.value_head_dim
-    num_outliers = (
-        num_channels[0] * 2 * num_outliers_per_side(length, config.key.sparsity),
-        length * 2 * num_outliers_per_side(num_channels[1], config.value.sparsity),
-    )
-    for side, states, wanted in zip((config.key, config.value), (block.keys, block.values), num_outliers, strict=True):
-        shapes = {name: tensor.shape[3:] for name, tensor in states.named_tensors()}
-        found = shapes.get("low_rank_a", (length, 0)), shapes.get("outlier_values", (0,))
-        if found != ((length, side.decode_rank), (wanted,)):
+    for side, states in ((codec.keys, block.keys), (codec.values, block.values)):
+        if not side.is_of_decoded(states):
             raise ValueError(f"`is_open` asks for a last block of decoded tokens, but its {side.side}s are not")

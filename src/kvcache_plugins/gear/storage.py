@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.compressed_states import CHUNK_DIM, CompressedStates, tile_slices
-
-from .shortening import drop_step, drop_tokens, keep_tokens
+from kvcache_plugins.codecs.groups import CompressedStates, drop_step, drop_tokens, keep_tokens, tile_slices
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +27,6 @@ class CompressedBlock:
         start (`int`): position of the first token in the sequence, padding included.
         num_chunks (`int`): chunks in use.
         length (`int`): tokens in use, at most `num_chunks * chunk_length` (less after a crop).
-        is_fused (`bool`, *optional*, defaults to `False`): whether kernels compressed it, which caches count.
     """
 
     keys: CompressedStates
@@ -37,7 +34,6 @@ class CompressedBlock:
     start: int
     num_chunks: int
     length: int
-    is_fused: bool = False
 
     @property
     def chunk_length(self) -> int:
@@ -56,8 +52,7 @@ class CompressedBlock:
         new = block.num_chunks
         if self.num_chunks + new > self.keys.num_chunks:
             capacity = max(2 * self.keys.num_chunks * has_spare, self.num_chunks + new)
-            self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
-            self.values = _with_capacity(self.values, self.num_chunks, capacity)
+            self._resize(capacity)
         used = slice(self.num_chunks, self.num_chunks + new)
         for stored, added in ((self.keys, block.keys), (self.values, block.values)):
             tensors = dict(added.named_tensors())
@@ -70,20 +65,15 @@ class CompressedBlock:
         """Keeps the first `length` tokens, and of the storage whole chunks, or whole groups of a single chunk."""
         self.num_chunks = -(-length // self.chunk_length)
         self.length = length
+        self._resize(self.num_chunks)
         if self.num_chunks == 1:
             group = self.keys.grouping.group_size if self.keys.grouping.axis == "channel" else 1
             kept = self.chunk_length if group is None else -(-length // group) * group
-            self.keys = keep_tokens(_with_capacity(self.keys, 1, 1), kept)
-            self.values = keep_tokens(_with_capacity(self.values, 1, 1), kept)
-        else:
-            self.keys = _with_capacity(self.keys, self.num_chunks, self.num_chunks)
-            self.values = _with_capacity(self.values, self.num_chunks, self.num_chunks)
+            self.keys, self.values = keep_tokens(self.keys, kept), keep_tokens(self.values, kept)
 
     def give_room(self, num_tokens: int) -> None:
         """Moves to storage with room for so many tokens in all, and no less than are in use."""
-        capacity = max(-(-num_tokens // self.chunk_length), self.num_chunks)
-        self.keys = _with_capacity(self.keys, self.num_chunks, capacity)
-        self.values = _with_capacity(self.values, self.num_chunks, capacity)
+        self._resize(max(-(-num_tokens // self.chunk_length), self.num_chunks))
 
     def room(self) -> int:
         """For how many tokens in all there is room."""
@@ -114,28 +104,20 @@ class CompressedBlock:
     def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
         stored = {side: self.keys if side == "keys" else self.values for side in sides}
-        for chunks, tokens in tile_slices(self.keys, self.num_chunks):
-            left = self.length - chunks.start * self.chunk_length - tokens.start
-            if left <= 0:
-                return
-            yield {side: states.dequantize_tile(chunks, tokens)[:, :, :left] for side, states in stored.items()}
+        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
+            yield {
+                side: states.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side, states in stored.items()
+            }
 
     def map(self, function: TensorFunction) -> None:
         """Replaces every stored tensor by `function` of it."""
         self.keys, self.values = self.keys.map(function), self.values.map(function)
 
-
-def _with_capacity(states: CompressedStates, used: int, capacity: int) -> CompressedStates:
-    """A copy with room for `capacity` chunks, the first `used` of them kept."""
-
-    def resize(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        shape[CHUNK_DIM] = capacity
-        resized = tensor.new_zeros(shape)
-        resized[:, :, :used] = tensor[:, :, :used]
-        return resized
-
-    return states.map(resize)
+    def _resize(self, capacity: int) -> None:
+        """Moves the chunks in use to storage of their own for `capacity` chunks."""
+        self.keys, self.values = (
+            states.with_capacity(self.num_chunks, capacity) for states in (self.keys, self.values)
+        )
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.ops.dispatch import choose_compression_kernel
+from kvcache_plugins.ops.dispatch import choose_copy_kernel
 from kvcache_plugins.ops.gather import gather_rows
 from kvcache_plugins.ops.mapped_files import release
 
@@ -223,7 +223,7 @@ class TokenPool:
         Args:
             states (`torch.Tensor`): what comes from the pages or goes there, on the device that does it.
         """
-        if choose_compression_kernel(states) != "triton":
+        if choose_copy_kernel(states) != "triton":
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
         if self._addresses is not None and self._addresses[0] == pointers:

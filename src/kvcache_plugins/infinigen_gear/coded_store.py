@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.codecs.quantization import check_range
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.pool import TokenPool
 from kvcache_plugins.infinigen.selection import Selection
@@ -15,7 +16,6 @@ from kvcache_plugins.kernels.chosen import attend_chosen
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.ops.coded_tokens import CodedTokens, ValuePages
-from kvcache_plugins.ops.compression_choice import choose_steps
 from kvcache_plugins.ops.gather import choose_rows_kernel
 
 from .config import CodingConfig
@@ -51,8 +51,7 @@ class CodedStore(TokenStore):
         self._tokens: CodedTokens | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        head_dim = value_states.shape[3]
-        self._value_rows = ValueRows(self.coding.value, head_dim, self.coding.channel_group(head_dim))
+        self._value_rows = ValueRows(self.coding.value_codec(value_states.shape[3]))
         super().lazy_initialization(key_states, value_states)
 
     def add(
@@ -63,7 +62,7 @@ class CodedStore(TokenStore):
         padding: LeftPadding,
         queries: torch.Tensor | None = None,
     ) -> None:
-        grouped = self.scoring or GroupedKeys(self.coding.key, self.coding.token_group)
+        grouped = self.scoring or GroupedKeys(self.coding.key_codec(keys.shape[3]))
         # Before anything is stored: what does not fit float16 raises
         groups, rows = self._encode(grouped, keys, values, position, padding)
         # Of keys the pool holds nothing
@@ -80,17 +79,18 @@ class CodedStore(TokenStore):
         self, grouped: GroupedKeys, keys: torch.Tensor, values: torch.Tensor, position: int, padding: LeftPadding
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Groups of keys and rows of values, of tokens `[B, H, tokens, D or E]` from `position` on; stores nothing."""
-        steps = choose_steps(keys)
         real = padding.valid_tokens(position, keys.shape[2], self.device)
-        # Kernels notice by themselves what is not finite; then the states are looked at, to say what it was
-        if not steps.is_fused:
+        compressible = real
+        if self.sinks.are_from(position, padding):
+            # The codecs do not see keys that stay exact
             check_finite(keys, values, real, self.layer_idx)
-        compressible = self.sinks.others(keys, position, padding) if self.sinks.are_from(position, padding) else real
+            compressible = self.sinks.others(keys, position, padding)
+        groups, keys_fit = grouped.encode(keys, compressible)
+        rows, values_fit = self._value_rows.encode(values, real)
         try:
-            groups = grouped.encode(keys, compressible, steps)
-            rows = self._value_rows.encode(values, real, steps)
-            steps.check_range()
+            check_range(keys_fit, values_fit)
         except ValueError as error:
+            # The codecs notice, and here it is said, what is not finite
             check_finite(keys, values, real, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
         return groups, rows
@@ -135,7 +135,7 @@ class CodedStore(TokenStore):
         is_same = tokens is not None and tokens.keys is keys and tokens.values.pages is pages
         if tokens is None or not is_same or not tokens.sinks.is_same(sinks):
             rows = self._value_rows
-            values = ValuePages(pages, rows.head_dim, rows.config.nbits, rows.group_size)
+            values = ValuePages(pages, rows.codec.head_dim, rows.codec.nbits, rows.group_size)
             tokens = self._tokens = CodedTokens(keys, values, sinks)
         return tokens
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvcache_plugins.gear.config import SideConfig, largest_divisor
+from kvcache_plugins.codecs.groups import SideCodec
+from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.gear.config import largest_divisor
 from kvcache_plugins.option_checks import check_choice, check_integer
 
 
@@ -21,32 +23,30 @@ class CodingConfig:
 
     def __post_init__(self) -> None:
         check_choice("key_nbits", self.key_nbits, KEY_NBITS)
+        check_choice("value_nbits", self.value_nbits, SUPPORTED_NBITS)
         check_integer("q_group_size", self.q_group_size, 1, is_optional=True)
-        # Values' bits are checked with them
-        self.value  # noqa: B018
 
-    @property
-    def key(self) -> SideConfig:
-        """What keys are compressed to."""
-        return _codes_alone("key", self.key_nbits)
+    def key_codec(self, head_dim: int) -> SideCodec:
+        """Returns the codec of keys: no outliers and no low rank, as what is fetched has to be of one token alone."""
+        grouping = Grouping("channel", self.token_group)
+        return SideCodec(side="key", head_dim=head_dim, nbits=self.key_nbits, grouping=grouping)
 
-    @property
-    def value(self) -> SideConfig:
-        """What values are compressed to."""
-        return _codes_alone("value", self.value_nbits)
+    def value_codec(self, head_dim: int) -> SideCodec:
+        """
+        Returns the codec of values, the same.
+
+        Raises:
+            ValueError: if `q_group_size` does not divide the head dimension.
+        """
+        grouping = Grouping("token", self._channel_group(head_dim))
+        return SideCodec(side="value", head_dim=head_dim, nbits=self.value_nbits, grouping=grouping, is_rotated=True)
 
     @property
     def token_group(self) -> int:
         """Tokens that share a scale in a channel of the keys."""
         return self.q_group_size or DEFAULT_GROUP_SIZE
 
-    def channel_group(self, head_dim: int) -> int:
-        """
-        Channels of a value that share a scale.
-
-        Raises:
-            ValueError: if `q_group_size` does not divide the head dimension.
-        """
+    def _channel_group(self, head_dim: int) -> int:
         size = self.q_group_size or largest_divisor(head_dim, DEFAULT_GROUP_SIZE)
         if head_dim % size:
             accepted = [divisor for divisor in range(1, head_dim + 1) if head_dim % divisor == 0]
@@ -55,8 +55,3 @@ class CodingConfig:
                 "or None"
             )
         return size
-
-
-def _codes_alone(side: str, nbits: int) -> SideConfig:
-    """No outliers and no low rank: what is fetched token by token has to be of one token alone."""
-    return SideConfig(side=side, nbits=nbits, backbone="kivi", sparsity=0.0, rank=0, decode_rank=0)

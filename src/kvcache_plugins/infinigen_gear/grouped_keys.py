@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.gear.config import SideConfig
-from kvcache_plugins.gear.decomposition import decompose
+from kvcache_plugins.codecs.groups import SideCodec
+from kvcache_plugins.codecs.quantization import unpack
 from kvcache_plugins.infinigen.scoring import ScoringStates
 from kvcache_plugins.ops.coded_tokens import KeyGroups
-from kvcache_plugins.ops.compression_steps import CompressionSteps
 from kvcache_plugins.ops.grouped_scores import grouped_scores
-from kvcache_plugins.ops.quantization import Grouping, unpack
 
 
 class GroupedKeys(ScoringStates):
@@ -30,16 +28,16 @@ class GroupedKeys(ScoringStates):
     Keys of a layer in codes, with a step and a minimum for every channel of every group of tokens.
 
     Args:
-        config (`SideConfig`): what keys are compressed to: codes of 2, 4 or 8 bits alone, no rank and no outliers.
-        group_size (`int`): tokens of a group.
+        codec (`SideCodec`): what keys are compressed to: codes of 2, 4 or 8 bits alone, in groups of tokens.
     """
 
     # In groups, and less than elsewhere: spare ones are scored too
     growth = (1.125, 1)
 
-    def __init__(self, config: SideConfig, group_size: int):
+    def __init__(self, codec: SideCodec):
         super().__init__()
-        self.config, self.group_size = config, group_size
+        assert codec.grouping.group_size is not None
+        self.codec, self.group_size = codec, codec.grouping.group_size
         self._num_groups = 0
         # First slot of every run of tokens, and how far behind its slot a token's place is
         self._runs: list[tuple[int, int]] = []
@@ -55,22 +53,18 @@ class GroupedKeys(ScoringStates):
         self._groups = None
 
     def encode(  # type: ignore[override]
-        self, keys: torch.Tensor, valid: torch.Tensor | None = None, steps: CompressionSteps | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, keys: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """
         Compresses keys and stores nothing.
 
         Args:
             keys (`torch.Tensor` of shape `[B, H, tokens, D]`): the keys, any floating dtype.
             valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which of them may widen a range.
-            steps (`CompressionSteps`, *optional*): what computes, and is asked for its range by the caller.
 
         Returns:
-            `dict[str, torch.Tensor]`: codes `[B, H, groups, tokens of a group, bytes]`, steps and minima
-            `[B, H, groups, D]`.
-
-        Raises:
-            ValueError: if keys do not fit float16.
+            Codes `[B, H, groups, tokens of a group, bytes]`, steps and minima `[B, H, groups, D]` by name, and whether
+            they fit float16: see `SideCodec.encode`.
         """
         filling = -keys.shape[2] % self.group_size
         if filling:
@@ -79,11 +73,9 @@ class GroupedKeys(ScoringStates):
                 on = torch.device("cpu") if keys.is_meta else keys.device
                 valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=on)
             keys, valid = F.pad(keys, (0, 0, filling, 0)), F.pad(valid, (filling, 0))
-        valid = None if valid is None else valid.unsqueeze(1)
-        grouping = Grouping("channel", self.group_size)
-        states = decompose(keys.unsqueeze(2), valid, self.config, grouping, 0, 1, steps=steps)
+        states, fits = self.codec.encode(keys.unsqueeze(2), None if valid is None else valid.unsqueeze(1))
         codes = states.codes[:, :, 0].unflatten(2, (-1, self.group_size))
-        return {"codes": codes, "scale": states.scale[:, :, 0], "zero": states.zero[:, :, 0]}
+        return {"codes": codes, "scale": states.scale[:, :, 0], "zero": states.zero[:, :, 0]}, fits
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         return grouped_scores(query, self.stored())
@@ -96,7 +88,7 @@ class GroupedKeys(ScoringStates):
         if self._groups is None:
             stops = [first for first, _ in self._runs[1:]] + [self.length]
             runs = [(first, stop, shift) for (first, shift), stop in zip(self._runs, stops, strict=True)]
-            self._groups = KeyGroups(**self._rows, nbits=self.config.nbits, runs=runs)
+            self._groups = KeyGroups(**self._rows, nbits=self.codec.nbits, runs=runs)
         return self._groups
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
@@ -105,7 +97,7 @@ class GroupedKeys(ScoringStates):
         codes = self._rows["codes"].flatten(2, 3)
         packed = codes.gather(2, places[..., None].expand(-1, -1, -1, codes.shape[3]))
         groups = (places // self.group_size)[..., None].expand(-1, -1, -1, head_dim)
-        keys = unpack(packed, self.config.nbits, head_dim).float()
+        keys = unpack(packed, self.codec.nbits, head_dim).float()
         keys *= self._rows["scale"].gather(2, groups)
         keys += self._rows["zero"].gather(2, groups)
         return keys

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.ops.quantization import packed_planes, packed_size
-from kvcache_plugins.ops.rotation import rotation_size
+from kvcache_plugins.codecs.quantization import packed_planes, packed_size
+from kvcache_plugins.codecs.rotation import rotation_size
 
 from .gather import Mask, Window, mask_of, num_units, page_addresses, readable_mask, whole_rows, window_of
 from .layer import KINDS, MOST_CHANNELS

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.ops.rotation import rotation_size
+from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding import codebooks, trellis
 from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 from kvcache_plugins.ops.transform_coding.quantizers import unshrunk

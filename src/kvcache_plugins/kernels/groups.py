@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.ops.compressed_states import CompressedStates
-from kvcache_plugins.ops.outliers import channel_bits, num_offsets
+from kvcache_plugins.codecs.groups import CompressedStates
+from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
+from kvcache_plugins.codecs.quantization import packed_size
+from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.ops.parts import CompressedPart, DensePart
-from kvcache_plugins.ops.quantization import packed_size
-from kvcache_plugins.ops.rotation import rotation_size
 
 from .layer import GROUPS_PART, MOST_CHANNELS, AttentionCall
 from .library import ADDRESS, LONG, address_of

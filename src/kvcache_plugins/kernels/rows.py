@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotation_size
 from kvcache_plugins.ops.transform_coding import codebooks, trellis
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.basis_table import BasisTable

@@ -8,7 +8,7 @@ import ctypes
 
 import torch
 
-from kvcache_plugins.ops.quantization import packed_size
+from kvcache_plugins.codecs.quantization import packed_size
 
 from .layer import MOST_CHANNELS
 from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run

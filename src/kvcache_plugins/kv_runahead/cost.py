@@ -1,24 +1,75 @@
-"""What a slice of a prompt costs: compute that grows with its length, and with the prefix that it attends to."""
+"""Seconds of a prefill: of one slice of a prompt, and of slices on a chain of ranks."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.option_checks import check_number
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
-from .cost_fit import RECTANGLE, TRIANGLE, fit_weights
-from .measurements import Link, Number, Timing
 from .operations import count_operations
 
 
-__all__ = ["RECTANGLE", "TRIANGLE", "CostModel", "Link", "Timing"]
-
+Array = NDArray[np.float64]
+Number = TypeVar("Number", float, Array)
+# What kernels compute of the square of a slice's own queries and keys, of which only the lower triangle is wanted
+RECTANGLE = 1.0
+TRIANGLE = 0.5
 # Of a layer's linear work, what it takes until keys and values are known; Llama 7B has 0.249
 _PROJECTION_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """
+    A measured prefill of one slice on one process.
+
+    Attributes:
+        length (`int`): tokens of the slice.
+        prefix (`int`): tokens before it, whose keys and values were in the cache.
+        seconds (`float`): through all layers.
+    """
+
+    length: int
+    prefix: int = 0
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_integer("length", self.length, 1)
+        check_integer("prefix", self.prefix, 0)
+        check_number("seconds", self.seconds, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """
+    The link from one rank to the next.
+
+    Attributes:
+        latency (`float`): seconds a message takes beside its bytes.
+        bytes_per_second (`float`): of one link, in one direction.
+        shared (`bool`): whether all ranks share it, as over one host's bus; else every rank has its own to the next.
+    """
+
+    latency: float = 0.0
+    bytes_per_second: float
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("latency", self.latency, least=0.0)
+        check_number("bytes_per_second", self.bytes_per_second, above=0.0)
+        check_bool("shared", self.shared)
+
+    def seconds(self, num_bytes: Number) -> Number:
+        """Returns the seconds that a message of `num_bytes` keeps the link busy."""
+        return num_bytes / self.bytes_per_second + self.latency
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,15 +105,11 @@ class CostModel:
             raise ValueError("one of `per_token` and `per_pair` has to be above 0, but both are 0")
 
     def seconds(self, length: Number, prefix: Number) -> Number:
-        """Seconds of a slice, or of an array of slices."""
+        """Returns the seconds of a slice, or of an array of slices."""
         return self.fixed + length * (self.per_token + self.per_pair * (prefix + self.triangle * length))
 
-    def projection_seconds(self, length: Number) -> Number:
-        """The part of `seconds` that comes before keys and values can be sent: it does not depend on the prefix."""
-        return self.projection_share * (self.fixed + self.per_token * length)
-
     def length_within(self, seconds: float, prefix: float) -> float:
-        """The longest slice behind a prefix that takes no longer than `seconds`; a real number, 0 if none does."""
+        """Returns the longest slice behind `prefix` that takes at most `seconds`: a real number, 0 if none does."""
         left = seconds - self.fixed
         if left <= 0:
             return 0.0
@@ -79,7 +126,7 @@ class CostModel:
         projection_share: float = _PROJECTION_SHARE,
     ) -> CostModel:
         """
-        The cost model nearest to measured timings, in relative error, with no negative part.
+        Fits the cost model to measured timings: the least relative error with no negative part.
 
         Args:
             timings (`Sequence[Timing]`):
@@ -91,7 +138,29 @@ class CostModel:
         Raises:
             ValueError: if the timings are too few or too much alike, or do not grow with the length.
         """
-        per_token, per_pair, fixed, triangle = fit_weights(timings, triangle)
+        rows = [(timing.length, timing.prefix, timing.seconds) for timing in timings]
+        lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+        if len(set(lengths)) < 2:
+            raise ValueError(
+                f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths.tolist()))}"
+            )
+        num_different = len({(timing.length, timing.prefix) for timing in timings})
+        if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
+            raise ValueError(
+                "without `triangle`, `timings` has to hold four different slices, with and without a prefix; "
+                f"give `triangle` ({RECTANGLE} or {TRIANGLE}) or measure more"
+            )
+        crossed, own = prefixes * lengths, lengths * lengths
+        pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
+        columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
+        per_token, per_pair, *more = _least_squares(np.stack(columns, axis=1) / seconds[:, None])
+        fixed = more.pop() if num_different > 2 else 0.0
+        if triangle is None:
+            if not (per_pair > 0 and more[0] > 0):
+                raise ValueError("`timings` do not tell `triangle`, as attention does not show in them: give it")
+            triangle = more[0] / per_pair
+        if not per_token + per_pair > 0:
+            raise ValueError("`timings` do not grow with the length: measure longer slices")
         return cls(
             per_token=per_token,
             per_pair=per_pair,
@@ -109,7 +178,7 @@ class CostModel:
         flops_per_second: float = 1.0,
     ) -> CostModel:
         """
-        The cost model that counts floating-point operations, for use without any measurement.
+        Counts floating-point operations of a model, for planning without any measurement.
 
         Linear layers of the decoder (of experts, those that a token goes through) and attention are counted; a layer
         with a sliding window costs its whole window for every token. Hardware that does attention less efficiently
@@ -131,3 +200,67 @@ class CostModel:
             triangle=triangle,
             projection_share=min(counts.projections / counts.per_token, 1.0),
         )
+
+
+def _least_squares(columns: Array) -> list[float]:
+    """
+    Fits weights of `columns` `[rows, columns]`, none negative, to a sum of 1 in every row.
+
+    There are four columns at most, so every choice of columns that may be above zero is tried, smaller ones first: a
+    column that only fits rounding stays zero.
+    """
+    # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
+    scales = np.linalg.norm(columns, axis=0)
+    scaled, target = columns / np.where(scales > 0, scales, 1), np.ones(len(columns))
+    best, least = np.zeros(columns.shape[1]), float(len(columns))
+    worth = 1e-12 * least
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(columns.shape[1]), count)):
+            weights, _, rank, _ = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)
+            error = float(np.square(scaled[:, chosen] @ weights - target).sum())
+            if rank == count and (weights >= 0).all() and error < least - worth:
+                best, least = np.zeros(columns.shape[1]), error
+                best[chosen] = weights / scales[chosen]
+    return [float(weight) for weight in best]
+
+
+def predict_ttft(
+    lengths: Sequence[int], cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
+) -> float:
+    """
+    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
+
+    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
+    both on, and attends.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each rank's slice, first rank first.
+        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
+        link (`Link`): from each rank to the next; a rank sends one message at a time, and computes meanwhile.
+        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
+        num_layers (`int`): layers of the model.
+    """
+    return float(predict_ttfts(np.array([lengths], dtype=np.float64), cost, link, bytes_per_token, num_layers)[0])
+
+
+def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
+    """Simulates many partitions at once: `predict_ttft` of `[num_partitions, num_ranks]` to `[num_partitions]`."""
+    num_partitions, num_ranks = lengths.shape
+    ends = lengths.cumsum(axis=1)
+    # Keys and values of a slice do not depend on the prefix
+    projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths) / num_layers
+    attending = cost.seconds(lengths, ends - lengths) / num_layers - projecting
+    sending = link.seconds(ends * bytes_per_token)
+    # When a rank has done a layer, when its link is free again, and when its prefix is there
+    done, sent, arrived = (np.zeros((num_partitions, num_ranks)) for _ in range(3))
+    # A wave: in step `s` rank `i` is in layer `s - i`, so everything that it waits for belongs to the step before
+    for step in range(num_layers + num_ranks - 1):
+        active = slice(max(0, step - num_layers + 1), min(num_ranks, step + 1))
+        ready = np.maximum(done[:, active] + projecting[:, active], arrived[:, active])
+        sent[:, active] = np.maximum(ready, sent[:, active]) + sending[:, active]
+        done[:, active] = ready + attending[:, active]
+        arrived[:, 1:] = sent[:, :-1]
+    if link.shared:
+        # A bound, as if the link were never idle: who sends when is not simulated
+        return np.maximum(done[:, -1], num_layers * sending[:, :-1].sum(axis=1))
+    return done[:, -1]

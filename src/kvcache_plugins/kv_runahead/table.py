@@ -1,4 +1,4 @@
-"""The paper's look-up table: partitions that were found for some lengths, and what they were found with."""
+"""Look-up table of the paper: partitions that were found for some lengths, and what they were found with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
-from .cost import CostModel
-from .measurements import Link, Timing
+from .cost import CostModel, Link, Timing
 
 
 FORMAT = "kvcache_plugins.kv_runahead"
@@ -92,7 +91,7 @@ class PartitionTable:
         object.__setattr__(self, "timings", tuple(self.timings))
 
     def document(self) -> dict[str, Any]:
-        """What `save` writes, less its checksum."""
+        """Returns what `save` writes, less its checksum."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
@@ -113,46 +112,41 @@ class PartitionTable:
             ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
         """
         with refusals("partition", path):
-            table = cls._from_document(read_json_file(path, FORMAT, VERSION, _ADVICE))
+            document = read_json_file(path, FORMAT, VERSION, _ADVICE)
+            table = cls(
+                model=document.text("model"),
+                world_size=document.integer("world_size", 1),
+                entries=tuple(_read(TableEntry, row) for row in document.rows("entries")),
+                timings=tuple(_read(Timing, row) for row in document.rows("timings")),
+                cost=None if document.is_null("cost") else _read(CostModel, document.inner("cost")),
+                link=None if document.is_null("link") else _read(Link, document.inner("link")),
+                machine=document.text("machine"),
+                date=document.text("date"),
+                versions=document.texts("versions"),
+            )
+            document.finish()
             if table.model != fingerprint(model):
                 raise RefusedFile("was made for another model, or for the same one in another dtype")
             if table.world_size != world_size:
                 raise RefusedFile(f"was made for {table.world_size} ranks, but there are {world_size}")
         return table
 
-    @classmethod
-    def _from_document(cls, document: Document) -> PartitionTable:
-        table = cls(
-            model=document.text("model"),
-            world_size=document.integer("world_size", 1),
-            entries=tuple(_read(TableEntry, row, ratios=_ratios(row)) for row in document.rows("entries")),
-            timings=tuple(_read(Timing, row) for row in document.rows("timings")),
-            cost=None if document.is_null("cost") else _read(CostModel, document.inner("cost")),
-            link=None if document.is_null("link") else _read(Link, document.inner("link")),
-            machine=document.text("machine"),
-            date=document.text("date"),
-            versions=document.texts("versions"),
-        )
-        document.finish()
-        return table
 
-
-def _ratios(row: Document) -> tuple[float, ...]:
-    return tuple(row.number_list("ratios"))
-
-
-def _read(kind: type[T], document: Document, **given: Any) -> T:
-    """A dataclass of numbers and flags, which checks their ranges itself."""
-    read = {"int": document.integer, "float": document.number, "bool": document.boolean}
-    for each in fields(kind):  # type: ignore[arg-type]
-        if each.name not in given:
-            given[each.name] = read[getattr(each.type, "__name__", str(each.type))](each.name)
+def _read(kind: type[T], document: Document) -> T:
+    """Reads a dataclass of numbers and flags, which checks their ranges itself."""
+    read = {
+        "int": document.integer,
+        "float": document.number,
+        "bool": document.boolean,
+        "tuple[float, ...]": document.number_list,
+    }
+    content: dict[str, Any] = {each.name: read[str(each.type)](each.name) for each in fields(kind)}  # type: ignore[arg-type]
     document.finish()
-    return kind(**given)
+    return kind(**content)
 
 
 def check_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
-    """The ratios with a sum of 1 up to rounding. Any not above 0, or another sum, is a `ValueError` naming `name`."""
+    """Scales ratios to a sum of 1. Any not above 0, or a sum beyond rounding, is a `ValueError` naming `name`."""
     for ratio in ratios:
         if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
             raise ValueError(f"`{name}` has to hold ratios in (0, 1] but got {ratio!r}")

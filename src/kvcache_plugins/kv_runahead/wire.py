@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.ops.quantization import Grouping, dequantize, pack, packed_size, quantize, unpack
+from kvcache_plugins.codecs.quantization import (
+    Grouping,
+    are_in_range,
+    check_range,
+    dequantize,
+    pack,
+    packed_size,
+    quantize,
+    unpack,
+)
 
 
 HOP_NBITS = (4, 8)
@@ -87,6 +96,7 @@ class Wire:
         codes, scale, zero = (
             each[:, :, 0] for each in quantize(states.float()[:, :, None], None, self.nbits, grouping)
         )
+        check_range(are_in_range(scale, zero))
         return pack(codes, self.nbits), scale.view(torch.uint8), zero.view(torch.uint8)
 
     def _decode(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:

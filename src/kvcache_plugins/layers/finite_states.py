@@ -11,26 +11,28 @@ def check_finite(
     valid: torch.Tensor | None,
     layer_idx: int,
     largest: float = float("inf"),
+    is_beyond: torch.Tensor | None = None,
 ) -> None:
     """
     Raises a `ValueError` with the layer's index if real tokens `[batch_size, num_heads, tokens, head_dim]` hold NaN,
-    infinity or what is not below `largest`.
+    infinity or what is not below `largest`, or if `is_beyond` says that scales ended before a token did.
     """
     if keys.is_meta:
         # Nothing is known of what has no data
         return
     # One answer is waited for, not one a side; what stands for padding may be anything, and seldom is
-    if bool(_are_all_finite(keys, largest) & _are_all_finite(values, largest)):
+    fits = _are_all_finite(keys, largest) & _are_all_finite(values, largest)
+    if bool(fits if is_beyond is None else fits & ~is_beyond):
         return
-    if valid is not None and bool(_are_finite(keys, valid, largest) & _are_finite(values, valid, largest)):
-        return
-    name = "values" if bool(_are_finite(keys, valid, largest)) else "keys"
-    what = "NaN or infinity" if largest == float("inf") else f"NaN, infinity or numbers of {largest:.0e} and more"
-    raise_unstorable(f"the {name} to be compressed hold {what}", layer_idx)
+    for name, states in (("keys", keys), ("values", values)):
+        if not bool(_are_finite(states, valid, largest)):
+            limit = "" if largest == float("inf") else f", or numbers of {largest:.0e} and more"
+            _raise_unstorable(f"the {name} to be compressed hold NaN or infinity{limit}", layer_idx)
+    if is_beyond is not None and bool(is_beyond):
+        _raise_unstorable("tokens are too large beside those that the tables were made of", layer_idx)
 
 
-def raise_unstorable(reason: str, layer_idx: int) -> NoReturn:
-    """Raises a `ValueError` that gives the reason why a layer cannot store tokens, and the way out."""
+def _raise_unstorable(reason: str, layer_idx: int) -> NoReturn:
     raise ValueError(
         f"layer {layer_idx}: {reason}. What was compressed before is unharmed, but layers before this one already "
         "took the update in: `crop` the last tokens or `reset` the cache."

@@ -19,7 +19,7 @@ class KeyGroups:
     The place of a token counts over all groups one behind the other, its slot over all tokens in order.
 
     Attributes:
-        codes (`torch.Tensor` of shape `[B, H, groups, T, bytes]`, uint8): see `ops.quantization.pack`.
+        codes (`torch.Tensor` of shape `[B, H, groups, T, bytes]`, uint8): see `codecs.quantization.pack`.
         scale, zero (`torch.Tensor` of shape `[B, H, groups, D]`, float16): a channel's step and minimum.
         nbits (`int`): bits a code, 2, 4 or 8.
         runs (`Sequence[tuple[int, int, int]]`): of all tokens in order, those whose place is as far behind their slot:

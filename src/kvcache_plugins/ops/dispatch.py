@@ -73,9 +73,9 @@ def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     return not (torch.is_grad_enabled() and query.requires_grad)
 
 
-def choose_compression_kernel(states: torch.Tensor) -> str:
+def choose_copy_kernel(states: torch.Tensor) -> str:
     """
-    The kernels that compress `states` and others on the same device: `"triton"` or `"torch"`.
+    Chooses what copies rows between pages and the device of `states`: `"triton"` or `"torch"`.
 
     On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
     """
@@ -126,7 +126,7 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     if reason is None:
         return wanted, False
     warn_user(
-        "attention over compressed or offloaded states and compression run in plain PyTorch instead of "
+        "attention over compressed or offloaded states and coding run in plain PyTorch instead of "
         f"`{wanted}`: {reason}"
     )
     return "torch", True

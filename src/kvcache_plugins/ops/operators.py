@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from .compressed_states import TENSOR_NAMES, CompressedStates
+from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
+from kvcache_plugins.codecs.quantization import Grouping
+
 from .parts import CompressedPart, DensePart
-from .quantization import Grouping
 
 
 _SIDE_LAYOUT = ("nbits", "by_channel", "group_size", "head_dim", "is_rotated")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .compressed_states import CompressedStates, tile_slices
+from kvcache_plugins.codecs.groups import CompressedStates, tile_slices
+
 from .masking import slice_mask
 
 
@@ -61,13 +62,9 @@ class CompressedPart:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[DensePart]:
-        """The same tile by tile, dequantized to float32."""
-        chunk_length = self.keys.chunk_length
-        for chunks, tokens in tile_slices(self.keys, -(-self.length // chunk_length)):
-            start = chunks.start * chunk_length + tokens.start
-            if start >= self.length:
-                return
+        """Yields the same tile by tile, dequantized to float32."""
+        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
             keys, values = (
-                side.dequantize_tile(chunks, tokens)[:, :, : self.length - start] for side in (self.keys, self.values)
+                side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in (self.keys, self.values)
             )
-            yield DensePart(keys, values, keys.shape[2], slice_mask(self.mask, start, start + keys.shape[2]))
+            yield DensePart(keys, values, stop - start, slice_mask(self.mask, start, stop))

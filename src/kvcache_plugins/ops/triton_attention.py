@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.triton_kernels.attention.attend import prepare
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 
-from .compressed_states import TENSOR_NAMES, CompressedStates
 from .kept_step import PartStep, attend_parts
 from .masking import slice_mask
 from .parts import CompressedPart, DensePart
-from .rotation import rotate
 
 
 def _tensors(states: CompressedStates) -> CompressedTensors:

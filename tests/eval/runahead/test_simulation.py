@@ -9,9 +9,7 @@ import pytest
 from kvcache_plugins.cli.bench import runahead_simulation as command
 from kvcache_plugins.eval.runahead import simulation
 from kvcache_plugins.eval.runahead.paper import MODELS, cost_of, paper_rows
-from kvcache_plugins.kv_runahead.cost import CostModel
-from kvcache_plugins.kv_runahead.measurements import Link
-from kvcache_plugins.kv_runahead.time_to_first_token import predict_ttft
+from kvcache_plugins.kv_runahead.cost import CostModel, Link, predict_ttft
 
 
 COST = CostModel(fixed=0.02, per_token=2e-4, per_pair=3e-8, triangle=0.5)

@@ -168,3 +168,25 @@ def test_repeated_tokens_lose_little_more_than_text(smollm2, name, kernel):
         bound = 3 * divergence(ordinary[:, :300])
         for repeated in ("\n" * 700, " the" * 300, "." * 1200, " 0" * 300):
             assert divergence(tokenizer(repeated, return_tensors="pt").input_ids[:, :300]) <= bound
+
+
+def test_tokens_in_turn_have_no_error_in_common():
+    """Two tokens have two errors, which a sum over all of them keeps: it is their mean that goes."""
+    two = torch.randn(1, 2, 2, HEAD_DIM)
+    keys, values = torch.zeros(1, 2, PROMPT, HEAD_DIM), two.repeat(1, 1, PROMPT // 2, 1)
+    layer = make_layer(2)
+    feed(layer, keys, values)
+    error = (layer.materialize("values") - values)[:, :, 4:]
+    assert error.square().mean() > 0.01
+    assert error.mean(dim=2).square().mean() < 1e-4 * error.square().mean()
+
+
+def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
+    keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
+    values[1, :, :100] = 1e5
+    padded, alone = make_layer(), make_layer()
+    queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
+    feed(padded, keys, values, queries, padding=[0, 100])
+    feed(alone, keys[:1], values[:1], queries[:1])
+    assert padded._waiting and padded.coder.value_mean is None
+    torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)

@@ -15,7 +15,7 @@ import torch
 
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
-from kvcache_plugins.layers.finite_states import check_finite, raise_unstorable
+from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.transform_coding.attention import attend, prepare_tokens
@@ -27,7 +27,7 @@ from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
-from .prompt_coder import make_prompt_coder, replace_item
+from .prompt_coder import make_prompt_coder, replace_item, without_shared_errors
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
-# So that what is squared, over deviations, is finite in float32
-_LARGEST = 2.0**30
+# A prompt's own scales reach it, though deviations end with float16
+_LARGEST = 2.0**22
 
 
 class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
@@ -180,40 +180,46 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         has_enough = length - padding >= self._least_tokens
         if self.coder is None and not bool(has_enough.any()):
             return False
-        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, _LARGEST)
+        valid = self._valid_tokens(start, keys.shape[2])
         self._add_newest_queries()
-        if self.coder is None:
+        if self.coder is None or self._waiting:
+            # Nothing is made of what is refused
+            check_finite(keys, values, valid, self.layer_idx, _LARGEST)
+        is_new = self.coder is None
+        if is_new:
             start = self._begin(keys, values, padding, has_enough)
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
         assert self.coder is not None
-        start = self._skip_passed(start)
-        tail = keys.shape[2] - (length - start)
-        rows = self.coder.encode(keys[:, :, tail:], values[:, :, tail:], start, self.padding)
-        self._check_scales(rows, start)
-        self._add_rows(*rows, start)
-        self._release_buffer()
-        return True
-
-    def _check_scales(self, rows: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
-        """Raises a `ValueError` if scales of rows `[B, H, T, R]` from index `start` on end before their tokens do."""
-        if rows[0].is_meta:
-            return
-        is_beyond = ((rows[0][..., 0] == LAST_SCALE) | (rows[1][..., 0] == LAST_SCALE)).any(dim=1)
-        if self.prefix is not None:
-            # What stands for padding, or is exact as well, may be anything
-            positions = torch.arange(start, start + is_beyond.shape[1], device=is_beyond.device)
-            is_beyond &= positions >= self.prefix.end[:, None]
-        if bool(is_beyond.any()):
-            raise_unstorable("tokens are too large beside those that the tables were made of", self.layer_idx)
-
-    def _skip_passed(self, start: int) -> int:
-        """From which token on, not before `start`, there is to be coded; what is before it is let go of."""
-        first = start + self._num_passed(self._length - start)
+        first = start + self._num_passed(length - start)
+        tail = keys.shape[2] - (length - first)
+        rows = self.coder.encode(keys[:, :, tail:], values[:, :, tail:], first, self.padding)
+        check_finite(keys, values, valid, self.layer_idx, _LARGEST, self._is_beyond(rows, first))
+        if is_new and isinstance(self.coder, RowCoder) and not keys.is_meta:
+            counts, coded = self._counting(first), (keys[:, :, tail:], values[:, :, tail:])
+            self.coder = without_shared_errors(self.coder, rows, *coded, counts, first, self.padding)
         if first > start:
             self.blocks, self._is_open = [], False
             self._forget_before(first)
-        return first
+        self._add_rows(*rows, first)
+        self._release_buffer()
+        return True
+
+    def _is_beyond(self, rows: tuple[torch.Tensor, torch.Tensor], start: int) -> torch.Tensor | None:
+        """Says if scales of rows `[B, H, T, R]` from index `start` on end before their tokens do, on their device."""
+        scales = [side[..., 0] for side in rows]
+        if scales[0].is_meta or not scales[0].numel():
+            return None
+        if start >= self._prefix_stop:
+            return torch.maximum(scales[0].max(), scales[1].max()) == LAST_SCALE
+        counts, is_beyond = self._counting(start), ((scales[0] == LAST_SCALE) | (scales[1] == LAST_SCALE)).any(dim=1)
+        return (is_beyond if counts is None else is_beyond & counts).any()
+
+    def _counting(self, start: int) -> torch.Tensor | None:
+        """Says which tokens from index `start` on are read as rows, `[B, T]`: neither padding nor of the prefix."""
+        if self.prefix is None:
+            return self._valid_tokens(start, self._length - start)
+        return torch.arange(start, self._length, device=self.device) >= self.prefix.end[:, None]
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor) -> int:
         """Makes the tables of all tokens so far, and the prefix; returns the first token to be coded."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.ops.rotation import rotate
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
 from kvcache_plugins.ops.transform_coding.rows import RowTable
@@ -17,8 +17,14 @@ from kvcache_plugins.ops.transform_coding.statistics import (
     make_value_table,
     steady_mean,
 )
+from kvcache_plugins.ops.transform_coding.turning import turn
 
 from .config import TransformConfig
+
+
+# Tokens that say which errors are shared, and how much of their energy has to be
+_NUM_NEWEST, _LEAST_SHARED = 256, 1 / 8
+_LARGEST = torch.finfo(torch.float16).max
 
 
 def make_prompt_coder(
@@ -77,3 +83,45 @@ def replace_item(
         means = torch.zeros(num_items, num_heads, head_dim, dtype=torch.float16, device=values.device)
     means[item] = 0 if mean is None else mean[0]
     return dataclasses.replace(coder, value_mean=means)
+
+
+def without_shared_errors(
+    coder: RowCoder,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+    start: int,
+    padding: torch.Tensor | None,
+) -> RowCoder:
+    """
+    Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
+    all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
+
+    Args:
+        coder (`RowCoder`): what made the rows, of tables made of these tokens.
+        rows (two `torch.Tensor` of shape `[B, H, T, R]`): of keys and of values.
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): what they were made of, from index `start` on.
+        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count, all by default.
+        start, padding (`int`, `torch.Tensor` of shape `[B]`, *optional*): see `RowCoder.encode`.
+    """
+    tail = max(keys.shape[2] - _NUM_NEWEST, 0)
+    at, newest = start + tail, slice(tail, None)
+    counts = keys.new_ones(keys.shape[0], keys.shape[2], dtype=torch.float32) if valid is None else valid.float()
+    share = counts[:, newest] / counts[:, newest].sum(dim=1, keepdim=True).clamp(min=1)
+    exact = turn(keys[:, :, newest].float(), coder.layout, at, padding, is_back=True)
+    key_error = _shared_error(exact - coder.keys.decode(rows[0][:, :, newest]), share)
+    value_error = _shared_error(values[:, :, newest].float() - coder.decode_values(rows[1][:, :, newest]), share)
+    mean = coder.value_mean
+    if mean is not None or bool((value_error != 0).any()):
+        mean = ((0 if mean is None else mean.float()) + value_error).clamp(-_LARGEST, _LARGEST).half()
+    assert coder.keys.mean is not None
+    key_mean = (coder.keys.mean.float() + key_error).clamp(-_LARGEST, _LARGEST).half()
+    return dataclasses.replace(coder, keys=dataclasses.replace(coder.keys, mean=key_mean), value_mean=mean)
+
+
+def _shared_error(errors: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The mean `[B, H, D]` of errors `[B, H, T, D]`, 0 in heads where it is little of them."""
+    mean = torch.einsum("bhtd,bt->bhd", errors, share)
+    energy = torch.einsum("bhtd,bt->bh", errors.square(), share)
+    return mean * (mean.square().sum(dim=2) > _LEAST_SHARED * energy)[:, :, None]

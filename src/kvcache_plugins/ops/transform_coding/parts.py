@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.rotation import rotate
 
 from .basis_coder import BasisCoder
 from .rotary import RotaryLayout

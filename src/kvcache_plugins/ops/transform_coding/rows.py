@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.ops.dispatch import choose_coding_kernel
-from kvcache_plugins.ops.rotation import rotate
 
 from .allocation import BLOCK
 from .quantizers import QUANTIZERS, Quantizer, unshrunk
@@ -111,7 +111,7 @@ class RowTable:
         return torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
 
     def decode_rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same where states were rotated before they were coded, see `ops.rotation`: these as they were."""
+        """The same where states were rotated before they were coded, see `codecs.rotation`: these as they were."""
         if is_coded_in_c(rows, self.head_dim):
             from kvcache_plugins.kernels.coding import decode_rows
 

@@ -27,7 +27,7 @@ _STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
 # Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
 # as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
 _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
-# Of float16; nothing is divided by 0
+# Of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
@@ -156,12 +156,14 @@ def key_table_of_layout(
     error = _allocate(variance * queried, total, distortions)[2]
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
-    variance = variance.maximum(torch.where(is_steady, _LEAST_OF_STEADY, _LEAST_OF_CHANNEL) ** 2 * size)
+    # A channel that is constant among others that are not is exact, and has nothing to come
+    least = torch.where(is_steady, _LEAST_OF_STEADY, torch.where(variance > 0, _LEAST_OF_CHANNEL, 0.0))
+    variance = variance.maximum(least.square() * size)
     order, widths, _ = _allocate(variance * queried, total, distortions)
     table = RowTable(
         order=order.to(order_dtype(order.shape[-1])),
         mean=mean,
-        deviation=variance.sqrt().clamp(_TINY, _LARGEST).half(),
+        deviation=_stored_deviation(variance.sqrt()),
         widths=widths.to(torch.uint8),
         row_size=1 + total,
         head_dim=keys.shape[3],
@@ -179,6 +181,11 @@ def _allocate(
     by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
     widths = allocate_widths(by_block, total, distortions)
     return order, widths, expected_distortion(by_block, widths, distortions)
+
+
+def _stored_deviation(deviation: torch.Tensor) -> torch.Tensor:
+    """Rounds deviations to float16; 0 stays 0, what is not 0 does not become it."""
+    return torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
 
 
 def _turned_back(
@@ -232,7 +239,7 @@ def make_value_table(
     return RowTable(
         order=None,
         mean=None,
-        deviation=deviation.clamp(_TINY, _LARGEST).half()[:, :, None],
+        deviation=_stored_deviation(deviation)[:, :, None],
         widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
         row_size=1 + total,
         head_dim=head_dim,

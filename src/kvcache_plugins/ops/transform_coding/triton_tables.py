@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.ops.rotation import hadamard_matrix, rotation_size
+from kvcache_plugins.codecs.rotation import hadamard_matrix, rotation_size
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
 from kvcache_plugins.triton_kernels.transform_coding.coded_rows import Codebook, RotaryAngles
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS

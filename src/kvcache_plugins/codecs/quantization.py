@@ -33,7 +33,8 @@ _PLANES = {
     6: ((4, 0), (2, 4)),
     8: ((8, 0),),
 }
-_METADATA_DTYPE = torch.float16
+# Of everything that is stored but codes and indices
+STORAGE_DTYPE = torch.float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,8 @@ def quantize(
 
     Returns:
         Codes (`uint8`, the shape of `states`), scale and zero (float16, `[B, H, M, groups, D]` or
-        `[B, H or 1, M, L, groups]`).
-
-    Raises:
-        ValueError: if a group's range does not fit float16.
+        `[B, H or 1, M, L, groups]`), which are not finite where a group holds NaN or its range exceeds float16: see
+        `are_in_range`.
     """
     if keep is None:
         low, high = _reduce(states, grouping, "amin"), _reduce(states, grouping, "amax")
@@ -139,17 +138,30 @@ def quantize(
         low = _reduce(torch.where(keep, states, torch.inf), grouping, "amin")
         high = _reduce(torch.where(keep, states, -torch.inf), grouping, "amax")
         # A group of which nothing is kept
-        low, high = low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0)
+        low, high = torch.where(low == torch.inf, 0, low), torch.where(high == -torch.inf, 0, high)
     levels = 2**nbits - 1
-    zero = low.to(_METADATA_DTYPE)
-    scale = ((high - zero.float()).clamp(min=0) / levels).to(_METADATA_DTYPE)
-    if not bool((zero.isfinite() & scale.isfinite()).all()):
-        raise ValueError("the states exceed the range of float16 (65504), in which scales and zeros are stored")
+    zero = low.to(STORAGE_DTYPE)
+    scale = ((high - zero.float()).clamp(min=0) / levels).to(STORAGE_DTYPE)
     # A constant group has scale 0 and code 0 throughout
     step = expand_groups(scale, grouping, states.shape).float()
     inverse = torch.where(step > 0, 1 / step, 0)
     codes = (states - expand_groups(zero, grouping, states.shape).float()).mul_(inverse).round_().clamp_(0, levels)
     return codes.to(torch.uint8), scale, zero
+
+
+def are_in_range(*stored: torch.Tensor) -> torch.Tensor:
+    """Tells whether all that is stored in floats is finite, `[]`, bool, on the device: for `check_range`."""
+    return torch.stack([tensor.isfinite().all() for tensor in stored]).all()
+
+
+def check_range(*in_range: torch.Tensor) -> None:
+    """
+    Raises a `ValueError` if anything is `False` that `are_in_range` said, for which the host waits for the device.
+    """
+    if not bool(torch.stack(in_range).all()):
+        raise ValueError(
+            "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"
+        )
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:

@@ -3,18 +3,24 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.outlier_selection import num_outliers_per_side, select_key_outliers, select_value_outliers
-from kvcache_plugins.ops.outliers import OutlierPlaces, add_outliers, sort_into_tiles
+from kvcache_plugins.codecs.outliers import (
+    OutlierPlaces,
+    add_outliers,
+    num_outliers_per_side,
+    select_key_outliers,
+    select_value_outliers,
+    sort_into_tiles,
+)
 
 
 def test_counts_come_from_the_filtered_axis():
     # The released code takes the count of keys from the channels: 40 a side of 1000 tokens at 4096 channels, instead
     # of 10
     states = torch.randn(1, 32, 1, 1000, 128)
-    indices, in_use = select_key_outliers(states, None, 0.02)
-    assert indices.shape == (1, 32, 1, 20, 128)
-    assert in_use.all()
-    assert select_value_outliers(states[:, :, :, :3], 0.02).shape == (1, 1, 3, 2 * round(0.01 * 4096))
+    outliers = select_key_outliers(states, None, 0.02)
+    assert outliers.indices.shape == (1, 32, 1, 20, 128)
+    assert outliers.in_use is None
+    assert select_value_outliers(states[:, :, :, :3], None, 0.02).indices.shape == (1, 1, 3, 2 * round(0.01 * 4096))
 
 
 @pytest.mark.parametrize(("length", "expected"), [(64, 1), (1000, 10), (1024, 10), (49, 0), (192, 2)])
@@ -24,8 +30,9 @@ def test_count_is_rounded(length, expected):
 
 def test_keys_are_the_largest_and_smallest_of_each_channel():
     states = torch.randn(2, 2, 3, 50, 8)
-    indices, _ = select_key_outliers(states, None, 0.08)
-    chosen = states.gather(3, indices).sort(dim=3).values
+    outliers = select_key_outliers(states, None, 0.08)
+    assert torch.equal(outliers.keep, torch.ones_like(states).scatter(3, outliers.indices, 0).bool())
+    chosen = states.gather(3, outliers.indices).sort(dim=3).values
     ordered = states.sort(dim=3).values
     assert torch.equal(chosen, torch.cat([ordered[:, :, :, :2], ordered[:, :, :, -2:]], dim=3))
 
@@ -34,23 +41,28 @@ def test_values_are_chosen_over_all_heads():
     states = torch.zeros(1, 2, 1, 4, 50)
     states[:, 1, :, 2, 7] = 5
     states[:, 0, :, 2, 3] = -5
-    indices = select_value_outliers(states, 0.02)
+    outliers = select_value_outliers(states, None, 0.02)
+    indices = outliers.indices
+    assert not outliers.keep[0, 1, 0, 2, 7]
+    assert not outliers.keep[0, 0, 0, 2, 3]
+    assert outliers.keep[:, :, :, 2].sum() == 98
     assert indices.shape == (1, 1, 4, 2)
     assert sorted(indices[0, 0, 2].tolist()) == [3, 57]
 
 
 def test_no_place_twice_among_equal_values():
-    indices, _ = select_key_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5)
+    indices = select_key_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5).indices
     for channel in range(2):
         assert indices[0, 0, 0, :, channel].unique().numel() == 50
 
 
-def test_short_item_of_a_padded_batch_keeps_its_own_count():
+def test_short_sequence_of_a_padded_batch_keeps_its_own_count():
     states = torch.randn(2, 2, 1, 400, 4)
     valid = torch.ones(2, 1, 400, dtype=torch.bool)
     valid[1, 0, :300] = False
-    indices, in_use = select_key_outliers(states, valid, 0.02)
-    alone, _ = select_key_outliers(states[1:, :, :, 300:], None, 0.02)
+    outliers = select_key_outliers(states, valid, 0.02)
+    indices, in_use = outliers.indices, outliers.in_use
+    alone = select_key_outliers(states[1:, :, :, 300:], None, 0.02).indices
     assert in_use.flatten(1).sum(1).tolist() == [8, 2]
     kept = indices[1:][in_use[1:].expand(1, 2, 1, 8, 4)].view(2, 2, 4)
     assert torch.equal(kept, alone[0, :, 0] + 300)
@@ -62,7 +74,7 @@ def test_stored_outliers_come_back_where_they_were(head_dim, length):
     batch_size, num_heads, num_chunks = 2, 3, 2
     shape = (batch_size, num_heads, num_chunks, length, head_dim)
     dense = torch.where(torch.rand(shape) < 0.02, torch.randn(shape), 0)
-    # Every item's list is as long as the longest, in random order, with unused entries among the others
+    # Every sequence's list is as long as the longest, in random order, with unused entries among the others
     rows = dense.transpose(1, 2).flatten(2)
     order = torch.rand(rows.shape).masked_fill(rows != 0, 2).argsort(dim=2, descending=True)
     flat = order[..., : int((rows != 0).sum(2).max())]
@@ -84,4 +96,4 @@ def test_stored_outliers_come_back_where_they_were(head_dim, length):
 
 def test_nothing_to_keep():
     assert select_key_outliers(torch.randn(1, 1, 1, 20, 4), None, 0.02) is None
-    assert select_value_outliers(torch.randn(1, 1, 1, 20, 4), 0.0) is None
+    assert select_value_outliers(torch.randn(1, 1, 1, 20, 4), None, 0.0) is None

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcache_plugins.ops.low_rank import orthonormalize, power_iteration
+from kvcache_plugins.codecs.low_rank import orthonormalize, power_iteration
 
 
 def test_columns_are_orthonormal():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.rotation import hadamard_matrix, rotate, rotation_size
+from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(64, 64), (128, 128), (96, 32), (80, 16), (6, 2), (5, 1)])

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.quantization import (
+from kvcache_plugins.codecs.quantization import (
     SUPPORTED_NBITS,
     Grouping,
+    are_in_range,
+    check_range,
     dequantize,
     expand_groups,
     pack,
@@ -80,6 +82,23 @@ def test_group_of_which_nothing_is_kept_is_finite():
     assert dequantize(codes, scale, zero, GROUPINGS["kivi-keys"]).isfinite().all()
 
 
-def test_states_beyond_float16_raise():
-    with pytest.raises(ValueError, match="float16"):
-        quantize(torch.full((1, 1, 1, 8, 4), 1e5), None, 4, GROUPINGS["kivi-keys"])
+@pytest.mark.parametrize("bad", [1e6, -1e6, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_states_beyond_float16_are_told(name, masked, bad):
+    states = torch.randn(1, 2, 1, 8, 4)
+    keep = (torch.arange(8) > 1)[:, None].expand(1, 2, 1, 8, 4) if masked else None
+    _, *fitting = quantize(states, keep, 4, GROUPINGS[name])
+    check_range(are_in_range(*fitting))
+    states[0, 1, 0, 5, 2] = bad
+    _, *exceeding = quantize(states, keep, 4, GROUPINGS[name])
+    with pytest.raises(ValueError, match="range of float16"):
+        check_range(are_in_range(*fitting), are_in_range(*exceeding))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_groups_of_nothing_finite_are_told(bad):
+    states = torch.full((1, 1, 1, 8, 4), bad)
+    keep = torch.ones_like(states, dtype=torch.bool)
+    _, *exceeding = quantize(states, keep, 4, GROUPINGS["kivi-keys"])
+    assert not are_in_range(*exceeding)

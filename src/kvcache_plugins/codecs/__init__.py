@@ -1,0 +1,1 @@
+"""How a token becomes bytes, and what they mean. No codec knows a cache."""

@@ -1,0 +1,554 @@
+"""Keys and values whose groups of values share a scale: how consecutive tokens become bytes, and a tile dense again.
+
+Codecs of [GEAR](https://huggingface.co/papers/2403.05527), KIVI and their kin: quantized codes, a low-rank correction
+`A B^T` of what they miss, and sparse outliers. The counts of outliers are taken from the axis that is filtered (the
+released code takes both from the channels), and every head and sequence is compressed on its own. Outliers are left
+out of the range of their group and clamped into it; after the low rank is known, what is missing there is stored, so
+that outliers are exact to float16 in the sum of all three parts.
+
+A `SideCodec` is of keys or of values, a `GroupCodec` of both. What is stored is described once, by `SideCodec.layout`:
+tensors without data (`meta`) become it with nothing computed, tensors of a file have to be it.
+
+Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outliers of a chunk.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcache_plugins.files.stored_tensors import StoredTensors
+
+from .low_rank import power_iteration
+from .outliers import (
+    OUTLIER_TILE,
+    add_outliers,
+    channel_bits,
+    index_dtype,
+    num_offsets,
+    num_outliers_per_side,
+    select_key_outliers,
+    select_value_outliers,
+    store_outliers,
+)
+from .quantization import (
+    STORAGE_DTYPE,
+    Grouping,
+    are_in_range,
+    check_range,
+    dequantize,
+    pack,
+    packed_size,
+    quantize,
+    unpack,
+)
+from .rotation import rotate
+
+
+CHUNK_DIM = 2
+# Dense float32 values of one tile stay within the processor's caches
+_TILE_TOKENS = 1024
+TENSOR_NAMES = (
+    "codes",
+    "scale",
+    "zero",
+    "low_rank_a",
+    "low_rank_b",
+    "outlier_indices",
+    "outlier_values",
+    "outlier_offsets",
+)
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+# Equal if the same object: kernels keep what they have prepared for one in dictionaries
+@dataclass(frozen=True, eq=False)
+class CompressedStates:
+    """
+    Chunks of keys or values, compressed. Every tensor has the batch as its first dimension and the chunk as its third.
+
+    Attributes:
+        codes (`torch.Tensor` of shape `[B, H, M, L, packed bytes]`, uint8): packed codes.
+        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
+            step and minimum.
+        low_rank_a (`torch.Tensor` of shape `[B, H, M, last tokens, R]`, float16, *optional*): covers the last tokens
+            of the chunk.
+        low_rank_b (`torch.Tensor` of shape `[B, H, M, D, R]`, float16, *optional*): the other factor.
+        outlier_indices, outlier_values, outlier_offsets (`torch.Tensor`, *optional*): what is missing at some places
+            after codes and low rank, as `outliers.sort_into_tiles` returns it; values in float16.
+        nbits (`int`): bits a code.
+        grouping (`Grouping`): which values share a scale.
+        head_dim (`int`): D.
+        is_rotated (`bool`, *optional*, defaults to `False`): whether these are the states as `rotation.rotate` turns
+            them, which a reader has to undo.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    low_rank_a: torch.Tensor | None
+    low_rank_b: torch.Tensor | None
+    outlier_indices: torch.Tensor | None
+    outlier_values: torch.Tensor | None
+    outlier_offsets: torch.Tensor | None
+    nbits: int
+    grouping: Grouping
+    head_dim: int
+    is_rotated: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        return self.codes.shape[CHUNK_DIM]
+
+    @property
+    def chunk_length(self) -> int:
+        return self.codes.shape[3]
+
+    @property
+    def has_outliers(self) -> bool:
+        return self.outlier_indices is not None
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and tensor of everything stored."""
+        for name in TENSOR_NAMES:
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
+        """Returns the same states with `function` applied to every tensor."""
+        return self.replace({name: function(tensor) for name, tensor in self.named_tensors()})
+
+    def replace(self, tensors: dict[str, torch.Tensor]) -> "CompressedStates":
+        """Returns the same states with other tensors under some names."""
+        changes: dict[str, Any] = dict(tensors)
+        return dataclasses.replace(self, **changes)
+
+    def with_capacity(self, used: int, capacity: int) -> "CompressedStates":
+        """Returns a copy with `capacity` chunks, the first `used` of them kept."""
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
+            shape[CHUNK_DIM] = capacity
+            resized = tensor.new_zeros(shape)
+            resized[:, :, :used] = tensor[:, :, :used]
+            return resized
+
+        return self.map(resize)
+
+    def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
+        """
+        Makes some tokens of some chunks dense.
+
+        Args:
+            chunks (`slice`): which chunks.
+            tokens (`slice`): which tokens within each of them, beginning and ending where groups do.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, chunks * tokens, D]`, float32.
+        """
+        codes = unpack(self.codes[:, :, chunks, tokens], self.nbits, self.head_dim)
+        groups = tokens
+        if self.grouping.axis == "channel":
+            size = self.grouping.group_size
+            groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
+        states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
+        if self.low_rank_a is not None and self.low_rank_b is not None:
+            _add_low_rank(
+                states, self.low_rank_a[:, :, chunks], self.low_rank_b[:, :, chunks], tokens, self.chunk_length
+            )
+        if self.has_outliers:
+            assert self.outlier_indices is not None
+            assert self.outlier_values is not None
+            assert self.outlier_offsets is not None
+            add_outliers(
+                states,
+                self.outlier_indices[:, :, chunks],
+                self.outlier_values[:, :, chunks],
+                self.outlier_offsets[:, :, chunks],
+                tokens,
+            )
+        return (rotate(states) if self.is_rotated else states).flatten(2, 3)
+
+
+def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, slice, int, int]]:
+    """
+    Yields chunks, tokens, start and stop of one tile after another over the first `length` tokens: several short
+    chunks, or whole groups of a long one. A tile is longer than from `start` to `stop` where a chunk is not in use to
+    its end.
+    """
+    chunk_length = keys.chunk_length
+    step = max(_TILE_TOKENS // chunk_length, 1)
+    group = keys.grouping.group_size if keys.grouping.axis == "channel" and keys.grouping.group_size else 1
+    stride = chunk_length if chunk_length <= _TILE_TOKENS else max(_TILE_TOKENS // group, 1) * group
+    num_chunks = -(-length // chunk_length)
+    for chunk in range(0, num_chunks, step):
+        chunks = slice(chunk, min(chunk + step, num_chunks))
+        for first in range(0, chunk_length, stride):
+            start = chunk * chunk_length + first
+            if start >= length:
+                return
+            tokens = slice(first, min(first + stride, chunk_length))
+            size = (chunks.stop - chunks.start) * (tokens.stop - tokens.start)
+            yield chunks, tokens, start, min(start + size, length)
+
+
+def _add_low_rank(states: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tokens: slice, chunk_length: int) -> None:
+    """Adds `A B^T` to `states` `[B, H, M, tokens, D]`; A covers the last tokens of a chunk, all or the recent ones."""
+    first = chunk_length - a.shape[3]
+    start = max(tokens.start, first)
+    if start < tokens.stop:
+        rows = a[:, :, :, start - first : tokens.stop - first].float()
+        states[:, :, :, start - tokens.start :] += rows @ b.float().transpose(-1, -2)
+
+
+class ChunkSizes(NamedTuple):
+    """
+    Sizes of a chunk's corrections.
+
+    Attributes:
+        rank (`int`): R, 0 without low rank.
+        covered (`int`): newest tokens that the low rank covers.
+        num_outliers (`int`, *optional*): N, `None` without outliers.
+    """
+
+    rank: int
+    covered: int
+    num_outliers: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SideCodec:
+    """
+    Codec of keys or of values.
+
+    Attributes:
+        side (`str`): `"key"` or `"value"`: outliers are those of a channel of keys, of a token of values.
+        head_dim (`int`): D.
+        nbits (`int`): bits a code.
+        grouping (`Grouping`): which values share a scale.
+        sparsity (`float`, *optional*, defaults to 0): share of the values kept as outliers.
+        rank, decode_rank (`int`, *optional*, defaults to 0): rank of a prompt's correction, and of decoded tokens'.
+        num_iterations (`int`, *optional*, defaults to 1): power iterations.
+        recent_ratio (`float`, *optional*, defaults to 1): share of a prompt's tokens, the most recent ones, that the
+            low rank covers.
+        is_rotated (`bool`, *optional*, defaults to `False`): whether states are rotated before they are quantized.
+    """
+
+    side: str
+    head_dim: int
+    nbits: int
+    grouping: Grouping
+    sparsity: float = 0.0
+    rank: int = 0
+    decode_rank: int = 0
+    num_iterations: int = 1
+    recent_ratio: float = 1.0
+    is_rotated: bool = False
+
+    def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
+        """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
+        dims, grouping, head_dim = (batch_size, num_heads, num_chunks), self.grouping, self.head_dim
+        if grouping.axis == "channel":
+            scale: tuple[int, ...] = (*dims, length // (grouping.group_size or length), head_dim)
+        elif grouping.group_size is None:
+            scale = (batch_size, 1, num_chunks, length, 1)
+        else:
+            scale = (*dims, length, head_dim // grouping.group_size)
+        found: Layout = {"codes": ((*dims, length, packed_size(head_dim, self.nbits)), torch.uint8)}
+        found |= dict.fromkeys(("scale", "zero"), (scale, STORAGE_DTYPE))
+        if sizes.rank:
+            found["low_rank_a"] = (*dims, sizes.covered, sizes.rank), STORAGE_DTYPE
+            found["low_rank_b"] = (*dims, head_dim, sizes.rank), STORAGE_DTYPE
+        if sizes.num_outliers is not None:
+            shape = batch_size, 1, num_chunks
+            found["outlier_indices"] = (*shape, sizes.num_outliers), index_dtype(head_dim)
+            found["outlier_values"] = (*shape, sizes.num_outliers), STORAGE_DTYPE
+            found["outlier_offsets"] = (*shape, num_offsets(length, num_heads)), torch.int32
+        return found
+
+    def sizes(
+        self, num_heads: int, length: int, num_real: int | None = None, *, is_prompt: bool = False
+    ) -> ChunkSizes:
+        """
+        Computes the sizes of corrections of a chunk of `length` tokens, of which `num_real` (all by default) are no
+        padding in the sequence that has most of them.
+        """
+        num_real = length if num_real is None else num_real
+        num_channels = num_heads * self.head_dim
+        if self.side == "key":
+            num_outliers = num_channels * 2 * num_outliers_per_side(num_real, self.sparsity)
+        else:
+            num_outliers = length * 2 * num_outliers_per_side(num_channels, self.sparsity)
+        covered = length
+        if is_prompt and self.recent_ratio < 1:
+            covered = max(round(num_real * self.recent_ratio), 1)
+        return ChunkSizes(self.rank if is_prompt else self.decode_rank, covered, num_outliers or None)
+
+    def encode(
+        self, states: torch.Tensor, valid: torch.Tensor | None = None, *, is_prompt: bool = False
+    ) -> tuple[CompressedStates, torch.Tensor]:
+        """
+        Compresses chunks.
+
+        Args:
+            states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype):
+                What to compress, `M` chunks of `L` tokens.
+            valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*):
+                Tokens that are real; of states without data it comes with its own. The others enter no range, no count
+                of outliers and no factor, and what is stored of them means nothing.
+            is_prompt (`bool`, *optional*, defaults to `False`):
+                Whether the rank and the share of tokens of a prompt apply, or those of decoded tokens.
+
+        Returns:
+            What is stored, and whether all of it fits float16 (`torch.Tensor` of shape `[]`, bool), which NaN and
+            infinity do not: for `check_range`, before anything is made of the first.
+        """
+        batch_size, num_heads, num_chunks, length, _ = states.shape
+        if states.is_meta:
+            num_real = None if valid is None else int(valid.sum(dim=2).max())
+            sizes = self.sizes(num_heads, length, num_real, is_prompt=is_prompt)
+            layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
+            tensors = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+            return self.wrap(tensors), torch.ones((), dtype=torch.bool)
+        states = rotate(states) if self.is_rotated else states.float()
+        rank = self.rank if is_prompt else self.decode_rank
+        keep = None
+        if valid is not None:
+            keep = valid[:, None, :, :, None]
+            states = torch.where(keep, states, 0)
+        select = select_key_outliers if self.side == "key" else select_value_outliers
+        outliers = select(states, valid, self.sparsity)
+        if outliers is not None:
+            keep = outliers.keep
+        codes, scale, zero = quantize(states, keep, self.nbits, self.grouping)
+        tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
+        if rank or outliers is not None:
+            missing = states - dequantize(codes, scale, zero, self.grouping)
+            if rank:
+                a, b = self._approximate(missing, keep, valid, rank, self.recent_ratio if is_prompt else 1.0)
+                tensors |= {"low_rank_a": a, "low_rank_b": b}
+                if outliers is not None:
+                    missing[:, :, :, -a.shape[3] :] -= a.float() @ b.float().transpose(-1, -2)
+            if outliers is not None:
+                stored = store_outliers(missing, outliers, STORAGE_DTYPE)
+                tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
+        # Kernels read them in this order
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return self.wrap(tensors), are_in_range(*(each for each in tensors.values() if each.is_floating_point()))
+
+    def _approximate(
+        self,
+        missing: torch.Tensor,
+        keep: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        rank: int,
+        recent_ratio: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Approximates what codes miss `[B, H, M, L, D]` by factors as they are stored, of the most recent tokens."""
+        residual = missing if keep is None else torch.where(keep, missing, 0)
+        length = missing.shape[3]
+        if recent_ratio < 1:
+            counts = torch.tensor([[length]], device=missing.device) if valid is None else valid.sum(dim=2)
+            recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
+            is_recent = torch.arange(length, device=missing.device) >= (length - recent)[:, :, None]
+            residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
+            residual = residual[:, :, :, -int(recent.max()) :]
+        a, b = power_iteration(residual, rank, self.num_iterations)
+        return a.to(STORAGE_DTYPE), b.to(STORAGE_DTYPE)
+
+    def wrap(self, tensors: dict[str, torch.Tensor]) -> CompressedStates:
+        """Makes states of the tensors of a `layout`."""
+        return CompressedStates(
+            **{name: tensors.get(name) for name in TENSOR_NAMES},  # type: ignore[arg-type]
+            nbits=self.nbits,
+            grouping=self.grouping,
+            head_dim=self.head_dim,
+            is_rotated=self.is_rotated,
+        )
+
+    def is_of_decoded(self, states: CompressedStates) -> bool:
+        """Tells whether chunks of decoded tokens, none of them padding, can be stored behind those of `states`."""
+        batch_size, num_heads, num_chunks, length, _ = states.codes.shape
+        layout = self.layout(batch_size, num_heads, num_chunks, length, self.sizes(num_heads, length))
+        return {name: tensor.shape for name, tensor in states.named_tensors()} == {
+            name: shape for name, (shape, _) in layout.items()
+        }
+
+    def read(
+        self,
+        tensors: StoredTensors,
+        batch_size: int,
+        num_heads: int,
+        num_chunks: int,
+        chunk_length: int | None = None,
+    ) -> CompressedStates:
+        """
+        Takes chunks from a file. Kernels read what lies here by address and do not look whether an index leads out of
+        it, so every index is looked at.
+
+        Args:
+            tensors (`StoredTensors`): what the file holds of this side.
+            batch_size, num_heads, num_chunks (`int`): B, H, M.
+            chunk_length (`int`, *optional*): L, any by default, where there is one chunk.
+
+        Raises:
+            ValueError: if a tensor is missing, or of another shape or dtype than it has to be, or holds what cannot
+                be.
+        """
+        length = chunk_length or tensors.size("codes", 3)
+        group_size = self.grouping.group_size or max(length, 1)
+        if length == 0 or self.grouping.axis == "channel" and length % group_size:
+            raise ValueError(f"chunks of {length} tokens cannot be in groups of {group_size}")
+        # A chunk alone may be a prompt's or of decoded tokens, and only of a prompt the low rank may be partial
+        ranks = {self.decode_rank} if num_chunks > 1 else {self.rank, self.decode_rank}
+        rank, covered = tensors.size("low_rank_b", 4), length
+        if num_chunks == 1 and self.recent_ratio < 1:
+            covered = tensors.size("low_rank_a", 3)
+        if rank not in ranks or rank and covered > length:
+            raise ValueError(
+                f"the low rank of {self.side}s has to be one of {sorted(ranks)} over {length} tokens at most, but is "
+                f"{rank} over {covered}"
+            )
+        has_outliers = self.sparsity > 0 and tensors.has("outlier_offsets")
+        sizes = ChunkSizes(rank, covered, tensors.size("outlier_values", 3) if has_outliers else None)
+        layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
+        states = self.wrap({name: tensors.take(name, shape, dtype) for name, (shape, dtype) in layout.items()})
+        for name, tensor in states.named_tensors():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ValueError(f"`{name}` has to be finite")
+        if has_outliers:
+            self._check_outliers(states)
+        return states
+
+    def _check_outliers(self, states: CompressedStates) -> None:
+        """Raises a `ValueError` if an offset or an index of outliers leads out of what is stored."""
+        indices, offsets = states.outlier_indices, states.outlier_offsets
+        assert indices is not None and offsets is not None
+        counts = offsets.diff(dim=3)
+        # No place of a tile and head is there twice
+        most = OUTLIER_TILE * self.head_dim
+        if bool((offsets[..., 0] != 0).any() | (counts < 0).any() | (counts > most).any()):
+            raise ValueError("the offsets of outliers have to rise from 0 on, by no more than a tile has places")
+        if int(offsets[..., -1].max()) > indices.shape[3]:
+            raise ValueError(f"the offsets of outliers have to be at most {indices.shape[3]}, of which there are")
+        bits = channel_bits(self.head_dim)
+        tokens, channels = indices >> bits, indices & ((1 << bits) - 1)
+        if bool(((tokens < 0) | (tokens >= OUTLIER_TILE) | (channels >= self.head_dim)).any()):
+            raise ValueError("the indices of outliers have to be places of a tile")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCodec:
+    """Codec of keys and values, which are compressed in the same chunks."""
+
+    keys: SideCodec
+    values: SideCodec
+
+    def encode(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        *,
+        num_chunks: int = 1,
+        is_prompt: bool = False,
+    ) -> tuple[CompressedStates, CompressedStates]:
+        """
+        Compresses consecutive tokens in chunks of equal length. The host waits for a device once, in the end.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`): exact states.
+            valid (`torch.Tensor` of shape `[B, tokens]`, bool, *optional*): tokens that are not padding; all by
+                default.
+            num_chunks (`int`, *optional*, defaults to 1): number of chunks.
+            is_prompt (`bool`, *optional*, defaults to `False`): whether the ranks of a prompt apply.
+
+        Raises:
+            ValueError: if something does not fit float16, in which everything but the codes is stored.
+        """
+        valid = None if valid is None else valid.unflatten(1, (num_chunks, -1))
+        (stored_keys, keys_fit), (stored_values, values_fit) = (
+            codec.encode(states.unflatten(2, (num_chunks, -1)), valid, is_prompt=is_prompt)
+            for codec, states in ((self.keys, keys), (self.values, values))
+        )
+        check_range(keys_fit, values_fit)
+        return stored_keys, stored_values
+
+    def blank(
+        self, batch_size: int, num_heads: int, num_chunks: int, length: int, device: torch.device
+    ) -> tuple[CompressedStates, CompressedStates]:
+        """Makes zeros of the layout of chunks of decoded tokens, none of them padding."""
+
+        def blank_side(codec: SideCodec) -> CompressedStates:
+            layout = codec.layout(batch_size, num_heads, num_chunks, length, codec.sizes(num_heads, length))
+            return codec.wrap(
+                {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout.items()}
+            )
+
+        return blank_side(self.keys), blank_side(self.values)
+
+
+def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
+    """Copies the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
+    if length == states.chunk_length:
+        return states
+    tensors = {"codes": states.codes[:, :, :, :length]}
+    if states.grouping.axis == "token":
+        tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
+    elif states.grouping.group_size is not None:
+        groups = length // states.grouping.group_size
+        tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
+    if states.low_rank_a is not None:
+        first = states.chunk_length - states.low_rank_a.shape[3]
+        tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
+    if states.outlier_offsets is not None:
+        num_slots = -(-length // OUTLIER_TILE) * states.codes.shape[1]
+        offsets = states.outlier_offsets[..., : num_slots + 1]
+        kept = int(offsets[..., -1].max())
+        tensors["outlier_offsets"] = offsets
+        tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
+    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def drop_step(keys: Grouping) -> int:
+    """Tokens that can be cut off the beginning of a chunk together: whole groups of keys, and tiles of outliers."""
+    return math.lcm(OUTLIER_TILE, keys.group_size or 1) if keys.axis == "channel" else OUTLIER_TILE
+
+
+def drop_tokens(states: CompressedStates, count: int) -> CompressedStates:
+    """A single chunk without its first `count` tokens, a multiple of `drop_step`."""
+    tensors = {"codes": states.codes[:, :, :, count:]}
+    if states.grouping.axis == "token":
+        tensors |= {name: getattr(states, name)[:, :, :, count:] for name in ("scale", "zero")}
+    elif states.grouping.group_size is not None:
+        groups = count // states.grouping.group_size
+        tensors |= {name: getattr(states, name)[:, :, :, groups:] for name in ("scale", "zero")}
+    if states.low_rank_a is not None:
+        without = states.chunk_length - states.low_rank_a.shape[3]
+        tensors["low_rank_a"] = states.low_rank_a[:, :, :, max(count - without, 0) :]
+    if states.outlier_offsets is not None:
+        tensors |= _drop_outliers(states, count)
+    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _drop_outliers(states: CompressedStates, count: int) -> dict[str, torch.Tensor]:
+    """Outliers of the other tokens, which begin at another place of the list in every item."""
+    indices, values, offsets = states.outlier_indices, states.outlier_values, states.outlier_offsets
+    assert indices is not None and values is not None and offsets is not None
+    offsets = offsets[..., count // OUTLIER_TILE * states.codes.shape[1] :]
+    first, end = offsets[..., :1], offsets[..., -1:]
+    # What has no data is told as if outliers were spread evenly
+    num_left = -(-indices.shape[3] * (states.chunk_length - count) // states.chunk_length)
+    if not offsets.is_meta:
+        num_left = int((end - first).max())
+    places = first.long() + torch.arange(num_left, device=offsets.device)
+    in_use, places = places < end, places.clamp(max=max(indices.shape[3] - 1, 0))
+    return {
+        "outlier_offsets": offsets - first,
+        "outlier_indices": torch.where(in_use, indices.gather(3, places), 0),
+        "outlier_values": torch.where(in_use, values.gather(3, places), 0),
+    }

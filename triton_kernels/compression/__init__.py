@@ -1,1 +1,0 @@
-"""Compression of chunks in a few launches: quantization, low rank, selection and storage of outliers."""
