@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from kvcache_plugins.console.tables import make_table, open_console
-from kvcache_plugins.gear.choice import PresetChoice
+from kvcache_plugins.gear.config import PresetChoice
 
 from .comparison import ComparisonRow
 from .generation import Generation

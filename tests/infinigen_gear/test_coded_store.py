@@ -11,10 +11,9 @@ from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen_gear.coded_store import CodedStore
+from kvcache_plugins.infinigen_gear.coded_store import CodedStore, ValueRows
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
-from kvcache_plugins.infinigen_gear.value_rows import ValueRows
 
 
 def states(*shape: int, seed: int = 0) -> torch.Tensor:

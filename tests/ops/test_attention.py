@@ -217,6 +217,30 @@ class TestChoice:
         monkeypatch.setattr(torch.version, "hip", None)
         assert dispatch._kernel_on("cuda", "auto") == ("triton", False)
 
+    @pytest.mark.parametrize("kernel", ["auto", "compiled", "torch"])
+    def test_cpus_copy_in_plain_pytorch(self, kernel, monkeypatch):
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+
+    def test_kernels_that_are_asked_for_and_missing_warn_once(self, monkeypatch):
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+        with pytest.warns(UserWarning, match="coding run in plain PyTorch.*Triton is not installed"):
+            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # The same warning, for attention
+            assert dispatch.choose_kernel(torch.randn(1, 1, 1, 8)) == ("torch", True)
+
+    def test_copies_by_kernels_have_no_gradients(self, monkeypatch):
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+        states = torch.randn(1, 1, 1, 8, requires_grad=True)
+        assert dispatch.choose_copy_kernel(states) == "torch"
+        with torch.no_grad():
+            assert dispatch.choose_copy_kernel(states) == "triton"
+
     def test_without_kernels_it_warns_once_and_counts(self, monkeypatch):
         monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
         cache = GEARCache(nbits=2)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvcache_plugins.codecs.outliers import OUTLIER_TILE
 from kvcache_plugins.triton_kernels.attention.attend import attend_compressed
 from kvcache_plugins.triton_kernels.attention.combine import combine
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
+from kvcache_plugins.triton_kernels.attention.outliers import STORED_TILE
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -346,3 +348,7 @@ def test_no_tokens_give_no_splits():
     actual = combine([partials], [DensePart(keys, values)], query, scale)
     expected = expected_attention(case, query, [(keys, values, None)], scale)
     assert relative_error(actual, expected) < TOLERANCE[case.dtype]
+
+
+def test_kernels_know_the_stored_format():
+    assert STORED_TILE.value == OUTLIER_TILE

@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.choice import PresetChoice
-from kvcache_plugins.gear.factory import create_gear
+from kvcache_plugins.gear.cache import create_gear
+from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 

@@ -536,7 +536,7 @@ def drop_tokens(states: CompressedStates, count: int) -> CompressedStates:
 
 
 def _drop_outliers(states: CompressedStates, count: int) -> dict[str, torch.Tensor]:
-    """Outliers of the other tokens, which begin at another place of the list in every item."""
+    """Takes the outliers of the other tokens, which begin at another place of the list in every sequence."""
     indices, values, offsets = states.outlier_indices, states.outlier_values, states.outlier_offsets
     assert indices is not None and values is not None and offsets is not None
     offsets = offsets[..., count // OUTLIER_TILE * states.codes.shape[1] :]

@@ -1,9 +1,9 @@
-"""Low-rank approximation by power iteration (PowerSGD), batched over heads, batch items and chunks.
+"""Low-rank approximation by power iteration (PowerSGD), batched over heads, sequences and chunks.
 
 `R ~ A B^T` with `R` `[..., num_tokens, head_dim]`, `A` `[..., num_tokens, rank]` and `B` `[..., head_dim, rank]`. A
 library SVD would be exact and slow; three iterations come within a few per cent of it. The starting matrix is the same
-for every head and item, so the result of one sequence does not depend on what else is in its batch, and rows of zeros
-(padding) change nothing.
+for every head and sequence, so the result of one sequence does not depend on what else is in its batch, and rows of
+zeros (padding) change nothing.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ _EPSILON = 1e-30
 
 @cache
 def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Tensor:
-    """What every power iteration begins with, `[num_rows, rank]`, float32; brought to a device once."""
+    """Makes what every power iteration begins with, `[num_rows, rank]`, float32; brought to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
         return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(0), device="cpu").to(device)

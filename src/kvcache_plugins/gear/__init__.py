@@ -23,9 +23,9 @@ __getattr__, __dir__ = lazy_attributes(
     },
 )
 
-_FACTORY = "kvcache_plugins.gear.factory:create_gear"
+_FACTORY = "kvcache_plugins.gear.cache:create_gear"
 # Made without a model it has checked its options
-_CHECK = "kvcache_plugins.gear.factory:check_gear"
+_CHECK = "kvcache_plugins.gear.cache:check_gear"
 _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 for _nbits in (4, 2):
     register_cache(

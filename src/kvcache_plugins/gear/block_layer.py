@@ -19,12 +19,9 @@ from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
 
-from .dense_tiles import TiledBlock, dense_tiles
-from .layer_state import LayerState
 from .settled_parts import SettledParts, SettledPartsMixin
 from .sliding_window import SlidingWindowMixin
-from .storage import ExactPrefix
-from .stored_block import BlockT, BufferConfig
+from .storage import BlockT, BufferConfig, ExactPrefix, LayerState, TiledBlock, dense_tiles
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,34 @@ from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
+from kvcache_plugins.user_warnings import warn_user
 
 from .captured_steps import CapturedSteps
-from .choice import PresetChoice
-from .config import GEARConfig
-from .forms import resolve_form
+from .config import GEARConfig, PresetChoice
 from .layer import GEARLayer
 from .snapshot import read_snapshot, write_snapshot
 from .transform.calibration import TransformCalibration
-from .transform.calibrations import calibration_of_file
-from .transform.config import TransformConfig
+from .transform.calibrations import (
+    AUTO,
+    calibration_of_file,
+    check_calibrated,
+    find_calibration,
+    resolve_calibration,
+)
+from .transform.config import BACKBONE, TransformConfig, transform_config
 from .transform.layer import TransformLayer
 from .transform.warm_up import warm_up_rows
 from .warm_up import sizes_of, warm_up_gear
+
+
+# Both forms have these, so that they do not tell which one is meant
+_SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding")
+_DEFAULT_NBITS = 4
+# As `gear-t25` has
+_DEFAULT_RESIDUAL_LENGTH = 20
+
+Calibration = TransformCalibration | str | Path | None
+Form = tuple[GEARConfig | TransformConfig, TransformCalibration | None]
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -398,3 +415,75 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
                     cache.layers.append(cache._next_layer())
             snapshot.fill(cache.layers, torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device)
         return cache
+
+
+def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
+    """GEAR: transform coding, or a quantized backbone with low rank and outliers"""
+    if model is not None:
+        get_config(model)
+    return GEARCache(model, **options)  # type: ignore[arg-type]
+
+
+# The options are the class's own, so that a misspelt one is named before anything is built
+create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
+
+
+def check_gear(*, calibration: object = None, **options: Any) -> None:
+    """Raises a `ValueError` for what can be told to be wrong without a model."""
+    GEARCache(**options)
+    backbone = options.pop("backbone", None)
+    check_calibrated(calibration, BACKBONE if is_default(backbone, options) else backbone, options)
+    if isinstance(calibration, (str, Path)) and calibration != AUTO and not Path(calibration).is_file():
+        raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")
+
+
+def is_default(backbone: str | None, options: Mapping[str, object]) -> bool:
+    """Whether nothing is set that tells one form from the other; `None` is what was not given."""
+    return backbone is None and all(value is None for name, value in options.items() if name not in _SHARED)
+
+
+def resolve_form(
+    backbone: str | None,
+    options: dict[str, Any],
+    calibration: Calibration,
+    model: PreTrainedConfig | torch.nn.Module | None,
+) -> Form:
+    """
+    The config of a cache, and the calibration that it takes.
+
+    Args:
+        backbone (`str`, *optional*): as of `GEARCache`.
+        options (`dict`): the others of its options by name, `None` where one was not given.
+        calibration (`TransformCalibration`, `str` or `Path`, *optional*): as of `GEARCache`.
+        model (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model.
+
+    Raises:
+        ValueError: if an option is out of range, or has no meaning in that form.
+    """
+    by_default = is_default(backbone, options)
+    if by_default:
+        backbone = BACKBONE
+        if options["residual_length"] is None:
+            options = {**options, "residual_length": _DEFAULT_RESIDUAL_LENGTH}
+    check_calibrated(calibration, backbone, options)
+    if backbone != BACKBONE:
+        nbits = _DEFAULT_NBITS if options["nbits"] is None else options["nbits"]
+        return GEARConfig.from_flat(backbone, {**options, "nbits": nbits}), None
+    is_asked_for = not by_default or calibration is not None
+    found = resolve_calibration(calibration, model) if is_asked_for else _own_calibration(model)
+    return transform_config(options, is_calibrated=found is not None), found
+
+
+def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> TransformCalibration | None:
+    """
+    That of the model, if the user has made one; nothing is said if not. Those of this package are for who asks for
+    them: a default that is another one for two models would make what is measured of it untrue for all others.
+    """
+    # A config cannot tell whose weights they are
+    if model is None or isinstance(model, PreTrainedConfig):
+        return None
+    try:
+        return find_calibration(unwrap_model(model), is_own=True)
+    except ValueError as error:
+        warn_user(f"the cache goes without a calibration: {error}")
+        return None

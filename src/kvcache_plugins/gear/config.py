@@ -6,6 +6,7 @@ from typing import Any
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec, drop_step
 from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
+from kvcache_plugins.reports.memory import StatValue
 
 
 BACKBONES = ("kcvt", "kivi", "per-token")
@@ -238,3 +239,30 @@ class GEARConfig:
             recent_ratio=self.low_rank_recent_ratio,
             is_rotated=is_rotated,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PresetChoice:
+    """
+    Says why a cache is what it is, where it was chosen by measuring: see `kvcache_plugins.choose_cache`.
+
+    Attributes:
+        preset (`str`): a name of `list_caches()`, or `name:key=value,...` with options.
+        kl (`float`): its mean KL(dense || cache) over the held-out tokens, in nats.
+        max_kl (`float`): the bound that it had to meet.
+        kl_by_preset (`dict[str, float]`): the same of every candidate that was tried, the cheapest first.
+    """
+
+    preset: str
+    kl: float
+    max_kl: float
+    kl_by_preset: dict[str, float]
+
+    def stats(self) -> dict[str, StatValue]:
+        """The entries of `GEARCache.stats()`."""
+        return {
+            "chosen_preset": self.preset,
+            "chosen_kl": self.kl,
+            "max_kl": self.max_kl,
+            "kl_by_preset": dict(self.kl_by_preset),
+        }

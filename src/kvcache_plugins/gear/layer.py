@@ -19,9 +19,8 @@ from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
 
 from .config import GEARConfig
-from .layer_state import GEARLayerState
 from .replayable import ReplayableMixin
-from .storage import CompressedBlock, ExactPrefix
+from .storage import CompressedBlock, ExactPrefix, GEARLayerState
 from .warm_up import Sizes, warm_up_gear
 
 

@@ -14,15 +14,14 @@ from kvcache_plugins.files.stored_tensors import StoredTensors
 
 from .config import GEARConfig
 from .exact_snapshot import check_order, exact_tensors, exact_to_document, read_counters, read_exact_state, read_sizes
-from .layer_state import GEARLayerState
-from .storage import CompressedBlock
+from .storage import CompressedBlock, GEARLayerState
 
 
 _BLOCK_NUMBERS = ("start", "num_chunks", "length")
 
 
 def layer_to_document(state: GEARLayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What is written of a layer."""
+    """Returns the document and the tensors of a layer."""
     tensors = exact_tensors(state)
     for number, block in enumerate(state.blocks):
         for side, states in (("keys", block.keys), ("values", block.values)):

@@ -15,7 +15,7 @@ from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.masking import slice_mask
 
 from .block_layer import BlockLayerMixin
-from .stored_block import BlockT
+from .storage import BlockT
 
 
 class ReplayableMixin(BlockLayerMixin[BlockT]):

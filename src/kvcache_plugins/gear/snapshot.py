@@ -23,8 +23,7 @@ from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_fil
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
-from .choice import PresetChoice
-from .config import BACKBONES, SLIDING, GEARConfig, SideConfig
+from .config import BACKBONES, SLIDING, GEARConfig, PresetChoice, SideConfig
 from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
 from .layer import GEARLayer
 from .layer_snapshot import layer_from_document, layer_to_document

@@ -1,20 +1,74 @@
-"""What a GEAR layer holds beside its buffer of the newest tokens: exact tokens in front, and compressed blocks.
+"""Storage of a GEAR layer beside its buffer of the newest tokens: exact tokens in front, and compressed blocks.
 
     [ prefix: exact, fewer than a group ] [ block ] [ block ] ... [ buffer: exact, newest ]
 
-All of it is append-only. A block is either one prompt (one chunk) or a run of decode chunks of equal length that grows
-by doubling its capacity; nothing that is compressed is ever decompressed to be compressed again.
+The exact prefix stands where every sequence's own first tokens are: before the first block and, in shorter sequences,
+within what the first block spans. All of it is append-only. A block is either one prompt (one chunk) or a run of
+decode chunks of equal length that grows by doubling its capacity; nothing that is compressed is ever decompressed to
+be compressed again.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from kvcache_plugins.codecs.groups import CompressedStates, drop_step, drop_tokens, keep_tokens, tile_slices
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+ShapeOf = Callable[[str], tuple[int, int, int, int]]
+Tiles = Iterator[tuple[slice, dict[str, torch.Tensor]]]
+
+
+class BufferConfig(Protocol):
+    """Options of a layer, of either form."""
+
+    @property
+    def residual_length(self) -> int:
+        """Decoded tokens that wait in exact form."""
+
+
+class StoredBlock(Protocol):
+    """Consecutive tokens, compressed in either form."""
+
+    start: int
+    length: int
+
+    @property
+    def keys(self) -> object:
+        """Storage of one side: another object where it stands elsewhere."""
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens, as many as can be dropped."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every stored tensor by `function` of it."""
+
+    def give_room(self, num_tokens: int) -> None:
+        """Moves to storage with room for so many tokens in all, and no less than are in use."""
+
+    def room(self) -> int:
+        """For how many tokens in all there is room."""
+
+
+BlockT = TypeVar("BlockT", bound=StoredBlock)
+
+
+class TiledBlock(Protocol):
+    """Consecutive tokens that become dense."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """Makes sides dense, tile by tile."""
 
 
 @dataclass(eq=False)
@@ -123,7 +177,7 @@ class CompressedBlock:
 @dataclass(eq=False)
 class ExactPrefix:
     """
-    The first tokens of each item, exact: those that a prompt has beyond a whole number of groups, and sink tokens.
+    The first tokens of each sequence, exact: those that a prompt has beyond a whole number of groups, and sink tokens.
 
     Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and
     left-padded. The tokens left over stand at the start, where attention sinks are. Where there are fewer of them than
@@ -131,9 +185,9 @@ class ExactPrefix:
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, slots, D]`): the exact states.
-        start (`torch.Tensor` of shape `[B]`): position of an item's first real token.
+        start (`torch.Tensor` of shape `[B]`): position of a sequence's first real token.
         count (`torch.Tensor` of shape `[B]`): slots in use.
-        is_uniform (`bool`): whether every item starts at 0 and uses every slot, so that nothing has to be masked.
+        is_uniform (`bool`): whether every sequence starts at 0 and uses every slot, so that nothing has to be masked.
     """
 
     keys: torch.Tensor
@@ -158,7 +212,7 @@ class ExactPrefix:
 
     @property
     def end(self) -> torch.Tensor:
-        """Position behind the last token of each item, `[B]`: what stands before it is not in the first block."""
+        """Position behind the last token of each sequence, `[B]`: what stands before it is not in the first block."""
         return self.start + self.count
 
     def truncate(self, length: int) -> None:
@@ -167,7 +221,7 @@ class ExactPrefix:
         self.is_uniform = self.is_uniform and length >= self.num_slots
 
     def stop(self) -> int:
-        """Position behind the last token of the item whose tokens end last. The host may have to wait for a device."""
+        """Position behind the last token of all sequences. The host may have to wait for a device."""
         return self.num_slots if self.is_uniform else int(self.end.max())
 
     def write_dense(self, side: str, output: torch.Tensor, start: int = 0) -> None:
@@ -178,9 +232,129 @@ class ExactPrefix:
             output[:, :, : tokens.shape[2]] = tokens
             return
         places = self.positions - start
-        items, slots = (self.in_use & (places >= 0) & (places < output.shape[2])).nonzero(as_tuple=True)
-        output[items, :, places[items, slots]] = states[items, :, slots].to(output.dtype)
+        rows, slots = (self.in_use & (places >= 0) & (places < output.shape[2])).nonzero(as_tuple=True)
+        output[rows, :, places[rows, slots]] = states[rows, :, slots].to(output.dtype)
 
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = function(self.keys), function(self.values)
         self.start, self.count = function(self.start), function(self.count)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class LayerState:
+    """
+    A layer between two updates, however it compresses.
+
+    Attributes:
+        dtype (`torch.dtype`): of the states that came in.
+        batch_size, num_heads, key_head_dim, value_head_dim (`int`): their sizes.
+        length (`int`): tokens of the sequence, padding included.
+        counters (`dict[str, int]`): what `stats()` counts.
+        prefix (`ExactPrefix`, *optional*): exact tokens in front.
+        blocks (`Sequence[StoredBlock]`): compressed tokens.
+        is_open (`bool`): whether further decoded tokens join the last block.
+        buffer (`ResidualBuffer`, *optional*): exact tokens behind.
+        padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every sequence.
+        held_start (`int`): position before which a layer of a window has let go of everything.
+    """
+
+    dtype: torch.dtype
+    batch_size: int
+    num_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    length: int
+    counters: dict[str, int]
+    prefix: ExactPrefix | None
+    blocks: Sequence[StoredBlock]
+    is_open: bool
+    buffer: ResidualBuffer | None
+    padding: torch.Tensor | None
+    held_start: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class GEARLayerState(LayerState):
+    """A `GEARLayer` between two updates."""
+
+    blocks: list[CompressedBlock]
+
+
+def dense_tiles(
+    sides: Collection[str],
+    shape_of: ShapeOf,
+    prefix: ExactPrefix | None,
+    blocks: Iterable[TiledBlock],
+    tail: Iterable[tuple[torch.Tensor, torch.Tensor, int]],
+    exact_start: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    first: int = 0,
+) -> Tiles:
+    """
+    All tokens of a layer, or those from a position on.
+
+    Args:
+        sides (`Collection[str]`): which of `"keys"` and `"values"`.
+        shape_of (`Callable`): the shape of all states of a side.
+        prefix (`ExactPrefix`, *optional*): the first tokens of every sequence.
+        blocks (`Iterable[TiledBlock]`): what is compressed, in the order of its tokens.
+        tail (`Iterable`): keys, values and their tokens in use, of what stands behind.
+        exact_start (`int`): position of the first token of the tail.
+        dtype, device: of the states.
+        first (`int`, *optional*, defaults to 0): position of the first token that is wanted, and counted from.
+    """
+    position = first
+    stop = 0 if prefix is None else prefix.stop()
+    for block in blocks:
+        if position < block.start:
+            states = _before(sides, shape_of, prefix, position, block.start, dtype, device)
+            yield slice(position - first, block.start - first), states
+            position = block.start
+        end = block.start
+        for tile in block.dense_tiles(sides):
+            end += next(iter(tile.values())).shape[2]
+            if end <= position:
+                continue
+            states = {side: tile[side][:, :, position - end :].to(dtype) for side in sides}
+            if position < stop:
+                _overlay(prefix, states, position)
+            yield slice(position - first, end - first), states
+            position = end
+    if position < exact_start:
+        states = _before(sides, shape_of, prefix, position, exact_start, dtype, device)
+        yield slice(position - first, exact_start - first), states
+        position = exact_start
+    end = exact_start
+    for keys, values, length in tail:
+        end += length
+        if end > position:
+            skipped = length - (end - position)
+            exact = {"keys": keys[:, :, skipped:length], "values": values[:, :, skipped:length]}
+            yield slice(position - first, end - first), {side: exact[side] for side in sides}
+            position = end
+
+
+def _before(
+    sides: Collection[str],
+    shape_of: ShapeOf,
+    prefix: ExactPrefix | None,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Tokens that are in no block: the prefix, and padding."""
+    states = {}
+    for side in sides:
+        batch_size, num_heads, _, head_dim = shape_of(side)
+        states[side] = torch.zeros(batch_size, num_heads, stop - start, head_dim, dtype=dtype, device=device)
+    _overlay(prefix, states, start)
+    return states
+
+
+def _overlay(prefix: ExactPrefix | None, states: dict[str, torch.Tensor], start: int) -> None:
+    if prefix is None:
+        return
+    for side, tile in states.items():
+        prefix.write_dense(side, tile, start)

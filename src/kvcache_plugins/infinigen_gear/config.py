@@ -1,4 +1,4 @@
-"""What an `InfiniGenGEARCache` compresses to, validated once and immutable afterwards."""
+"""Options of `InfiniGenGEARCache` that say what it compresses to, validated once and immutable afterwards."""
 
 from dataclasses import dataclass
 

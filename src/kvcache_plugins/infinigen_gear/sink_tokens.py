@@ -1,4 +1,4 @@
-"""The first tokens of every item, exact, beside the codes of all tokens.
+"""The first tokens of every sequence, exact, beside the codes of all tokens.
 
 Attention gives them much weight whatever they say, and their keys are unlike all others: in a group of codes they
 would widen the ranges of their neighbours.
@@ -19,7 +19,7 @@ class SinkTokens:
     Exact keys and values of the sink tokens of a layer, as soon as any has been seen.
 
     Args:
-        count (`int`): S, how many of an item there are.
+        count (`int`): S, how many of a sequence there are.
     """
 
     def __init__(self, count: int):
@@ -29,18 +29,18 @@ class SinkTokens:
         self._padding = LeftPadding()
 
     def are_from(self, position: int, padding: LeftPadding) -> bool:
-        """Whether any item has sink tokens from `position` on."""
+        """Tells whether any sequence has sink tokens from `position` on."""
         return self.count > 0 and position < padding.longest() + self.count
 
     def others(self, keys: torch.Tensor, position: int, padding: LeftPadding) -> torch.Tensor:
-        """Which of the tokens `[B, H, tokens, D]` from `position` on are neither sink tokens nor padding."""
+        """Tells which of the tokens `[B, H, tokens, D]` from `position` on are neither sink tokens nor padding."""
         # With its data even where keys have none
         on = torch.device("cpu") if keys.is_meta else keys.device
         number = torch.arange(position, position + keys.shape[2], device=on)
         return number - padding.first_tokens(keys.shape[0], on) >= self.count
 
     def keep(self, keys: torch.Tensor, values: torch.Tensor, position: int, padding: LeftPadding) -> None:
-        """Notes those of the tokens `[B, H, tokens, D or E]` from `position` on that are sink tokens of their item."""
+        """Keeps those of the tokens `[B, H, tokens, D or E]` from `position` on that are sinks of their sequence."""
         self._padding = padding
         if self._states is None:
             room = *keys.shape[:2], self.count
@@ -60,7 +60,7 @@ class SinkTokens:
     def restore(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, exact where they are sink tokens'."""
+        """Returns keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, exact where they are sink tokens'."""
         if self.count == 0:
             return keys, values
         stored = self.stored()
@@ -74,7 +74,7 @@ class SinkTokens:
         return keys, values
 
     def stored(self) -> SinkStates:
-        """What is known of them."""
+        """Returns their states, and which tokens they are."""
         assert self._states is not None
         return SinkStates(self._padding.counts, *self._states)
 
@@ -84,5 +84,5 @@ class SinkTokens:
             self._states = function(self._states[0]), function(self._states[1])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What is stored."""
+        """Yields what is stored."""
         yield from self._states or ()

@@ -70,8 +70,8 @@ class SinkStates:
     Tokens that are exact though they are in slots.
 
     Attributes:
-        first (`torch.Tensor` of shape `[B]`, int64, *optional*): slot of every item's first, the others follow; `None`
-            if that is slot 0 of all.
+        first (`torch.Tensor` of shape `[B]`, int64, *optional*): slot of every sequence's first, the others follow;
+            `None` if that is slot 0 of all.
         keys, values (`torch.Tensor` of shape `[B, H, S, D]`, `[B, H, S, E]`): their states.
     """
 
@@ -80,7 +80,7 @@ class SinkStates:
     values: torch.Tensor
 
     def is_same(self, other: "SinkStates") -> bool:
-        """Whether it is the same tensors that are in both."""
+        """Tells whether the same tensors are in both."""
         return self.first is other.first and self.keys is other.keys and self.values is other.values
 
 

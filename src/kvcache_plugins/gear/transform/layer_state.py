@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.gear.layer_state import LayerState
+from kvcache_plugins.gear.storage import LayerState
 from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
 from kvcache_plugins.ops.transform_coding.parts import RowCoder
 from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
