@@ -29,7 +29,7 @@ def call(number):
     if number == 1:
         model.generate(tokens, custom_generate=generate_with("gear"), max_new_tokens=3)
     if number == 2:
-        model(tokens, past_key_values=create_cache("infinigen-gear", model, full_layers=()))
+        model.generate(tokens, past_key_values=create_cache("infinigen", model, full_layers=()), max_new_tokens=3)
 for number in range(3):
     call(number)
 """
