@@ -25,6 +25,7 @@ if not os.path.exists("/proc/driver/nvidia"):
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,32 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
+
+
+def covering(cases: Sequence[dict[str, int]], size: int) -> set[int]:
+    """Chooses as few cases, by number, as hold what all hold together: values of `size` parameters at a time."""
+    held = [set(combinations(sorted(case.items()), min(size, len(case)))) for case in cases]
+    missing, chosen = set().union(*held), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda number: (len(held[number] & missing), -number))
+        chosen.add(best)
+        missing -= held[best]
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `long` the cases that `each_value` and `each_pair` leave out."""
+    for marker, size in (("each_value", 1), ("each_pair", 2)):
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker(marker) and not item.get_closest_marker("long") and hasattr(item, "callspec"):
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for cases in tests.values():
+            chosen = covering([case.callspec.indices for case in cases], size)
+            for number, case in enumerate(cases):
+                if number not in chosen:
+                    case.add_marker("long")
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +250,7 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="session")
 def gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Gemma 3 270M in float32 and its tokenizer; shared by the session, so leave the model as it was."""
+    """Gemma 3 270M in float32 and its tokenizer, for `long` tests; shared by the session: leave it as it was."""
     return load_reference_model("gemma3-270m")
 
 

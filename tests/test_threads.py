@@ -13,13 +13,9 @@ from kvcache_plugins.registry import create_cache, describe_caches, list_caches
 
 NUM_THREADS = 4
 NUM_STEPS = 20
+# One of each kind
+USUAL = {"gear", "gear-2bit", "gear-t16-trellis", "infinigen", "infinigen-gear", "h2o", "turboquant-3bit"}
 # Transformers' own, which need other packages or a GPU
-# Every way to code, store and choose; the rest are the same with other bits
-USUAL = {
-    *("dynamic", "fp8", "gear", "gear-2bit", "gear-l-2bit", "gear-t16", "gear-t16-trellis", "gear-c16", "gear-k3v2"),
-    *("kivi-2bit", "kcvt-4bit", "per-token-2bit", "h2o", "infinigen", "infinigen-gear", "infinigen-paper"),
-    *("turboquant-3bit", "llamacpp-q4_0"),
-}
 FOREIGN = {"hqq-2bit", "hqq-4bit", "offloaded", "quanto-2bit", "quanto-4bit"}
 
 

@@ -187,7 +187,7 @@ TINY = Plan(
         "vocab_size": 128,
         "hidden_size": 64,
         "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,

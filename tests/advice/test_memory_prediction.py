@@ -203,7 +203,7 @@ REAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_real_models(name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)[0]
     sizers = {dtype: CacheSizer(model.config, dtype=dtype, device="cpu") for dtype in ("float32", "bfloat16")}

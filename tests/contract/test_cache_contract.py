@@ -22,27 +22,22 @@ from kvcache_plugins.registry import CacheEntry, describe_caches
 
 ENTRIES = {entry.name: entry for entry in describe_caches()}
 # The same cache under a second name, as random models have no calibration
-ALIASES = {"gear": "gear-t25"}
+ALIASES = {"gear-t25": "gear"}
 
 QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
 INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
-LIKE_K3V2 = ("gear-k4v4-g32", "gear-k4v3", "gear-k2v2")
-TRANSFORM = ("gear-t16", "gear-t22", "gear-t25", "gear-t30")
-TRELLIS = tuple(f"gear-t{percent}-trellis" for percent in (12, 14, 16, 22, 25))
-# Without a calibration, as random models have none, the same; with one: tests/gear/transform/test_calibration.py
-CALIBRATED = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
-CALIBRATED_TRELLIS = ("gear-c10-trellis", "gear-c12-trellis", "gear-c16-trellis")
 # They code a token as soon as it comes, so that no context is short enough to stay exact
 CODED = (
     *("turboquant-2bit", "turboquant-3bit", "turboquant-4bit"),
     *("llamacpp-q4_0", "llamacpp-q4_1", "llamacpp-q5_0", "llamacpp-q5_1", "llamacpp-q8_0"),
 )
-LIKE_OTHERS = (
-    *(*LIKE_K3V2, *TRANSFORM[1:], *TRELLIS, *CALIBRATED, *CALIBRATED_TRELLIS),
-    *(*CODED[1:3], *CODED[4:]),
-)
+# One of each kind; all others, and what Transformers' own get wrong, in `make test-long`
+DAILY = ("dynamic", "gear", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
+NAMES = [
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in ENTRIES if name not in ALIASES
+]
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
 # The models have two layers, of which these caches would keep the first whole; and of so short a context they would
@@ -156,15 +151,7 @@ def require_available(entry: CacheEntry) -> None:
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
-@pytest.mark.parametrize(
-    "cache",
-    # Caches that differ from one that is here in nothing but bits and groups are left to `make test-long`
-    [
-        pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else ())
-        for name in ENTRIES
-        if name not in ALIASES
-    ],
-)
+@pytest.mark.parametrize("cache", NAMES)
 def test_contract(
     cache: str, check: ContractCheck, models: dict[str, PreTrainedModel], reporter: GridReporter
 ) -> None:
@@ -183,7 +170,7 @@ def test_contract(
         assert result.status == "pass", result.detail
 
 
-@pytest.mark.parametrize("cache", [name for name in ENTRIES if name not in ALIASES])
+@pytest.mark.parametrize("cache", NAMES)
 def test_short_contexts(cache: str, models: dict[str, PreTrainedModel]) -> None:
     """Methods of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
     require_available(ENTRIES[cache])

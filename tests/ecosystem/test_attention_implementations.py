@@ -92,6 +92,7 @@ def layer_padding(cache):
     return [layer.padding for layer in cache.layers if getattr(layer, "padding", None) is not None]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "mistral-sliding"])
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
 def test_logits_of_prompts_chunks_and_steps(tiny_model, prompt, architecture, implementation):
@@ -181,6 +182,7 @@ def test_attention_of_ones_own_gets_dense_states_and_no_address(tiny_llama, prom
         del AttentionInterface._global_mapping["own"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 def test_compiled_flex_attention(tiny_llama, prompt, generate):

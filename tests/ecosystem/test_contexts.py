@@ -56,6 +56,7 @@ def error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return ((logits - expected).square().mean() / expected.var()).sqrt().item()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:

@@ -135,6 +135,7 @@ def test_switches_change_the_bytes_and_the_logits(tiny_llama):
     assert sizes["gear-4bit"]["codes"] == 2 * sizes["gear-2bit"]["codes"] * 255 // 192
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "qwen3", "gpt2", "opt"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):

@@ -12,6 +12,7 @@ from kvcache_plugins.gear.recorded_step import RecordedStep
 from kvcache_plugins.gear.transform.layer import TransformLayer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padding", [0, 5], ids=["alone", "padded"])
 @pytest.mark.parametrize("window", [2, 60, 120], ids=["of-a-token", "full", "filled-on-the-way"])
 def test_windows_of_layers_beside(window, padding, tiny_model, monkeypatch, prompts, generate):

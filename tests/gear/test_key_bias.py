@@ -88,6 +88,7 @@ def is_available(spec):
     return True
 
 
+@pytest.mark.long
 def test_offsets_in_slow_channels_cost_the_presets_nothing(smollm2):
     kl, _ = measure(smollm2, "slow", ["gear-k4v3", "gear-k4v4", "per-token-4bit"])
     # Twice what they have without an offset

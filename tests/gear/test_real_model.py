@@ -46,7 +46,7 @@ def reconstruction_errors(model, batch, dense, **options):
     [
         (2, "kivi"),
         pytest.param(2, "kcvt", marks=pytest.mark.long),
-        (4, "kcvt"),
+        pytest.param(4, "kcvt", marks=pytest.mark.long),
         pytest.param(4, "per-token", marks=pytest.mark.long),
     ],
 )

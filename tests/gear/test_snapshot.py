@@ -19,6 +19,7 @@ def filled(model, name="gear-2bit", **options):
     return cache, tokens, torch.cat([mask, torch.ones(2, 100, dtype=mask.dtype)], dim=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
 @pytest.mark.parametrize(
     "name", ["gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit", "per-token-2bit", "gear-t16", "gear-t30"]

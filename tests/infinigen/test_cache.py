@@ -279,15 +279,6 @@ def test_another_model_is_refused(llama: PreTrainedModel) -> None:
     cache.detach()
 
 
-def test_copies_go_their_own_ways(llama: PreTrainedModel) -> None:
-    prompt, steps = tokens(300), tokens(8, seed=1)
-    with InfiniGenCache(llama, full_layers=()) as cache:
-        decode_logits(llama, cache, prompt, steps[:, :4])
-        copied = copy.deepcopy(cache)
-        expected = decode_logits(llama, cache, steps[:, 4:5], steps[:, 5:])
-        assert torch.equal(decode_logits(llama, copied, steps[:, 4:5], steps[:, 5:]), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -236,6 +236,7 @@ def test_times_are_told_on_request(gpu, llama):
         assert "transfer_s" not in cache.stats()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "options",

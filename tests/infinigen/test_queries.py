@@ -389,7 +389,7 @@ def test_check_refuses_other_queries(dtype, capture):
         made[1].check(seen.hidden_states, seen.position_embeddings, seen.query[:, :2])
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_equal_those_of_pretrained_models(name, request, capture):
     model, tokenizer = request.getfixturevalue(name)
     ids = tokenizer("The quick brown fox jumps over the lazy dog.", return_tensors="pt").input_ids

@@ -242,6 +242,7 @@ class TestSmolLM2:
         assert model.dtype == torch.bfloat16
         assert model.config._attn_implementation == "eager"
 
+    @pytest.mark.long
     @pytest.mark.slow
     def test_real_conversion_is_done_once(self, smollm2: LoadedModel, home: Path) -> None:
         folder = Path(resolve_model("smollm2"))
@@ -256,6 +257,7 @@ class TestSmolLM2:
             shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_gemma3_is_hybrid_and_predicts(gemma3: LoadedModel) -> None:
     model, tokenizer = gemma3
     assert set(model.config.get_text_config().layer_types) == {"sliding_attention", "full_attention"}

@@ -57,7 +57,9 @@ def main(architecture, num_tokens=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [["gfx942"], ["gfx90a"], pytest.param(["gfx942", "device"], marks=pytest.mark.long)], ids="-".join
+    "arguments",
+    [["gfx942"], *(pytest.param(each, marks=pytest.mark.long) for each in (["gfx90a"], ["gfx942", "device"]))],
+    ids="-".join,
 )
 def test_kernels_compile(arguments, run_compiling):
     rows = [json.loads(line) for line in run_compiling(*arguments).splitlines()]

@@ -40,24 +40,16 @@ VARIANTS = {
         for rank in (1, 2, 3, 8)
     },
 }
-# Those that differ most; the table has the others
-NAMES = {
-    80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d128", "rank-1"],
+# One GPU, without and with low rank
+NAMES = {90: ["kivi-2bit-d128", "gear-l-2bit-d128"]}
+OTHER_NAMES = {
+    80: ["kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128", "rank-1", "rank-2", "rank-3", "rank-8"],
     86: ["kivi-2bit-d128"],
     120: ["kivi-2bit-d128"],
     90: [
-        "kcvt-2bit-d128",
-        "kcvt-8bit-d128",
-        "kcvt-4bit-d128-float32",
-        "kivi-2bit-d128",
-        "token-token-4bit-d128",
-        "gear-l-2bit-d128",
+        *("kcvt-2bit-d128", "kcvt-8bit-d128", "kcvt-4bit-d128-float32", "token-token-4bit-d128"),
+        *("gear-3bit-d128", "gear-2bit-d256", "rank-1", "rank-2", "rank-3", "rank-8"),
     ],
-}
-# Those that take longest to compile
-LARGE_NAMES = {
-    80: ["gear-2bit-d64", "rank-2", "rank-3", "rank-8"],
-    90: ["gear-3bit-d128", "gear-2bit-d256", "rank-1", "rank-2", "rank-3", "rank-8"],
 }
 # With lengths that are read on the device
 DEVICE = "-device"
@@ -200,9 +192,9 @@ def test_decode_kernels_stay_in_registers(capability, run_main):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", LARGE_NAMES)
-def test_large_kernels_stay_in_registers(capability, run_main):
-    check(run_main(capability, LARGE_NAMES[capability]), LARGE_NAMES[capability])
+@pytest.mark.parametrize("capability", OTHER_NAMES)
+def test_other_kernels_stay_in_registers(capability, run_main):
+    check(run_main(capability, OTHER_NAMES[capability]), OTHER_NAMES[capability])
 
 
 @pytest.mark.long
@@ -222,8 +214,8 @@ def check(lines, names):
             assert line["combine"]["spilled"] <= MAX_SPILLED, line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [86, pytest.param(90, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [86, 90])
 def test_combine_fits_into_shared_memory(capability, run_main):
     lines = run_main(capability, ["combinations"])
     assert len(lines) == len(COMBINATIONS[capability])

@@ -96,6 +96,7 @@ def test_rows_are_those_of_pytorch(case):
     check(*make_coder(case))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", ["t16-d64", "d80", "t30-d256"])
 def test_half_precision(case, dtype):

@@ -60,6 +60,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_pages", "batch_size", "num_heads", "row_dim", "num_slots"),
@@ -176,6 +177,7 @@ def make_codes(batch_size, num_heads, length, head_dim, nbits):
     return codes.to(torch.uint8), scale.half()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nbits", [2, 4, 8])
 @pytest.mark.parametrize(
     ("batch_size", "num_heads", "groups", "length", "head_dim"),

@@ -84,12 +84,14 @@ def test_attention_is_that_of_pytorch(case):
     check(case, [make_part(case)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["smollm2", "unlike-dims"])
 def test_in_half_precision(case, dtype):
     check(case, [make_part(case)], dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least"])
 def test_trellis_codes(case, dtype):

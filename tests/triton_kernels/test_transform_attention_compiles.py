@@ -29,12 +29,12 @@ VARIANTS = {
     "c16-d128": (128, 36, 36, BRAIN, 4, None, False, False),
     "c16-trellis-d64": (64, 18, 18, BRAIN, 3, None, False, True),
 }
-NAMES = {
-    80: ["t30-d128-rows16", "c16-d64"],
-    90: ["t16-d128", "t16-d128-float32", "t16-trellis-d64", "c16-d128", "c16-trellis-d64"],
+# One GPU, without and with a calibration
+NAMES = {90: ["t16-d128", "c16-trellis-d64"]}
+OTHER_NAMES = {
+    80: ["t30-d128-rows16", "c16-d64", "t16-d256"],
+    90: ["t16-d64", "t16-d128-float32", "t16-trellis-d64", "c16-d64", "c16-d128"],
 }
-# Those that differ least from others
-OTHER_NAMES = {80: ["t16-d256"], 90: ["t16-d64", "c16-d64"]}
 # With lengths that are read on the device
 DEVICE = "-device"
 DEVICE_NAMES = {80: ["t16-d64-device"], 86: ["t16-d64-device", "c16-d64-device"], 90: ["t16-d128-device"]}
@@ -120,10 +120,8 @@ def test_other_kernels_stay_in_registers(capability, run_compiling):
     check(capability, OTHER_NAMES[capability], run_compiling)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(86, marks=pytest.mark.long), 90]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("capability", DEVICE_NAMES)
 def test_it_compiles_with_lengths_on_the_device(capability, run_compiling):
     check(capability, DEVICE_NAMES[capability], run_compiling)
 

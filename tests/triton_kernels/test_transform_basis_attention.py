@@ -79,12 +79,14 @@ def check(case, parts, dtype=torch.float32):
     assert error < TOLERANCE[dtype], error
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_that_of_float64(case, quantizer):
     check(case, [make_part(case, quantizer=quantizer)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_in_half_precision(dtype, quantizer):

@@ -16,8 +16,9 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["rows", *(pytest.param(each, marks=pytest.mark.long) for each in ("chunks", "all"))])
+@pytest.mark.parametrize("case", CASES)
 def test_counts_are_those_that_are_committed(case, tmp_path, run_compiling):
     options = [*CASES[case], "--out", str(tmp_path / "counts.json")]
     run_compiling(*options, program=("-m", "kvcache_plugins.cli", "bench", "machine-code"))

@@ -148,6 +148,7 @@ def test_first_difference(reference: list[int], other: list[int], expected: int 
     assert first_difference(reference, other) == expected
 
 
+@pytest.mark.long
 def test_prompts_are_encoded_plain_or_as_a_turn_of_chat(smollm2: Reference, gemma3: Reference) -> None:
     _, tokenizer = smollm2
     assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "Hello"

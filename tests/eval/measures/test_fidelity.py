@@ -231,6 +231,7 @@ def test_command_errors_are_one_line(
     assert result.stdout == ""
 
 
+@pytest.mark.long
 def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2: Reference, gemma3: Reference) -> None:
     token_ids, start_ids = encode_text(smollm2[1], "Call me Ishmael.")
     assert start_ids == []
@@ -240,6 +241,7 @@ def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2: R
     assert gemma3[1].decode(token_ids) == "Call me Ishmael."
 
 
+@pytest.mark.long
 def test_hybrid_model_is_measured_through_its_own_cache(gemma3: Reference) -> None:
     model, tokenizer = gemma3
     text = " ".join(f"The number {number} comes before the number {number + 1}." for number in range(60))

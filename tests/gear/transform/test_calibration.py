@@ -303,7 +303,9 @@ def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, 
     assert predict_memory(model, "gear-c16", 150, device="cpu") == cache.memory()
 
 
-def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch, divergence):
+# Of the prompt alone, and of what is decoded and read again too
+@pytest.mark.parametrize("together", [pytest.param(120, marks=pytest.mark.long), 16])
+def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch, divergence, together):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, tokenizer = smollm2
     cache = packaged_cache("smollm2", model)
@@ -312,12 +314,10 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, tmp_path, monkeypatch
     assert sum(cache.memory().shared.values()) < 1.5e6
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     window = tokenizer(text, return_tensors="pt").input_ids[0, :240]
-    # Of the prompt alone, and of what is decoded and read again too
-    for together in (120, 16):
-        each, other = copy.deepcopy(cache), copy.deepcopy(plain)
-        assert divergence(model, each, window, together) < divergence(model, other, window, together)
+    assert divergence(model, cache, window, together) < divergence(model, plain, window, together)
 
 
+@pytest.mark.long
 def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, _ = gemma3

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 PREFIX, SCORED = 200, 24
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def model_and_ids(request):
     model, tokenizer = request.getfixturevalue(request.param)
     text = TEXT.read_text(encoding="utf-8")

@@ -151,7 +151,9 @@ def test_tokens_beyond_a_prompts_scales_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gear-t16", "gear", "gear-t30"])
+@pytest.mark.parametrize(
+    "name", ["gear", *(pytest.param(name, marks=pytest.mark.long) for name in ("gear-t16", "gear-t30"))]
+)
 def test_repeated_tokens_lose_little_more_than_text(smollm2, name, kernel):
     model, tokenizer = smollm2
     text = (Path(__file__).resolve().parents[3] / "LICENSE").read_text(encoding="utf-8")
