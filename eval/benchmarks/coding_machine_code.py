@@ -4,13 +4,11 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
-from kvcache_plugins.ops.transform_coding.rows import RowTable
+from kvcache_plugins.ops.row_attention import CodedPart
 
 
 SIDES = ("keys", "values")
@@ -26,15 +24,12 @@ def is_coded(part: CodedPart) -> bool:
 def count_coding(cache: str, part: CodedPart, head_dim: int, side: str, capability: int) -> dict[str, Any]:
     """One row, as of attention: what it takes to code a number of `side`, one of `SIDES`."""
     # Imported late, as Triton need not be there
-    from kvcache_plugins.ops.transform_coding.triton_coding import prepare_keys, prepare_values
+    from kvcache_plugins.kernels.triton_rows import prepare_encoding
 
     table = _tables(part)[SIDES.index(side)]
     num_heads = part.keys.shape[1]
     states = torch.empty(1, num_heads, part.length, head_dim, dtype=torch.bfloat16)
-    if side == "keys":
-        launch = prepare_keys(states, table, part.coder.layout, part.start, None)
-    else:
-        launch = prepare_values(states, table, has_products_of_bfloat16=True)
+    launch = prepare_encoding(states, table, part.positions, has_products_of_bfloat16=True)
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     # Loops with products are over channels
     kinds = Listing(disassemble(compiled)).count_all(-(-head_dim // launch.arguments["BLOCK_C"]))
@@ -45,6 +40,6 @@ def count_coding(cache: str, part: CodedPart, head_dim: int, side: str, capabili
     return counted_row(names, compiled, kinds, numbers, bits, num_dense_bits=_DENSE_BITS)
 
 
-def _tables(part: CodedPart) -> tuple[RowTable | BasisTable, RowTable | BasisTable]:
-    coder = part.coder
-    return coder.tables.first if isinstance(coder, BasisCoder) else (coder.keys, coder.values)
+def _tables(part: CodedPart) -> tuple[RowTable, RowTable]:
+    assert isinstance(part.codec, RowCodec)
+    return part.codec.tables()

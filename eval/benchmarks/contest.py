@@ -11,14 +11,15 @@ import torch.nn.functional as F
 import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.dispatch import choose_kernel
 from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.transform_coding.attention import attend as attend_coded
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.row_attention import CodedPart
+from kvcache_plugins.ops.row_attention import attend as attend_coded
 from kvcache_plugins.registry import create_cache
 
 
@@ -174,7 +175,7 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
     if is_coded:
-        return CodedPart(block.keys, block.values, layer.coder, block.start, None, block.length, None)
+        return CodedPart(block.keys, block.values, layer.codec, Positions(block.start), block.length, None)
     return CompressedPart(block.keys, block.values, block.length, None)
 
 
@@ -188,7 +189,7 @@ def _attention(
 
 def _num_bytes(part: CompressedPart | CodedPart) -> int:
     if isinstance(part, CodedPart):
-        return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.coder.tensors()))
+        return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.codec.tensors()))
     return sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
 
 

@@ -19,6 +19,7 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
@@ -29,7 +30,7 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.storage import CodedBlock
 from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.row_attention import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .coding_machine_code import SIDES, count_coding, is_coded
@@ -91,8 +92,8 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
         raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
     block = layer.blocks[0]
     if isinstance(block, CodedBlock):
-        assert isinstance(layer, TransformLayer) and layer.coder is not None
-        return CodedPart(block.keys, block.values, layer.coder, block.start, None, block.length, None)
+        assert isinstance(layer, TransformLayer) and layer.codec is not None
+        return CodedPart(block.keys, block.values, layer.codec, Positions(block.start), block.length, None)
     return CompressedPart(block.keys, block.values, block.length, None)
 
 
@@ -132,7 +133,7 @@ def count(
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
     """What would be launched on a GPU. Imported late, as Triton need not be there."""
-    from kvcache_plugins.ops.transform_coding.triton_attention import prepare_part as prepare_rows
+    from kvcache_plugins.kernels.triton_rows import prepare_part as prepare_rows
     from kvcache_plugins.ops.triton_attention import prepare_part
 
     if isinstance(part, CodedPart):

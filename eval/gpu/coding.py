@@ -9,6 +9,7 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
+from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_same_rows
 from kvcache_plugins.gear.transform.layer import TransformLayer
@@ -43,12 +44,13 @@ def _time_cache(
     name: str, cache: Cache, model: PreTrainedModel, plan: Plan, device: torch.device
 ) -> list[dict[str, Any]]:
     layer, keys, values = _fill(cache, model, max(plan.coding_tokens), device)
-    assert layer.coder is not None
+    assert layer.codec is not None
     start, rows = layer.blocks[0].start, []
+    positions = Positions(start)
     for count in plan.coding_tokens:
         own_keys, own_values = (each[:, :, start : start + count] for each in (keys, values))
-        encode = partial(layer.coder.encode, own_keys, own_values, start, None)
-        found = require_same_rows(f"{name}, {count} tokens", layer.coder, own_keys, own_values, start)
+        encode = partial(layer.codec.encode, own_keys, own_values, positions)
+        found = require_same_rows(f"{name}, {count} tokens", layer.codec, own_keys, own_values, positions)
         states = [own_keys, own_values]
         targets = [torch.empty_like(each) for each in states]
         ways: dict[str, Callable[[], Any]] = {

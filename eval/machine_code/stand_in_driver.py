@@ -63,7 +63,7 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from kvcache_plugins.ops import dispatch
+    from kvcache_plugins.kernels import engine
 
     stand_in = StandIn(capability)
     used: list[Any] = []
@@ -92,8 +92,8 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
     try:
         with (
             patch.object(JITFunction, "_do_compile", compile_nothing),
-            patch.object(dispatch, "_kernel_on", lambda device_type, requested: ("triton", False)),
-            patch.object(dispatch, "_device_type", lambda tensor: "cuda"),
+            patch.object(engine, "_kernel_on", lambda device_type, requested: ("triton", False)),
+            patch.object(engine, "_device_type", lambda tensor: "cuda"),
             # What no kernel fills would be anything
             patch.object(torch, "empty", filled),
             patch.object(torch, "empty_like", zeros_like),

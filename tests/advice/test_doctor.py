@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli, list_caches, registry
 from kvcache_plugins.advice import doctor, packages
-from kvcache_plugins.kernels import library
-from kvcache_plugins.ops import dispatch
+from kvcache_plugins.kernels import engine, library
 
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "console" / "schemas" / "doctor.json").read_text(encoding="utf-8"))
@@ -40,7 +39,7 @@ def package(report: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has a package seem not to be installed."""
-    version, find_spec = metadata.version, dispatch.find_spec
+    version, find_spec = metadata.version, engine.find_spec
 
     def hide(hidden: str) -> None:
         def absent(name: str) -> str:
@@ -49,7 +48,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             return version(name)
 
         monkeypatch.setattr(metadata, "version", absent)
-        monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == hidden else find_spec(name))
+        monkeypatch.setattr(engine, "find_spec", lambda name: None if name == hidden else find_spec(name))
 
     return hide
 
@@ -96,8 +95,8 @@ def test_kernels_are_what_dispatch_chooses() -> None:
         query = torch.zeros(1, 1, 1, 8, device=kernel["device"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert kernel["attention"] == dispatch.choose_kernel(query)[0]
-            assert kernel["coding"] == dispatch.choose_coding_kernel(query)
+            assert kernel["attention"] == engine.choose_kernel(query)[0]
+            assert kernel["coding"] == engine.choose_coding_kernel(query)
 
 
 def test_people_are_told_the_same() -> None:

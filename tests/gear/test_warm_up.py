@@ -59,7 +59,7 @@ def test_goes_through_compression_and_attention(tiny_llama, monkeypatch):
 def test_every_length_of_rows_is_warmed_up_once(captured, tiny_llama, random_windows, monkeypatch):
     calibration = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1)
     cache = create_cache("gear-c16", tiny_llama, calibration=calibration)
-    sizes = {layer.calibrated.row_sizes for layer in cache.layers}
+    sizes = {layer.fixed.row_sizes for layer in cache.layers}
     assert len(sizes) > 1
     coded, step_parts = [], []
 
@@ -68,7 +68,7 @@ def test_every_length_of_rows_is_warmed_up_once(captured, tiny_llama, random_win
         add(self, keys, values, start)
 
     def parts(self, stored, make=TransformLayer.step_parts):
-        step_parts.append(self.calibrated.row_sizes)
+        step_parts.append(self.fixed.row_sizes)
         return make(self, stored)
 
     monkeypatch.setattr(TransformLayer, "_add_rows", add_rows)

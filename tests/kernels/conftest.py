@@ -8,8 +8,7 @@ import torch
 
 from kvcache_plugins.kernels import library
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.attention import attend
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
+from kvcache_plugins.ops.row_attention import CodedPart, attend
 
 
 class Sizes(NamedTuple):

@@ -1,23 +1,26 @@
 """Attention over rows in calibrated bases by the C kernels, against plain PyTorch."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
+from kvcache_plugins.codecs.basis import round_basis
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, DeviceTables, round_basis
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+from kvcache_plugins.ops.row_attention import CodedPart
 
 
 TOLERANCE = 3e-5
 
 
 def make_table(
-    num_heads: int, head_dim: int, total: int, *, is_weighted: bool, quantizer: str = "lloyd-max"
-) -> BasisTable:
+    num_heads: int, head_dim: int, total: int, *, rope: RotaryLayout | None = None, quantizer: str = "lloyd-max"
+) -> RowTable:
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
     energies = torch.nn.functional.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8))
@@ -29,7 +32,7 @@ def make_table(
     errors = QUANTIZERS[quantizer].distortions
     widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * (len(errors) - 1)), errors)[0]
     own = round_basis(basis, factors)
-    return BasisTable(mean.half(), factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
+    return RowTable.in_basis(mean.half(), factors, *own, widths, rope=rope, quantizer=quantizer)
 
 
 def make_part(
@@ -42,14 +45,16 @@ def make_part(
     torch.manual_seed(0)
     batch_size, num_heads, length, key_dim, value_dim, key_total, value_total, _ = sizes
     rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
-    tables = DeviceTables(
-        make_table(num_heads, key_dim, key_total, is_weighted=True, quantizer=quantizer),
-        make_table(num_heads, value_dim, value_total, is_weighted=False, quantizer=quantizer),
+    rope = candidate_layouts(rates, key_dim)[layout]
+    tables = SharedTables(
+        make_table(num_heads, key_dim, key_total, rope=rope, quantizer=quantizer),
+        make_table(num_heads, value_dim, value_total, quantizer=quantizer),
     )
-    coder = BasisCoder(tables, candidate_layouts(rates, key_dim)[layout])
+    codec = RowCodec(tables)
     keys, values = (torch.randn(batch_size, num_heads, length, size) for size in (key_dim, value_dim))
     shift = None if padding is None else torch.tensor(padding)
-    return CodedPart(*coder.encode(keys, values, start, shift), coder, start, shift, length, None)
+    positions = Positions(start, shift)
+    return CodedPart(*codec.encode(keys, values, positions), codec, positions, length, None)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -69,7 +74,7 @@ def test_padding_masks_exact_parts_and_spare_room(attend_both, wide):
     length = 101
     columns = torch.arange(length)
     mask = (columns >= torch.tensor([0, 36])[:, None])[:, None, None] & (torch.rand(2, 6, 4, length) > 0.2)
-    masked = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, length, mask)
+    masked = dataclasses.replace(part, length=length, mask=mask)
     exact = DensePart(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 7, None)
     expected, output = attend_both(wide, [exact, masked])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts, undo_rope
+from kvcache_plugins.codecs.rows import RowTable
+from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.coding import Turn, decode_rows, encode_rows, turn_states
-from kvcache_plugins.ops.transform_coding import trellis
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
-from kvcache_plugins.ops.transform_coding.rows import RowTable
-from kvcache_plugins.ops.transform_coding.statistics import Angles, key_table_of_layout, make_value_table
-from kvcache_plugins.ops.transform_coding.turning import turn
+from kvcache_plugins.kernels.coding import decode_rows, encode_rows, turn_states
 
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
@@ -55,12 +53,13 @@ def levels(monkeypatch) -> Callable[[], Iterator[str]]:
 def fitted_tables(states: torch.Tensor, total: int, quantizer: str) -> dict[str, RowTable]:
     layout = RotaryLayout((), "none", 0, states.shape[3])
     valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
-    angles = Angles.at(layout, 0, states.shape[2], None, states.device)
-    keys, _ = key_table_of_layout(states, valid, None, 0, layout, angles, total, quantizer)
+    keys, _ = key_table_of_layout(states, valid, None, 0, layout, Positions(), total, quantizer)
     return {"keys": keys, "values": make_value_table(states, valid, total, quantizer)}
 
 
-def make_table(quantizer: str, head_dim: int, *, is_key: bool, batch_size: int = 1) -> RowTable:
+def make_table(
+    quantizer: str, head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None
+) -> RowTable:
     blocks = -(-head_dim // 8)
     widths = torch.stack([torch.tensor([6 - (i + head) % 7 for i in range(blocks)]) for head in range(2)])
     widths[1] = widths[1].flip(0)
@@ -75,6 +74,8 @@ def make_table(quantizer: str, head_dim: int, *, is_key: bool, batch_size: int =
         row_size=1 + int(widths[0].sum()),
         head_dim=head_dim,
         is_weighted=is_key,
+        rope=rope,
+        is_rotated=not is_key,
         quantizer=quantizer,
     )
 
@@ -116,22 +117,21 @@ def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes, quantizer):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, dtype):
-    turned, padding = Turn(LAYOUT, 40, torch.tensor([0, 70])), torch.tensor([0, 70])
-    keys, values = make_table(quantizer, 48, is_key=True, batch_size=2), make_table(quantizer, 48, is_key=False)
+    positions = Positions(40, torch.tensor([0, 70]))
+    keys = make_table(quantizer, 48, is_key=True, batch_size=2, rope=LAYOUT)
+    values = make_table(quantizer, 48, is_key=False)
     values = values.map(lambda tensor: tensor.repeat(2, *[1] * (tensor.dim() - 1)))
     # Not contiguous
     states = torch.randn(2, 130, 2, 48).to(dtype).transpose(1, 2)
-    key_rows = in_torch(lambda: keys.encode(turn(states, LAYOUT, 40, padding, is_back=True)))
-    value_rows = in_torch(lambda: values.encode(rotate(states)))
-    decoded_keys = in_torch(lambda: turn(keys.decode(key_rows), LAYOUT, 40, padding, is_back=False))
-    decoded_values = in_torch(lambda: values.decode_rotated(value_rows))
+    key_rows = in_torch(lambda: keys.encode(states, positions))
+    value_rows = in_torch(lambda: values.encode(states))
+    decoded_keys = in_torch(lambda: keys.decode(key_rows, positions))
+    decoded_values = in_torch(lambda: values.decode(value_rows))
     for _ in levels():
-        check_rows(encode_rows(states, keys, turned), key_rows)
-        check_rows(encode_rows(states, values, is_rotated=True), value_rows)
-        torch.testing.assert_close(decode_rows(key_rows, keys, turned), decoded_keys, atol=4e-6, rtol=2e-6)
-        torch.testing.assert_close(
-            decode_rows(value_rows, values, is_rotated=True), decoded_values, atol=2e-6, rtol=2e-6
-        )
+        check_rows(encode_rows(states, keys, positions), key_rows)
+        check_rows(encode_rows(states, values), value_rows)
+        torch.testing.assert_close(decode_rows(key_rows, keys, positions), decoded_keys, atol=4e-6, rtol=2e-6)
+        torch.testing.assert_close(decode_rows(value_rows, values), decoded_values, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -139,52 +139,55 @@ def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, dtype):
 @pytest.mark.parametrize(("length", "head_dim"), [(1, 32), (300, 64), (63, 20)])
 def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, quantizer, is_key, length, head_dim):
     table = make_table(quantizer, head_dim, is_key=is_key)
+    tables = [table] if is_key else [table, dataclasses.replace(table, is_rotated=False)]
     rows = table.encode(torch.randn(1, 2, length + 3, head_dim))[:, :, 3:]
-    expected = in_torch(lambda: table.decode(rows)), in_torch(lambda: table.decode_rotated(rows))
+    expected = in_torch(lambda: torch.stack([each.decode(rows) for each in tables]))
     for _ in levels():
-        own = table.decode(rows), table.decode_rotated(rows)
+        own = torch.stack([each.decode(rows) for each in tables])
         torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
 @pytest.mark.parametrize("is_back", [True, False])
 def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
-    layout = candidate_layouts(FREQUENCIES, 48)[number]
-    keys, padding = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2), torch.tensor([0, 70])
-    expected = in_torch(lambda: turn(keys, layout, 40, padding, is_back=is_back))
+    layout, turn = candidate_layouts(FREQUENCIES, 48)[number], undo_rope if is_back else apply_rope
+    keys = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2)
+    positions = Positions(40, torch.tensor([0, 70]))
+    expected = in_torch(lambda: turn(keys, layout, positions))
     for _ in levels():
-        turned = turn(keys, layout, 40, padding, is_back=is_back)
+        turned = turn(keys, layout, positions)
         torch.testing.assert_close(turned, expected, atol=3e-6, rtol=0)
 
 
 def test_a_turn_is_told_by_the_position_alone(levels):
     layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
     for _ in levels():
-        whole = turn(keys, layout, 5, None, is_back=True)
-        part = turn(keys[:, :, 17:], layout, 30, torch.tensor([8]), is_back=True)
+        whole = undo_rope(keys, layout, Positions(5))
+        part = undo_rope(keys[:, :, 17:], layout, Positions(30, torch.tensor([8])))
         assert torch.equal(part, whole[:, :, 17:])
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_rows_are_told_by_their_token_alone(monkeypatch, levels, quantizer):
-    table, states = make_table(quantizer, 48, is_key=True, batch_size=3), torch.randn(3, 2, 300, 48)
-    padding = torch.tensor([0, 3, 17])
+    table = make_table(quantizer, 48, is_key=True, batch_size=3, rope=LAYOUT)
+    states, padding = torch.randn(3, 2, 300, 48), torch.tensor([0, 3, 17])
+    positions = Positions(4, padding)
     one = table.map(lambda tensor: tensor[2:])
     for _ in levels():
-        rows = encode_rows(states, table, Turn(LAYOUT, 4, padding))
-        part = encode_rows(states[2:, :, 101:], one, Turn(LAYOUT, 105, padding[2:]))
+        rows = encode_rows(states, table, positions)
+        part = encode_rows(states[2:, :, 101:], one, Positions(105, padding[2:]))
         assert torch.equal(part, rows[2:, :, 101:])
-        dense = decode_rows(rows, table, Turn(LAYOUT, 4, padding))
+        dense = decode_rows(rows, table, positions)
         monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 2)
-        assert torch.equal(encode_rows(states, table, Turn(LAYOUT, 4, padding)), rows)
-        assert torch.equal(decode_rows(rows, table, Turn(LAYOUT, 4, padding)), dense)
+        assert torch.equal(encode_rows(states, table, positions), rows)
+        assert torch.equal(decode_rows(rows, table, positions), dense)
         monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 1)
 
 
 def test_forged_tables_read_and_write_what_there_is(levels):
-    table, states = make_table("trellis", 48, is_key=True), torch.randn(1, 2, 9, 48)
+    table, states = make_table("trellis", 48, is_key=True, rope=LAYOUT), torch.randn(1, 2, 9, 48)
     assert table.order is not None
-    far = Turn(LAYOUT, 5, torch.tensor([10**12]))
+    far = Positions(5, torch.tensor([10**12]))
     for order in (torch.full_like(table.order, 255), torch.full_like(table.order, -3, dtype=torch.int16)):
         for width in (0, 7, 255):
             for quantizer in QUANTIZERS:
@@ -204,9 +207,9 @@ def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
         decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
     with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):
-        turn_states(torch.randn(1, 2, 9, 40), Turn(LAYOUT, 0, None), is_back=True)
+        turn_states(torch.randn(1, 2, 9, 40), LAYOUT, Positions(), is_back=True)
     with pytest.raises(ValueError, match="`padding` has to be 2"):
-        turn_states(torch.randn(2, 2, 9, 48), Turn(LAYOUT, 0, torch.zeros(3)), is_back=True)
+        turn_states(torch.randn(2, 2, 9, 48), LAYOUT, Positions(0, torch.zeros(3)), is_back=True)
 
 
 @pytest.mark.parametrize("length", [0, 3])
@@ -227,4 +230,4 @@ def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
     table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, quantizer="trellis")
     error = (table.decode(table.encode(states)) - states).square().mean()
     assert float(error) * 4**width < 1.05 * known
-    assert float(error) == pytest.approx(trellis.DISTORTIONS[width], rel=0.02)
+    assert float(error) == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.kernels.rows import prepare_rows
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.attention import attend
-from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
+from kvcache_plugins.ops.row_attention import CodedPart, attend
 
 
 TOLERANCE = 2e-5
@@ -31,13 +31,12 @@ def make_part(
     keys[..., key_dim // 2] = 1.5
     values = torch.randn(batch_size, num_heads, length, value_dim)
     shift = None if padding is None else torch.tensor(padding)
-    at = Angles.at(layouts[0], start, length, shift, keys.device)
-    keys = layouts[0].rotate(keys, at.cosines, at.sines)
+    positions = Positions(start, shift)
+    keys = apply_rope(keys, layouts[0], positions)
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, layouts, start, shift, key_total, quantizer)
-    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total, quantizer), layouts[0])
-    rows = coder.encode(keys, values, start, shift)
-    return CodedPart(*rows, coder, start, shift, length, None)
+    table = make_key_table(keys, valid, None, layouts, positions, key_total, quantizer)
+    codec = RowCodec((table, make_value_table(values, valid, value_total, quantizer)))
+    return CodedPart(*codec.encode(keys, values, positions), codec, positions, length, None)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -58,7 +57,7 @@ def test_padding_masks_and_exact_parts(attend_both, wide, is_boolean):
     mask = (columns >= torch.tensor([0, 36])[:, None])[:, None, None] & (torch.rand(2, 6, 4, part.length) > 0.2)
     if not is_boolean:
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    masked = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, part.length, mask)
+    masked = dataclasses.replace(part, mask=mask)
     exact = DensePart(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 7, None)
     expected, output = attend_both(wide, [exact, masked])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
@@ -66,8 +65,8 @@ def test_padding_masks_and_exact_parts(attend_both, wide, is_boolean):
 
 def test_room_behind_the_rows_in_use_is_not_read(attend_both, wide):
     part = make_part(wide)
-    shorter = CodedPart(part.keys, part.values, part.coder, part.start, None, 77, None)
-    cut = CodedPart(part.keys[:, :, :77], part.values[:, :, :77], part.coder, part.start, None, 77, None)
+    shorter = dataclasses.replace(part, length=77)
+    cut = dataclasses.replace(shorter, keys=part.keys[:, :, :77], values=part.values[:, :, :77])
     expected, output = attend_both(wide, [shorter])
     again = attend_both(wide, [cut])
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
@@ -125,29 +124,27 @@ def test_copies_are_not_prepared(wide):
 @pytest.mark.parametrize("widths", [8, 9, 255])
 def test_forged_tables_touch_nothing_else(wide, level, widths):
     part = make_part(wide)
-    keys = dataclasses.replace(
-        part.coder.keys,
-        order=torch.full_like(part.coder.keys.order, 255),
-        widths=torch.full_like(part.coder.keys.widths, widths),
+    keys, values = (
+        dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.codec.tables()
     )
-    values = dataclasses.replace(part.coder.values, widths=torch.full_like(part.coder.values.widths, widths))
-    forged = dataclasses.replace(part, coder=RowCoder(keys, values, part.coder.layout))
+    keys = dataclasses.replace(keys, order=torch.full_like(keys.order, 255))
+    forged = dataclasses.replace(part, codec=RowCodec((keys, values)))
     assert attend(torch.randn(2, 6, 4, 64), iter([forged]), 2, None, "compiled").isfinite().all()
 
 
 def test_sizes_that_do_not_fit_are_refused(wide):
     part, query = make_part(wide), torch.randn(2, 6, 4, 64)
-    table = part.coder.keys
+    table, values = part.codec.tables()
     few = dataclasses.replace(table, widths=table.widths[:, :, :1])
-    few_values = dataclasses.replace(part.coder.values, widths=part.coder.values.widths[:, :, :1])
+    few_values = dataclasses.replace(values, widths=values.widths[:, :, :1])
     no_mean = dataclasses.replace(table, mean=table.mean[:, :1])
     for wrong in (
         dataclasses.replace(part, length=part.length + 1),
         dataclasses.replace(part, keys=part.keys[:1]),
         dataclasses.replace(part, keys=part.keys.short()),
         *(
-            dataclasses.replace(part, coder=RowCoder(*tables, part.coder.layout))
-            for tables in ((few, part.coder.values), (table, few_values), (no_mean, part.coder.values))
+            dataclasses.replace(part, codec=RowCodec(tables))
+            for tables in ((few, values), (table, few_values), (no_mean, values))
         ),
     ):
         with pytest.raises(ValueError):

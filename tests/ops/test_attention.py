@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.kernels import library
-from kvcache_plugins.ops import dispatch
+from kvcache_plugins.kernels import engine, library
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.operators import decode_attention, flatten_parts
@@ -184,62 +183,62 @@ class TestOperator:
 class TestChoice:
     @pytest.fixture(autouse=True)
     def forget(self):
-        dispatch._kernel_on.cache_clear()
+        engine._kernel_on.cache_clear()
         yield
-        dispatch._kernel_on.cache_clear()
+        engine._kernel_on.cache_clear()
 
     def test_by_default_cpus_run_compiled(self, monkeypatch):
         monkeypatch.delenv("KVCACHE_PLUGINS_KERNELS", raising=False)
-        assert dispatch.choose_kernel(torch.randn(1, 1, 1, 8)) == ("compiled", False)
+        assert engine.choose_kernel(torch.randn(1, 1, 1, 8)) == ("compiled", False)
 
     def test_a_prompt_is_not_decoding(self):
-        assert dispatch.choose_kernel(torch.randn(1, 1, 17, 8)) == ("torch", False)
+        assert engine.choose_kernel(torch.randn(1, 1, 17, 8)) == ("torch", False)
 
     @pytest.mark.parametrize("kernel", ["torch", "compiled"])
     def test_variable_overrides(self, monkeypatch, kernel):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-        assert dispatch.choose_kernel(torch.randn(1, 1, 1, 8)) == (kernel, False)
+        assert engine.choose_kernel(torch.randn(1, 1, 1, 8)) == (kernel, False)
 
     def test_unknown_kernel_is_refused(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "cuda")
         with pytest.raises(ValueError, match="KVCACHE_PLUGINS_KERNELS.*auto, triton, torch, compiled.*'cuda'"):
-            dispatch.choose_kernel(torch.randn(1, 1, 1, 8))
+            engine.choose_kernel(torch.randn(1, 1, 1, 8))
 
     def test_amd_gpus_take_plain_pytorch_and_say_why(self, monkeypatch):
         monkeypatch.setattr(torch.version, "hip", "6.4")
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "auto")
         with pytest.warns(UserWarning, match="plain PyTorch instead of `triton`.*this is an AMD GPU"):
-            assert dispatch._kernel_on("cuda", "auto") == ("torch", True)
-        kernel, reason = dispatch.explain_kernel("cuda")
+            assert engine._kernel_on("cuda", "auto") == ("torch", True)
+        kernel, reason = engine.explain_kernel("cuda")
         assert kernel == "torch" and reason is not None and "AMD" in reason
 
     def test_nvidia_gpus_take_the_kernels(self, monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
-        assert dispatch._kernel_on("cuda", "auto") == ("triton", False)
+        assert engine._kernel_on("cuda", "auto") == ("triton", False)
 
     @pytest.mark.parametrize("kernel", ["auto", "compiled", "torch"])
     def test_cpus_copy_in_plain_pytorch(self, kernel, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+            assert engine.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
 
     def test_kernels_that_are_asked_for_and_missing_warn_once(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-        monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+        monkeypatch.setattr(engine, "find_spec", lambda name: None)
         with pytest.warns(UserWarning, match="coding run in plain PyTorch.*Triton is not installed"):
-            assert dispatch.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
+            assert engine.choose_copy_kernel(torch.randn(1, 1, 1, 8)) == "torch"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # The same warning, for attention
-            assert dispatch.choose_kernel(torch.randn(1, 1, 1, 8)) == ("torch", True)
+            assert engine.choose_kernel(torch.randn(1, 1, 1, 8)) == ("torch", True)
 
     def test_copies_by_kernels_have_no_gradients(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
         states = torch.randn(1, 1, 1, 8, requires_grad=True)
-        assert dispatch.choose_copy_kernel(states) == "torch"
+        assert engine.choose_copy_kernel(states) == "torch"
         with torch.no_grad():
-            assert dispatch.choose_copy_kernel(states) == "triton"
+            assert engine.choose_copy_kernel(states) == "triton"
 
     def test_without_kernels_it_warns_once_and_counts(self, monkeypatch):
         monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")

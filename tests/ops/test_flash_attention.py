@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.dispatch import choose_flash
+from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.ops.flash_attention import FlashAttention
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention

@@ -8,8 +8,7 @@ import torch
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.kernels import library
-from kvcache_plugins.ops import dispatch
+from kvcache_plugins.kernels import engine, library
 from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
 
 
@@ -74,7 +73,7 @@ class TestCodeScores:
         assert relative_error(scores, query.double() @ keys.transpose(2, 3)) < SCORE_TOLERANCE
 
     def test_kernel_for_gpus_takes_the_same(self, kernel_of):
-        if dispatch._kernel_on("cpu", "triton")[1]:
+        if engine._kernel_on("cpu", "triton")[1]:
             pytest.skip("Triton runs on GPUs only")
         kernel_of("triton")
         query, codes, scale, keys = random_codes(CODE_CASES["seven tokens in 2 bits"])
@@ -332,9 +331,9 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def forget(self, monkeypatch):
         monkeypatch.delenv("KVCACHE_PLUGINS_KERNELS", raising=False)
-        dispatch._kernel_on.cache_clear()
+        engine._kernel_on.cache_clear()
         yield
-        dispatch._kernel_on.cache_clear()
+        engine._kernel_on.cache_clear()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_by_default_cpus_run_compiled_whatever_the_group(self, dtype):

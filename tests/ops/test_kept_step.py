@@ -49,7 +49,7 @@ def record(kernel_calls, name, kernel, arguments):
 def check(name):
     from kvcache_plugins.eval.machine_code import stand_in_driver
     from kvcache_plugins.gear.transform.layer import TransformLayer
-    from kvcache_plugins.ops.transform_coding.triton_attention import attend as attend_rows
+    from kvcache_plugins.kernels.triton_rows import attend as attend_rows
     from kvcache_plugins.ops.triton_attention import attend as attend_chunks
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel

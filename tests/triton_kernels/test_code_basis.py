@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
+from kvcache_plugins.codecs.basis import round_basis
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, DeviceTables, round_basis
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -35,7 +37,7 @@ MOST_DIFFERENT = 0.005
 SAME_ERROR = 1e-3
 
 
-def make_table(num_heads, head_dim, total, *, is_weighted):
+def make_table(num_heads, head_dim, total, rope=None):
     """Random bases, whose heads differ in how steeply their energies fall, and means."""
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
@@ -43,31 +45,31 @@ def make_table(num_heads, head_dim, total, *, is_weighted):
     energies = torch.stack([energies ** (1 + head) for head in range(num_heads)])
     factors = torch.rand(num_heads, head_dim) + 0.1
     own = round_basis(basis, factors)
-    widths = allocate_widths(energies[None], total)[0]
-    return BasisTable(torch.randn(num_heads, head_dim).half(), factors, *own, widths, is_weighted=is_weighted)
+    widths = allocate_widths(energies[None], total, QUANTIZERS["lloyd-max"].distortions)[0]
+    return RowTable.in_basis(torch.randn(num_heads, head_dim).half(), factors, *own, widths, rope=rope)
 
 
 def check(case, dtype=torch.float32, *, layout=0, padding=None, start=4):
     torch.manual_seed(0)
     batch_size, num_heads, length, head_dim, key_total, value_total = CASES[case]
     rates = tuple((10000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).tolist())
-    keys = make_table(num_heads, head_dim, key_total, is_weighted=True)
-    values = make_table(num_heads, head_dim, value_total, is_weighted=False)
-    coder = BasisCoder(DeviceTables(keys, values), candidate_layouts(rates, head_dim)[layout])
+    keys = make_table(num_heads, head_dim, key_total, candidate_layouts(rates, head_dim)[layout])
+    codec = RowCodec(SharedTables(keys, make_table(num_heads, head_dim, value_total)))
+    positions = Positions(start, padding)
     states = torch.randn(2, batch_size, num_heads, length, head_dim).to(dtype).to(DEVICE)
     # A token of which one channel is far larger than all others
     states[:, :, :, length // 2, 5] *= 100
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-        rows = coder.encode(*states, start, padding)
+        rows = codec.encode(*states, positions)
     with plain_pytorch():
-        expected = coder.encode(*states.float(), start, padding)
+        expected = codec.encode(*states.float(), positions)
         for number, (own, other) in enumerate(zip(rows, expected, strict=True)):
             assert own.dtype == torch.uint8 and own.shape == other.shape
             num_different = int((own != other).any(dim=-1).sum())
             assert num_different <= MOST_DIFFERENT * own[..., 0].numel() + (num_different == 1), number
             error, known = (
-                (coder.decode_values(each) if number else coder.decode_keys(each, start, padding)) - states[number]
+                (codec.decode_values(each) if number else codec.decode_keys(each, positions)) - states[number]
                 for each in (own, other)
             )
             torch.testing.assert_close(error.norm(), known.norm(), rtol=SAME_ERROR, atol=1e-6)

@@ -5,14 +5,13 @@ import os
 import pytest
 import torch
 
-from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import thresholds
+from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.ops.transform_coding import codebooks
-from kvcache_plugins.ops.transform_coding.parts import RowCoder
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
-from kvcache_plugins.ops.transform_coding.triton_coding import encode_keys, encode_values
-from kvcache_plugins.ops.transform_coding.triton_tables import codebook_of
+from kvcache_plugins.kernels.triton_rows import codebook_of
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -50,7 +49,7 @@ def make_layout(head_dim, name="half-split"):
     return layouts[1 if name == "interleaved" else 2 if name == "partial" else 0]
 
 
-def make_coder(case, dtype=torch.float32, *, layout="half-split", start=4, padding=None, offset=1.0):
+def make_codec(case, dtype=torch.float32, *, layout="half-split", start=4, padding=None, offset=1.0):
     """Random keys and values of tokens, laid out as a model lays them out, and their tables."""
     torch.manual_seed(0)
     batch_size, num_heads, length, head_dim, key_total, value_total = CASES[case]
@@ -58,24 +57,31 @@ def make_coder(case, dtype=torch.float32, *, layout="half-split", start=4, paddi
     keys, values = torch.randn(2, batch_size, length, num_heads, head_dim).transpose(2, 3)
     keys = keys * torch.logspace(-1.5, 0.5, head_dim)[torch.randperm(head_dim)] + offset * torch.randn(head_dim)
     values = values * torch.randn(batch_size, num_heads, length, 1).exp()
-    at = Angles.at(layout, start, length, padding, keys.device)
-    keys = layout.rotate(keys, at.cosines, at.sines).to(dtype)
+    positions = Positions(start, padding)
+    keys = apply_rope(keys, layout, positions).to(dtype)
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, [layout], start, padding, key_total)
-    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total), layout)
+    table = make_key_table(keys, valid, None, [layout], positions, key_total)
+    codec = RowCodec((table, make_value_table(values, valid, value_total)))
     # Heads of a token one behind the other, and a token that is left out before them
     keys, values = (
         torch.cat([states[:, :, :1], states], dim=2).transpose(1, 2).contiguous().transpose(1, 2)[:, :, 1:].to(DEVICE)
         for states in (keys, values.to(dtype))
     )
-    return keys, values, coder.map(lambda tensor: tensor.to(DEVICE)), start, padding
+    return keys, values, codec.map(lambda tensor: tensor.to(DEVICE)), positions
 
 
-def check(keys, values, coder, start, padding):
+def encode_both(keys, values, codec, positions):
+    """Rows of both sides by the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+        return codec.encode(keys, values, positions)
+
+
+def check(keys, values, codec, positions):
     """Compares rows and what they decode to."""
     with plain_pytorch():
-        expected = coder.encode(keys.float(), values.float(), start, padding)
-    rows = encode_keys(keys, coder.keys, coder.layout, start, padding), encode_values(values, coder.values)
+        expected = codec.encode(keys.float(), values.float(), positions)
+    rows = encode_both(keys, values, codec, positions)
     for number, (own, other) in enumerate(zip(rows, expected, strict=True)):
         assert own.dtype == torch.uint8 and own.shape == other.shape
         num_different = int((own != other).any(dim=-1).sum())
@@ -83,7 +89,7 @@ def check(keys, values, coder, start, padding):
         with plain_pytorch():
             states = (keys if number == 0 else values).float()
             error, known = (
-                (coder.decode_keys(each, start, padding) if number == 0 else coder.decode_values(each)) - states
+                (codec.decode_keys(each, positions) if number == 0 else codec.decode_values(each)) - states
                 for each in (own, other)
             )
         torch.testing.assert_close(error.norm(), known.norm(), rtol=SAME_ERROR, atol=1e-6)
@@ -93,73 +99,73 @@ def check(keys, values, coder, start, padding):
     "case", [pytest.param(case, marks=pytest.mark.long) if case == "many" else case for case in CASES]
 )
 def test_rows_are_those_of_pytorch(case):
-    check(*make_coder(case))
+    check(*make_codec(case))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", ["t16-d64", "d80", "t30-d256"])
 def test_half_precision(case, dtype):
-    check(*make_coder(case, dtype))
+    check(*make_codec(case, dtype))
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "partial", "none"])
 def test_layouts(layout):
-    check(*make_coder("t16-d64", layout=layout))
+    check(*make_codec("t16-d64", layout=layout))
 
 
 @pytest.mark.parametrize("start", [0, 70_001])
 def test_positions(start):
-    check(*make_coder("t25-d64", start=start))
+    check(*make_codec("t25-d64", start=start))
 
 
 def test_padding():
-    check(*make_coder("t16-d64", padding=torch.tensor([0, 7])))
+    check(*make_codec("t16-d64", padding=torch.tensor([0, 7])))
 
 
 def test_means_much_larger_than_deviations():
-    check(*make_coder("t25-d64", offset=20.0))
+    check(*make_codec("t25-d64", offset=20.0))
 
 
 def test_channels_that_do_not_vary_and_tokens_of_zeros():
-    keys, values, coder, start, padding = make_coder("t16-d64")
-    coder.keys.deviation[:, :, 3] = 0
+    keys, values, codec, positions = make_codec("t16-d64")
+    codec.tables()[0].deviation[:, :, 3] = 0
     keys[:, :, 7], values[:, :, 7] = 0, 0
-    check(keys, values, coder, start, padding)
+    check(keys, values, codec, positions)
 
 
 @pytest.mark.parametrize("factor", [1e-8, 1e6])
 def test_tokens_beyond_what_scales_reach(factor):
-    keys, values, coder, start, padding = make_coder("t16-d64")
+    keys, values, codec, positions = make_codec("t16-d64")
     values[:, :, 5] *= factor
-    check(keys, values, coder, start, padding)
+    check(keys, values, codec, positions)
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    keys, values, coder, start, padding = make_coder("t16-d64")
-    known = encode_keys(keys, coder.keys, coder.layout, start, padding), encode_values(values, coder.values)
+    keys, values, codec, positions = make_codec("t16-d64")
+    known = encode_both(keys, values, codec, positions)
     for states in (keys, values):
         states[0, 0, 7], states[1, 0, 8, 3], states[1, 0, 9, 3] = torch.nan, torch.inf, -torch.inf
-    rows = encode_keys(keys, coder.keys, coder.layout, start, padding), encode_values(values, coder.values)
+    rows = encode_both(keys, values, codec, positions)
     for own, other in zip(rows, known, strict=True):
         own[0, 0, 7], own[1, 0, 8:10] = other[0, 0, 7], other[1, 0, 8:10]
         assert torch.equal(own, other)
 
 
 def test_no_tokens():
-    keys, values, coder, start, _ = make_coder("t16-d64")
-    assert encode_keys(keys[:, :, :0], coder.keys, coder.layout, start, None).shape == (2, 1, 0, coder.keys.row_size)
-    assert encode_values(values[:, :, :0], coder.values).shape == (2, 1, 0, coder.values.row_size)
+    keys, values, codec, positions = make_codec("t16-d64")
+    rows = encode_both(keys[:, :, :0], values[:, :, :0], codec, positions)
+    assert [each.shape for each in rows] == [(2, 1, 0, size) for size in codec.row_sizes]
 
 
 def test_no_cell_has_two_bounds():
-    book, bounds = codebook_of(True, torch.device("cpu")), codebooks.thresholds(torch.device("cpu"))
+    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))
     assert torch.equal(book.cell_bounds.isfinite().sum(dim=1), bounds.isfinite().sum(dim=1))
 
 
 @pytest.mark.parametrize("width", range(9))
 def test_codes_at_the_bounds_are_those_of_pytorch(width):
-    book, bounds = codebook_of(True, torch.device("cpu")), codebooks.thresholds(torch.device("cpu"))[width]
+    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))[width]
     ends = torch.arange(-300, 301) / 64
     near = torch.cat([bounds[bounds.isfinite()], ends])
     numbers = torch.cat([near, near.nextafter(near + 1), near.nextafter(near - 1), torch.tensor([torch.inf, 100.0])])

@@ -45,15 +45,12 @@ MAX_SHARED, MAX_SHARED_AMD = 99 * 1024, 65536
 
 def launch(name):
     """What would be launched on a GPU."""
+    from kvcache_plugins.codecs.basis import Basis
+    from kvcache_plugins.codecs.rows import RowTable
     from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
     from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
     from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
-    from kvcache_plugins.triton_kernels.transform_coding.coded_rows import (
-        BasisCodingTable,
-        Codebook,
-        CodingTable,
-        RotaryAngles,
-    )
+    from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, RotaryAngles
 
     head_dim, num_bytes, dtype, is_keys, is_calibrated = VARIANTS[name]
     batch_size, num_heads, length, num_blocks = 2, 8, 1000, -(-head_dim // 8)
@@ -64,18 +61,18 @@ def launch(name):
     if is_calibrated:
         by_channel = torch.empty(num_heads, head_dim)
         basis = torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
-        tables = torch.empty(num_heads, num_blocks).byte(), basis, by_channel, by_channel, by_channel.half(), basis
-        sizes = 1 + num_bytes, head_dim, head_dim
-        table = BasisCodingTable(*tables, book, *sizes, is_keys, 5 if is_keys else 0)
-        return prepare_basis_coding(states, table, angles if is_keys else None, **where)
+        own = {"basis": Basis(by_channel, basis, by_channel, basis), "num_refits": 5 if is_keys else 0}
+        widths = torch.empty(1, num_heads, num_blocks).byte()
+        table = RowTable(None, by_channel.half()[None], None, widths, 1 + num_bytes, head_dim, is_keys, **own)
+        return prepare_basis_coding(states, table, book, angles if is_keys else None, **where)
     by_channel = torch.empty(batch_size, num_heads, head_dim, dtype=HALF)
     order, mean = (by_channel.byte(), by_channel) if is_keys else (None, None)
     deviation = by_channel if is_keys else by_channel[..., :1].contiguous()
     sign_dtype = HALF if dtype == SINGLE else dtype
     signs = None if is_keys else torch.empty(head_dim, block_channels(head_dim), dtype=sign_dtype)
-    tables = torch.empty(batch_size, num_heads, num_blocks).byte(), order, mean, deviation, signs
-    table = CodingTable(*tables, book, 1 + num_bytes, head_dim, is_keys)
-    return prepare_coding(states, table, angles if is_keys else None, **where)
+    widths = torch.empty(batch_size, num_heads, num_blocks).byte()
+    table = RowTable(order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys)
+    return prepare_coding(states, table, book, signs, angles if is_keys else None, **where)
 
 
 def main(target, names):

@@ -10,7 +10,7 @@ from kvcache_plugins.gear.fixed_storage import FixedForm
 from kvcache_plugins.gear.step_numbers import StepNumbers
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.ops import attention
-from kvcache_plugins.ops.transform_coding import attention as transform_attention
+from kvcache_plugins.ops import row_attention as transform_attention
 from kvcache_plugins.registry import create_cache
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import Cache
 
-from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.attention import attend
-from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import Angles, make_key_table, make_value_table
+from kvcache_plugins.ops.row_attention import CodedPart, attend
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -57,15 +57,14 @@ def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0, q
     keys[..., key_dim // 2] = 1.5
     values = torch.randn(batch_size, num_heads, length, value_dim)
     shift = None if padding is None else torch.tensor(padding)
-    at = Angles.at(layouts[0], start, length, shift, keys.device)
-    keys = layouts[0].rotate(keys, at.cosines, at.sines)
+    keys = apply_rope(keys, layouts[0], Positions(start, shift))
     valid = torch.ones(batch_size, length, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, None, layouts, start, shift, key_total, quantizer)
-    coder = RowCoder(table, make_value_table(rotate(values), valid, value_total, quantizer), layouts[0])
-    rows = coder.encode(keys, values, start, shift)
+    table = make_key_table(keys, valid, None, layouts, Positions(start, shift), key_total, quantizer)
+    codec = RowCodec((table, make_value_table(values, valid, value_total, quantizer)))
+    rows = codec.encode(keys, values, Positions(start, shift))
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
-    shift = None if shift is None else shift.to(DEVICE)
-    return CodedPart(*rows, coder.map(lambda tensor: tensor.to(DEVICE)), start, shift, length, None)
+    positions = Positions(start, None if shift is None else shift.to(DEVICE))
+    return CodedPart(*rows, codec.map(lambda tensor: tensor.to(DEVICE)), positions, length, None)
 
 
 def check(case, parts, dtype=torch.float32, query_scale=1.0):
@@ -100,8 +99,10 @@ def test_trellis_codes(case, dtype):
 
 def test_means_of_values():
     part = make_part("unlike-dims")
-    mean = torch.randn(*part.values.shape[:2], part.coder.values.head_dim, device=DEVICE)
-    check("unlike-dims", [dataclasses.replace(part, coder=dataclasses.replace(part.coder, value_mean=mean.half()))])
+    keys, values = part.codec.tables()
+    mean = torch.randn(*part.values.shape[:2], values.head_dim, device=DEVICE)
+    codec = RowCodec((keys, dataclasses.replace(values, mean=mean.half())))
+    check("unlike-dims", [dataclasses.replace(part, codec=codec)])
 
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])
@@ -132,7 +133,7 @@ def test_padding_masks_and_exact_parts(is_boolean):
     mask[1, 0, 2] = False
     if not is_boolean:
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    masked = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, part.length, mask.to(DEVICE))
+    masked = dataclasses.replace(part, mask=mask.to(DEVICE))
     # Three of them: the first tokens, the buffer, and an update that has not been coded
     exact = [DensePart(*torch.randn(2, 2, 1, 9, 64, device=DEVICE), length, None) for length in (7, 9, 3)]
     check("widest", [exact[0], masked, *exact[1:]])
@@ -147,13 +148,13 @@ def test_masks_of_all_exact_parts():
 
 def test_several_coded_parts():
     part = make_part("many-rows")
-    second = CodedPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.coder, part.start + 20, None, 45, None)
+    second = CodedPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.codec, part.positions.after(20), 45, None)
     check("many-rows", [part, second, part])
 
 
 def test_room_behind_the_rows_in_use_is_not_read():
     part = make_part("unlike-dims")
-    shorter = CodedPart(part.keys, part.values, part.coder, part.start, None, 43, None)
+    shorter = dataclasses.replace(part, length=43)
     check("unlike-dims", [shorter])
 
 

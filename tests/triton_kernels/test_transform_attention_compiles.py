@@ -52,26 +52,33 @@ def launch(name):
     """What would be launched on a GPU."""
     num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith(DEVICE) else None
     name = name.removesuffix(DEVICE)
+    from kvcache_plugins.codecs.basis import Basis
+    from kvcache_plugins.codecs.rows import RowTable
     from kvcache_plugins.triton_kernels.transform_coding.attend import prepare_rows
     from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
-    from kvcache_plugins.triton_kernels.transform_coding.coded_rows import BasisRows, CodedRows, RotaryAngles
+    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows, RotaryAngles
 
     head_dim, key_bytes, value_bytes, dtype, num_rows, mask_dtype, is_padded, is_trellis = VARIANTS[name]
     batch_size, num_heads, length = 2, 8, 1000
+    quantizer = "trellis" if is_trellis else "lloyd-max"
 
     def side(num_bytes, is_keys):
         rows = torch.empty(batch_size, num_heads, length, 1 + num_bytes, dtype=torch.uint8)
         by_channel = torch.empty(batch_size, num_heads, head_dim, dtype=HALF)
         deviation = by_channel if is_keys else by_channel[..., :1]
         order, mean = (by_channel.to(torch.uint8), by_channel) if is_keys else (None, None)
-        return CodedRows(rows, rows[:, :, 0], order, mean, deviation, torch.empty(9, 6), head_dim, is_trellis)
+        sizes = 1 + num_bytes, head_dim, is_keys
+        table = RowTable(order, mean, deviation, rows[:, :, 0], *sizes, quantizer=quantizer)
+        return CodedRows(rows, table, torch.empty(9, 6))
 
     def basis_side(num_bytes, is_keys):
         rows = torch.empty(batch_size, num_heads, length, 1 + num_bytes, dtype=torch.uint8)
         by_channel = torch.empty(num_heads, head_dim)
         basis = torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
-        tables = rows[0, :, 0], basis, by_channel, by_channel, by_channel.half()
-        return BasisRows(rows, *tables, torch.empty(9, 6), head_dim, head_dim, is_trellis)
+        own = {"basis": Basis(by_channel, basis, by_channel, basis), "quantizer": quantizer}
+        sizes = 1 + num_bytes, head_dim, is_keys
+        table = RowTable(None, by_channel.half()[None], None, rows[:1, :, 0].contiguous(), *sizes, **own)
+        return CodedRows(rows, table, torch.empty(9, 6))
 
     angles = RotaryAngles(torch.empty(head_dim).int(), torch.empty(256, 2, head_dim), torch.empty(64, 2, head_dim))
     is_calibrated = name.startswith("c")

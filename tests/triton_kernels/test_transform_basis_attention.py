@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
+from kvcache_plugins.codecs.basis import round_basis
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding.allocation import allocate_widths, num_blocks
-from kvcache_plugins.ops.transform_coding.attention import attend
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, DeviceTables, round_basis
-from kvcache_plugins.ops.transform_coding.parts import CodedPart
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
+from kvcache_plugins.ops.row_attention import CodedPart, attend
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-def make_table(num_heads, head_dim, total, *, is_weighted, quantizer):
+def make_table(num_heads, head_dim, total, *, quantizer, rope=None):
     """Random bases, whose heads differ in how steeply their energies fall, and means on both sides."""
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
@@ -46,7 +46,7 @@ def make_table(num_heads, head_dim, total, *, is_weighted, quantizer):
     widths = allocate_widths(energies[None], total, errors)[0]
     own = round_basis(basis, factors)
     mean = torch.randn(num_heads, head_dim).half()
-    return BasisTable(mean, factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
+    return RowTable.in_basis(mean, factors, *own, widths, rope=rope, quantizer=quantizer)
 
 
 def make_part(case, *, padding=None, start=4, layout=0, quantizer="lloyd-max"):
@@ -54,14 +54,15 @@ def make_part(case, *, padding=None, start=4, layout=0, quantizer="lloyd-max"):
     torch.manual_seed(0)
     batch_size, num_heads, _, length, key_dim, value_dim, key_total, value_total, _ = CASES[case]
     rates = tuple((10000.0 ** -(torch.arange(key_dim // 2) * 2 / key_dim)).tolist())
-    keys = make_table(num_heads, key_dim, key_total, is_weighted=True, quantizer=quantizer)
-    values = make_table(num_heads, value_dim, value_total, is_weighted=False, quantizer=quantizer)
-    coder = BasisCoder(DeviceTables(keys, values), candidate_layouts(rates, key_dim)[layout])
+    rope = candidate_layouts(rates, key_dim)[layout]
+    keys = make_table(num_heads, key_dim, key_total, quantizer=quantizer, rope=rope)
+    codec = RowCodec(SharedTables(keys, make_table(num_heads, value_dim, value_total, quantizer=quantizer)))
     states = (torch.randn(batch_size, num_heads, length, dim) for dim in (key_dim, value_dim))
     shift = None if padding is None else torch.tensor(padding)
-    rows = coder.encode(*states, start, shift)
+    rows = codec.encode(*states, Positions(start, shift))
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
-    return CodedPart(*rows, coder, start, None if shift is None else shift.to(DEVICE), length, None)
+    positions = Positions(start, None if shift is None else shift.to(DEVICE))
+    return CodedPart(*rows, codec, positions, length, None)
 
 
 def check(case, parts, dtype=torch.float32):
@@ -100,7 +101,7 @@ def test_layouts(layout):
 
 def test_padding_exact_parts_and_room_behind_the_rows():
     part = make_part("widest", padding=[0, 40], start=300)
-    cut = CodedPart(part.keys, part.values, part.coder, part.start, part.padding, 43, None)
+    cut = dataclasses.replace(part, length=43)
     exact = [DensePart(*torch.randn(2, 2, 1, 9, 32, device=DEVICE), length, None) for length in (7, 9)]
     check("widest", [exact[0], cut, exact[1]])
 

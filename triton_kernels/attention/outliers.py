@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.codecs.outliers import OUTLIER_TILE
 from kvcache_plugins.triton_kernels.dot import dot_parts
 from kvcache_plugins.triton_kernels.powers import inverse_power
 
@@ -21,7 +22,7 @@ from .values import field_unit
 
 
 # Tokens whose outliers are stored together
-STORED_TILE = tl.constexpr(64)
+STORED_TILE = tl.constexpr(OUTLIER_TILE)
 # Where 0 stands in the table of numbers
 _ZERO = tl.constexpr(64)
 # Negative integers read as float16 are NaN and equal nothing

@@ -19,7 +19,7 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
 from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
 
 from .attend_kernel import attend_kernel
-from .coded_rows import CodedRows, RotaryAngles
+from .launches import CodedRows, RotaryAngles
 
 
 # What a program loads before its first tile is worth as much work as one of its tiles
@@ -78,7 +78,7 @@ def prepare_rows(
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
-    block_keys, block_values = block_channels(keys.head_dim), block_channels(values.head_dim)
+    block_keys, block_values = block_channels(keys.table.head_dim), block_channels(values.table.head_dim)
     most_rows = _MAX_BLOCK_ROWS if max(block_keys, block_values) <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
     block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
     is_float32 = query.dtype == torch.float32
@@ -87,7 +87,7 @@ def prepare_rows(
     num_programs = batch_size * num_heads * num_row_blocks
     tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
     num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
-    partials = empty_partials(query, num_splits, values.head_dim)
+    partials = empty_partials(query, num_splits, values.table.head_dim)
     arguments = {
         "query_ptr": query,
         "query_stride_b": query.stride(0),
@@ -98,8 +98,8 @@ def prepare_rows(
         "maximum_ptr": partials.maximum,
         "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        "key_order_ptr": _contiguous(keys.order),
-        "key_mean_ptr": _contiguous(keys.mean),
+        "key_order_ptr": _contiguous(keys.table.order),
+        "key_mean_ptr": _contiguous(keys.table.mean),
         **_side_arguments("value", values),
         **angle_arguments(angles),
         "padding_ptr": padding,
@@ -119,7 +119,7 @@ def prepare_rows(
         "BLOCK_T": block_tokens,
         "BLOCK_K": block_keys,
         "BLOCK_V": block_values,
-        "VALUE_ROTATION": values.head_dim & -values.head_dim,
+        "VALUE_ROTATION": values.table.head_dim & -values.table.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, partials, options)
@@ -143,10 +143,10 @@ def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
     return {
         **row_arguments(name, side.rows),
-        f"{name}_width_ptr": _contiguous(side.widths),
-        f"{name}_deviation_ptr": _contiguous(side.deviation),
+        f"{name}_width_ptr": _contiguous(side.table.widths),
+        f"{name}_deviation_ptr": _contiguous(side.table.deviation),
         f"{name}_coefficient_ptr": side.coefficients,
-        f"{name.upper()}_DIM": side.head_dim,
+        f"{name.upper()}_DIM": side.table.head_dim,
     }
 
 

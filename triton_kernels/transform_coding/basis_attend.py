@@ -23,7 +23,7 @@ from .attend import (
     row_arguments,
 )
 from .basis_kernel import attend_basis_kernel
-from .coded_rows import BasisRows, RotaryAngles
+from .launches import CodedRows, RotaryAngles
 
 
 # Rows that an instruction of tensor cores takes, and components that one adds up
@@ -36,8 +36,8 @@ _FEW_CHANNELS = 64
 
 def prepare_basis(
     query: torch.Tensor,
-    keys: BasisRows,
-    values: BasisRows,
+    keys: CodedRows,
+    values: CodedRows,
     angles: RotaryAngles | None,
     *,
     start: int,
@@ -55,15 +55,17 @@ def prepare_basis(
 
     The arguments are those of `attend.prepare_rows`, but for the sides.
     """
+    basis = keys.table.basis
+    assert basis is not None, "keys of a calibration have a basis"
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
     is_float32 = query.dtype == torch.float32
     num_row_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
-    block_tokens, num_warps = _tile_shape(block_channels(keys.head_dim), is_float32=is_float32)
+    block_tokens, num_warps = _tile_shape(block_channels(keys.table.head_dim), is_float32=is_float32)
     num_programs = batch_size * num_heads * num_row_blocks
     tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
     num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
-    partials = empty_partials(query, num_splits, values.num_components)
+    partials = empty_partials(query, num_splits, values.table.num_coded)
     arguments = {
         "query_ptr": query,
         "query_stride_b": query.stride(0),
@@ -74,10 +76,10 @@ def prepare_basis(
         "maximum_ptr": partials.maximum,
         "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        "basis_ptr": keys.basis,
-        "step_ptr": keys.steps,
-        "factor_ptr": keys.factors,
-        "mean_ptr": keys.mean,
+        "basis_ptr": basis.vectors,
+        "step_ptr": basis.steps,
+        "factor_ptr": basis.factors,
+        "mean_ptr": keys.table.mean,
         **_side_arguments("value", values),
         **angle_arguments(angles),
         "padding_ptr": padding,
@@ -88,29 +90,29 @@ def prepare_basis(
         "length_ptr": num_tokens,
         "tokens_per_split": tiles_per_split * block_tokens,
         "scale": scale,
-        "KEY_DIM": keys.head_dim,
+        "KEY_DIM": keys.table.head_dim,
         "TRELLIS": keys.is_trellis,
         "PADDED": padding is not None,
         "DTYPE": tl.float32 if is_float32 else tl.float16,
         "PAIRS": packed and not is_float32,
         "BLOCK_R": _BLOCK_ROWS,
         "BLOCK_T": block_tokens,
-        "BLOCK_D": block_channels(keys.head_dim),
-        "BLOCK_K": max(_LEAST_COMPONENTS, triton.next_power_of_2(keys.num_components)),
-        "BLOCK_V": max(_LEAST_COMPONENTS, triton.next_power_of_2(values.num_components)),
+        "BLOCK_D": block_channels(keys.table.head_dim),
+        "BLOCK_K": max(_LEAST_COMPONENTS, triton.next_power_of_2(keys.table.num_coded)),
+        "BLOCK_V": max(_LEAST_COMPONENTS, triton.next_power_of_2(values.table.num_coded)),
     }
     options = {"num_warps": num_warps, "num_stages": 1}
     grid = (batch_size * num_heads, num_splits, num_row_blocks)
     return Launch(attend_basis_kernel, grid, arguments, partials, options)
 
 
-def _side_arguments(name: str, side: BasisRows) -> dict[str, object]:
+def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
     return {
         **row_arguments(name, side.rows),
-        f"{name}_width_ptr": side.widths,
+        f"{name}_width_ptr": side.table.widths,
         f"{name}_coefficient_ptr": side.coefficients,
-        f"{name.upper()}_COMPONENTS": side.num_components,
+        f"{name.upper()}_COMPONENTS": side.table.num_coded,
     }
 
 

@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.triton_kernels.dot import dot_exact
 
 from .attend import block_channels
 from .code_rows import NOT_SPECIALIZED, coding_arguments
-from .coded_rows import BasisCodingTable, CodingLaunch, RotaryAngles
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
+from .launches import Codebook, CodingLaunch, RotaryAngles
 
 
 # Channels that a product adds up, or gives, at a time, and tokens of a tile
@@ -159,7 +160,8 @@ def _load_codes(codes_ptr, first, components, component_in_use, HEAD_DIM: tl.con
 
 def prepare_basis_coding(
     states: torch.Tensor,
-    table: BasisCodingTable,
+    table: RowTable,
+    codebook: Codebook,
     angles: RotaryAngles | None = None,
     *,
     start: int = 0,
@@ -171,20 +173,23 @@ def prepare_basis_coding(
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`):
             Float32, float16 or bfloat16.
-        table (`BasisCodingTable`):
+        table (`RowTable`):
             How they are coded.
-        angles, start, padding:
+        codebook, angles, start, padding:
             See `code_rows.prepare_coding`.
     """
+    basis = table.basis
+    assert basis is not None, "tables of a calibration have a basis"
     rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
-    num_channels = block_channels(table.num_components)
+    num_channels = block_channels(table.num_coded)
     arguments = {
-        **coding_arguments(states, rows, table, angles, start, padding),
-        "basis_ptr": table.basis,
-        "inverse_ptr": table.inverse,
-        "step_ptr": table.steps,
-        "factor_ptr": table.factors,
-        "NUM_COMPONENTS": table.num_components,
+        **coding_arguments(states, rows, table, codebook, angles, start, padding),
+        "mean_ptr": table.mean,
+        "basis_ptr": basis.vectors,
+        "inverse_ptr": basis.inverse,
+        "step_ptr": basis.steps,
+        "factor_ptr": basis.factors,
+        "NUM_COMPONENTS": table.num_coded,
         "NUM_REFITS": table.num_refits,
         "NUM_PARTS": _NUM_PARTS if states.dtype == torch.float32 else _NUM_PARTS_OF_HALVES,
         "BLOCK_T": _PRODUCT_TOKENS,

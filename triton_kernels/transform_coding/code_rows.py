@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.triton_kernels.dot import dot_exact
 from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT
 
 from .attend import angle_arguments, block_channels
-from .coded_rows import BasisCodingTable, CodingLaunch, CodingTable, RotaryAngles
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
+from .launches import Codebook, CodingLaunch, RotaryAngles
 
 
 # Channels that a product adds up at a time, and tokens of its tile
@@ -138,7 +139,9 @@ def code_rows_kernel(
 
 def prepare_coding(
     states: torch.Tensor,
-    table: CodingTable,
+    table: RowTable,
+    codebook: Codebook,
+    signs: torch.Tensor | None = None,
     angles: RotaryAngles | None = None,
     *,
     start: int = 0,
@@ -150,8 +153,13 @@ def prepare_coding(
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`):
             Float32, float16 or bfloat16.
-        table (`CodingTable`):
+        table (`RowTable`):
             How they are coded.
+        codebook (`Codebook`):
+            Of the side.
+        signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*):
+            What states are multiplied with before: a Hadamard matrix of ones, of their dtype or else of float16, its
+            columns at their places of a tile. The mean has then been taken off.
         angles (`RotaryAngles`, *optional*):
             Of the rotary embedding that is undone.
         start (`int`, *optional*, defaults to 0):
@@ -159,16 +167,18 @@ def prepare_coding(
         padding (`torch.Tensor` of shape `[B]`, *optional*):
             Tokens at the start of every item that have no position.
     """
-    num_channels, is_rotated = block_channels(table.head_dim), table.signs is not None
+    num_channels, is_rotated, deviation = block_channels(table.head_dim), signs is not None, table.deviation
+    assert deviation is not None, "tables of a prompt have deviations"
     block_tokens, num_warps = _tile_shape(num_channels, is_rotated=is_rotated)
     rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     size = table.head_dim & -table.head_dim
     arguments = {
-        **coding_arguments(states, rows, table, angles, start, padding),
-        "sign_ptr": table.signs,
-        "order_ptr": table.order,
-        "deviation_ptr": table.deviation,
-        "NUM_DEVIATIONS": table.deviation.shape[2],
+        **coding_arguments(states, rows, table, codebook, angles, start, padding),
+        "mean_ptr": None if is_rotated or table.mean is None else table.mean.contiguous(),
+        "sign_ptr": signs,
+        "order_ptr": None if table.order is None else table.order.contiguous(),
+        "deviation_ptr": deviation.contiguous(),
+        "NUM_DEVIATIONS": deviation.shape[2],
         "FACTOR": size**-0.5 if is_rotated else 1.0,
         "ROTATED": is_rotated,
         "BY_ENERGY": False,
@@ -183,7 +193,8 @@ def prepare_coding(
 def coding_arguments(
     states: torch.Tensor,
     rows: torch.Tensor,
-    table: CodingTable | BasisCodingTable,
+    table: RowTable,
+    codebook: Codebook,
     angles: RotaryAngles | None,
     start: int,
     padding: torch.Tensor | None,
@@ -198,11 +209,10 @@ def coding_arguments(
         "states_stride_b": states.stride(0),
         "states_stride_h": states.stride(1),
         "states_stride_t": states.stride(2),
-        "mean_ptr": table.mean,
-        "width_ptr": table.widths,
+        "width_ptr": table.widths.contiguous(),
         **angle_arguments(angles),
         "padding_ptr": padding,
-        **table.codebook.arguments(),
+        **codebook.arguments(),
         "rows_ptr": rows,
         "num_heads": num_heads,
         "num_matrices": batch_size * num_heads,

@@ -12,6 +12,9 @@ Legend: BLOCK_T tokens of one head, BLOCK_K numbers in the order of a row, an ei
 import triton
 import triton.language as tl
 
+from kvcache_plugins.codecs import rows
+
+from .points import scale_of
 from .turned_queries import load_angles
 
 
@@ -22,7 +25,9 @@ GRID_STEPS = tl.constexpr(64)
 # The last one is what lies at the end
 NUM_CELLS = tl.constexpr(577)
 # Below that share of what it would be without error, `z.q` says nothing
-_LEAST_GAIN = tl.constexpr(0.3)
+_LEAST_GAIN = tl.constexpr(rows.LEAST_GAIN)
+_SCALE_STEPS, _SCALE_OFFSET = tl.constexpr(rows.SCALE_STEPS), tl.constexpr(float(rows.SCALE_OFFSET))
+_LAST_SCALE = tl.constexpr(float(rows.LAST_SCALE))
 # Added and taken off again it rounds to whole numbers, halves to even ones
 _ROUNDING = tl.constexpr(12582912.0)
 
@@ -110,13 +115,13 @@ def store_rows(
     squares = normal * normal
     energy = tl.sum(squares * weights[None, :] if BY_ENERGY else squares, axis=1)
     coded_energy = tl.sum(squares * has_bits[None, :], axis=1)
-    found = _scale_of(_stored_scale(tl.sqrt(coded_energy / tl.maximum(tl.sum(has_bits, axis=0), 1.0))))
+    found = scale_of(_stored_scale(tl.sqrt(coded_energy / tl.maximum(tl.sum(has_bits, axis=0), 1.0))))
     if NUM_REFITS > 0:
         num_fitted, num_changed = 0, 1
         while (num_fitted < NUM_REFITS) & (num_changed > 0):
             scale = found
             codes = _find_codes(normal, scale, book)
-            found = _scale_of(_fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED, BY_ENERGY))
+            found = scale_of(_fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED, BY_ENERGY))
             num_changed = tl.sum((found != scale).to(tl.int32), axis=0)
             num_fitted += 1
     codes = _find_codes(normal, found, book)
@@ -175,10 +180,5 @@ def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.con
 @triton.jit
 def _stored_scale(scale):
     """The bytes of scales, as numbers; that of what is no number is 0."""
-    steps = tl.log2(tl.where(scale > 1e-6, scale, 1e-6)) * 16.0
-    return tl.minimum(tl.maximum(((steps + _ROUNDING) - _ROUNDING) + 128.0, 0.0), 255.0)
-
-
-@triton.jit
-def _scale_of(stored):
-    return tl.exp2(stored * 0.0625 - 8.0)
+    steps = tl.log2(tl.where(scale > 1e-6, scale, 1e-6)) * _SCALE_STEPS
+    return tl.minimum(tl.maximum(((steps + _ROUNDING) - _ROUNDING) + _SCALE_OFFSET, 0.0), _LAST_SCALE)

@@ -3,7 +3,7 @@
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
 it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
 Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
-through the polynomial together: on a GPU one instruction for both. Of a trellis (`ops.transform_coding.trellis`) every
+through the polynomial together: on a GPU one instruction for both. Of a trellis (`codecs.quantizers.Trellis`) every
 number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but
 numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
 would need other loops for every head, and a table of points a load for every number.
@@ -19,12 +19,17 @@ Legend: BLOCK_T tokens of a tile, BLOCK_N blocks.
 import triton
 import triton.language as tl
 
+from kvcache_plugins.codecs import rows
+
 from .halves import join_halves, multiply, multiply_add
 
 
 # Tokens in use behind a tile whose words are loaded without a look at where the rows end: three words of a block may
 # reach eleven bytes beyond a row, and a row has four at least
 TOKENS_BEHIND = tl.constexpr(3)
+# Of bytes that are scales: what a byte is a step of, and the logarithm of the smallest one's inverse
+_SCALE_STEP = tl.constexpr(1 / rows.SCALE_STEPS)
+_LEAST_LOGARITHM = tl.constexpr(rows.SCALE_OFFSET / rows.SCALE_STEPS)
 
 
 @triton.jit
@@ -152,4 +157,10 @@ def load_scales(
     tokens = tl.arange(0, BLOCK_T)
     rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE
     stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + tokens < length, other=0)
-    return tl.exp2(stored.to(tl.float32) * 0.0625 - 8.0)
+    return scale_of(stored.to(tl.float32))
+
+
+@triton.jit
+def scale_of(stored):
+    """The scales that bytes, as numbers, stand for."""
+    return tl.exp2(stored * _SCALE_STEP - _LEAST_LOGARITHM)

@@ -1,6 +1,6 @@
 """What `kvcache-plugins doctor` finds: versions, devices, kernels, models, and what to do about what is missing.
 
-Packages come from the project's own requirements, kernels from `ops.dispatch`, caches from the registry: nothing is
+Packages come from the project's own requirements, kernels from `kernels.engine`, caches from the registry: nothing is
 listed here that could differ from what the package really asks for. Optional packages are imported to see whether they
 can be; whatever they raise is a finding, not an error.
 
@@ -17,9 +17,9 @@ from importlib import metadata
 import torch
 
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
+from kvcache_plugins.kernels.engine import choose_coding_kernel, explain_kernel
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
 from kvcache_plugins.models.reference_model import converted_folder
-from kvcache_plugins.ops.dispatch import choose_coding_kernel, explain_kernel
 from kvcache_plugins.registry import create_cache, describe_caches
 
 from .findings import find_in_kernels, find_in_models, find_in_packages, merge

@@ -73,13 +73,13 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
             dense.keys.dtype,
             type(own),
             getattr(own, "sliding_window", None),
-            own.calibrated if isinstance(own, TransformLayer) else None,
+            own.fixed if isinstance(own, TransformLayer) else None,
         )
         for own, dense in zip(cache.layers, prefill.layers, strict=True)
         if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None
     )
     config, total = cache.gear_config, sum(cache.memory().shared.values())
-    for (*shapes, dtype, kind, window, calibrated), count in alike.items():
+    for (*shapes, dtype, kind, window, codec), count in alike.items():
         if kind is DynamicSlidingWindowLayer and window is not None:
             numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
             total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
@@ -88,7 +88,7 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
         if isinstance(config, GEARConfig):
             layer = GEARLayer(config, 0, sliding_window=window)
         else:
-            layer = TransformLayer(config, 0, calibrated=calibrated, sliding_window=window)
+            layer = TransformLayer(config, 0, fixed=codec, sliding_window=window)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"

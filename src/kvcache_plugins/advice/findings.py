@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcache_plugins.ops.dispatch import requested_kernel
+from kvcache_plugins.kernels.engine import requested_kernel
 
 from .packages import REQUIRED, Package
 

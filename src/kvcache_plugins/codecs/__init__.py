@@ -1,1 +1,1 @@
-"""How a token becomes bytes, and what they mean. No codec knows a cache."""
+"""How tokens become bytes: codecs, which know no cache, and the tables and quantizers that they are made of."""

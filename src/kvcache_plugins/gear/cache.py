@@ -216,12 +216,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     ) -> GEARLayer | TransformLayer:
         if isinstance(self.gear_config, TransformConfig):
             frequencies = None if config is None else rotary_frequencies(config, index)
-            coder = None
+            codec = None
             # Not all calibrations have looked at layers of a window, which then go by their prompt
             if self.calibration is not None and (window is None or index in self.calibration.layers):
                 key_nbits, quantizer = self.gear_config.key_nbits, self.gear_config.quantizer
-                coder = self.calibration.coder(index, key_nbits, quantizer, frequencies)
-            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, coder, window)
+                codec = self.calibration.codec(index, key_nbits, quantizer, frequencies)
+            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, codec, window)
         return GEARLayer(self.gear_config, index, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:

@@ -16,9 +16,9 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
 from kvcache_plugins.layers.recurrent_states import RecurrentStates
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, find_cache
-from kvcache_plugins.ops.dispatch import choose_token_kernel, compiles_kernels, explain_kernel
 
 from .fixed_storage import FixedForm
 from .fixed_window import FixedWindow

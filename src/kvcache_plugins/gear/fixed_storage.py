@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.dispatch import MAX_NUM_QUERIES
 from kvcache_plugins.ops.parts import DensePart
 
 from .replayable import ReplayableMixin

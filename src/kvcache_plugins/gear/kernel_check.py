@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import torch
 from transformers import Cache
 
+from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.parts import RowCoder
 
 
 # Of an attention's output, relative RMS error
@@ -54,20 +53,20 @@ def plain_pytorch() -> Iterator[None]:
 
 
 def require_same_rows(
-    name: str, coder: RowCoder | BasisCoder, keys: torch.Tensor, values: torch.Tensor, start: int
+    name: str, codec: Codec, keys: torch.Tensor, values: torch.Tensor, positions: Positions
 ) -> float:
     """
-    The share of rows of keys and values `[B, H, T, D]` from index `start` on that are not the bytes of plain PyTorch,
+    The share of rows of keys and values `[B, H, T, D]` that are not the bytes of plain PyTorch,
     which to rounding they are.
 
     Raises:
         MismatchError: if there are more than rounding explains, or what they decode to is further off.
     """
-    rows = coder.encode(keys, values, start, None)
+    rows = codec.encode(keys, values, positions)
     with plain_pytorch():
-        expected = coder.encode(keys, values, start, None)
+        expected = codec.encode(keys, values, positions)
         decoded = [
-            (coder.decode_keys(own_keys, start, None), coder.decode_values(own_values))
+            (codec.decode_keys(own_keys, positions), codec.decode_values(own_values))
             for own_keys, own_values in (rows, expected)
         ]
     for states, own, other in zip((keys, values), *decoded, strict=True):

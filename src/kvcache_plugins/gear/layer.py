@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend, prepare_tokens
-from kvcache_plugins.ops.dispatch import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.ops.parts import CompressedPart
 
 from .config import GEARConfig

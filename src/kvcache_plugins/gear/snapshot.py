@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.refusal import RefusedFile
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 
 from .config import BACKBONES, SLIDING, GEARConfig, PresetChoice, SideConfig
 from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
@@ -93,7 +93,7 @@ class Snapshot:
             return layer.batch_size
         if isinstance(layer, TransformLayer):
             assert isinstance(self.config, TransformConfig)
-            expected = layer.calibrated, layer.counter_names, layer.sliding_window
+            expected = layer.fixed, layer.counter_names, layer.sliding_window
             state = transform_from_document(document, stored, self.config, layer.frequencies, *expected)
             layer.restore(state, device)
             return layer.batch_size

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.ops.dispatch import choose_copy_kernel
+from kvcache_plugins.kernels.engine import choose_copy_kernel
 from kvcache_plugins.ops.gather import gather_rows
 from kvcache_plugins.ops.mapped_files import release
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvcache_plugins.kernels.engine import choose_token_kernel
 from kvcache_plugins.kernels.selection import choose_heaviest
-from kvcache_plugins.ops.dispatch import choose_token_kernel
 from kvcache_plugins.ops.gather import largest
 
 from .config import InfiniGenConfig

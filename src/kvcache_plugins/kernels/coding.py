@@ -1,4 +1,4 @@
-"""Rows of tokens coded and decoded, and keys turned, by the C kernels: `ops.transform_coding.rows` in one pass.
+"""Rows of tokens coded and decoded, and keys turned, by the C kernels: `codecs.rows` in one pass.
 
 `cpu/coding.c` computes, several tokens of a head at a time; a rotary embedding or a rotation is part of the pass.
 
@@ -7,44 +7,28 @@ Legend: B batch, H heads, T tokens, D channels, N blocks of eight channels, R by
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
+from kvcache_plugins.codecs.codec import START, Positions
+from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.ops.transform_coding import codebooks, trellis
-from kvcache_plugins.ops.transform_coding.allocation import num_blocks
-from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
+from kvcache_plugins.codecs.rows import RowTable, scale_of
 
 from .layer import KINDS, MOST_CHANNELS, TILE
 from .library import ADDRESS, LONG, Tasks, address_of, function, num_threads, run
 
 
 # As in `coding.h` and `coding.c`
-_NUM_WIDTHS = codebooks.MAX_WIDTH + 1
+_NUM_WIDTHS = MAX_WIDTH + 1
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
-_TASK_TOKENS, _BLOCK = 128, 8
+_TASK_TOKENS = 128
 _MOST_LANES = 16
 # Minima of a step of the search for a trellis, at most
-_MOST_MINIMA = trellis.NUM_STATES // 2
-
-
-class Turn(NamedTuple):
-    """
-    The rotary embedding of consecutive tokens.
-
-    Attributes:
-        layout (`RotaryLayout`): which channels are turned, and how fast.
-        start (`int`): index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
-    """
-
-    layout: RotaryLayout
-    start: int
-    padding: torch.Tensor | None
+_MOST_MINIMA = NUM_STATES // 2
 
 
 class _Rotary(ctypes.Structure):
@@ -74,17 +58,15 @@ class _Coding(ctypes.Structure):
 
 
 @torch.compiler.disable
-def encode_rows(
-    states: torch.Tensor, table: RowTable, turn: Turn | None = None, *, is_rotated: bool = False
-) -> torch.Tensor:
+def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
     """
     Codes tokens as `RowTable.encode` does.
 
     Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, in any floating dtype.
+        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, in any floating dtype: components where the
+            table has a basis, and without their mean if they are to be rotated.
         table (`RowTable`): of their side.
-        turn (`Turn`, *optional*): a rotary embedding to be undone first.
-        is_rotated (`bool`): whether `ops.rotation.rotate` comes first.
+        positions (`Positions`): of the tokens.
 
     Returns:
         `torch.Tensor` of shape `[B, H, T, R]`, uint8.
@@ -92,51 +74,47 @@ def encode_rows(
     states = (states if states.dtype in KINDS else states.float()).contiguous()
     rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     call = _Call(states.shape)
-    call.take("states", states, states.dtype, (*states.shape[:3], table.head_dim))
+    call.take("states", states, states.dtype, (*states.shape[:3], table.num_coded))
     call.take("rows", rows, torch.uint8, rows.shape)
-    call.add_table(table, is_rotated=is_rotated)
-    call.add_turn(turn, is_back=True)
+    call.add_table(table, positions, is_back=True)
     call.fields.kind = KINDS[states.dtype]
     call.run("encode_rows")
     return rows
 
 
 @torch.compiler.disable
-def decode_rows(
-    rows: torch.Tensor, table: RowTable, turn: Turn | None = None, *, is_rotated: bool = False
-) -> torch.Tensor:
+def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
     """
     Decodes rows as `RowTable.decode` does.
 
     Args:
         rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): rows.
         table (`RowTable`): of their side.
-        turn (`Turn`, *optional*): a rotary embedding to be done in the end.
-        is_rotated (`bool`): whether `ops.rotation.rotate` comes in the end.
+        positions (`Positions`): of the tokens.
 
     Returns:
-        `torch.Tensor` of shape `[B, H, T, D]`, float32.
+        `torch.Tensor` of shape `[B, H, T, D]`, float32: components where the table has a basis, and without their
+        mean if they were rotated.
     """
-    states = torch.empty(*rows.shape[:3], table.head_dim)
+    states = torch.empty(*rows.shape[:3], table.num_coded)
     call = _Call(states.shape)
     call.take("rows", rows.contiguous(), torch.uint8, (*rows.shape[:3], table.row_size))
     call.take("result", states, torch.float32, states.shape)
-    call.add_table(table, is_rotated=is_rotated)
-    call.add_turn(turn, is_back=False)
+    call.add_table(table, positions, is_back=False)
     call.run("decode_rows")
     return states
 
 
 @torch.compiler.disable
-def turn_states(states: torch.Tensor, turn: Turn, *, is_back: bool) -> torch.Tensor:
-    """Turns keys `[B, H, T, D]` of any floating dtype by the angles of their positions, or back; float32."""
-    states = (states if states.dtype in KINDS else states.float()).contiguous()
-    turned = torch.empty(states.shape)
-    call = _Call(states.shape)
-    call.take("states", states, states.dtype, states.shape)
-    call.take("result", turned, torch.float32, states.shape)
-    call.add_turn(turn, is_back=is_back)
-    call.fields.kind = KINDS[states.dtype]
+def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
+    """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
+    keys = (keys if keys.dtype in KINDS else keys.float()).contiguous()
+    turned = torch.empty(keys.shape)
+    call = _Call(keys.shape)
+    call.take("states", keys, keys.dtype, keys.shape)
+    call.take("result", turned, torch.float32, keys.shape)
+    call.add_rope(layout, positions, is_back=is_back)
+    call.fields.kind = KINDS[keys.dtype]
     call.run("turn_states")
     return turned
 
@@ -160,32 +138,41 @@ class _Call:
         self.alive[name] = tensor
         setattr(self.fields, name, address_of(name, tensor, dtype, shape))
 
-    def add_table(self, table: RowTable, *, is_rotated: bool) -> None:
+    def add_table(self, table: RowTable, positions: Positions, *, is_back: bool) -> None:
         fields, heads = self.fields, self.shape[:2]
-        if table.order is not None:
-            self.take("order", table.order.contiguous(), (torch.uint8, torch.int16), (*heads, table.head_dim))
-            fields.order_size = table.order.element_size()
-        if table.mean is not None:
-            self.take("mean", table.mean.contiguous(), torch.float16, (*heads, table.head_dim))
-        fields.deviations = table.deviation.shape[2] if table.deviation.shape[2] == 1 else table.head_dim
-        self.take("deviation", table.deviation.contiguous(), torch.float16, (*heads, fields.deviations))
-        self.take("widths", table.widths.contiguous(), torch.uint8, (*heads, num_blocks(table.head_dim)))
+        fields.deviations, deviation = 1, table.deviation
+        if table.basis is None:
+            if table.order is not None:
+                self.take("order", table.order.contiguous(), (torch.uint8, torch.int16), (*heads, table.head_dim))
+                fields.order_size = table.order.element_size()
+            if table.mean is not None and not table.is_rotated:
+                self.take("mean", table.mean.contiguous(), torch.float16, (*heads, table.head_dim))
+            if table.rope is not None:
+                self.add_rope(table.rope, positions, is_back=is_back)
+            if deviation is not None and deviation.shape[2] > 1:
+                fields.deviations = table.head_dim
+        if deviation is None:
+            deviation = torch.ones(*heads, 1, dtype=torch.float16)
+        self.take("deviation", deviation.contiguous(), torch.float16, (*heads, fields.deviations))
+        # Of a model's tables there is one for all sequences
+        widths = table.widths.expand(heads[0], -1, -1) if table.basis is not None else table.widths
+        self.take("widths", widths.contiguous(), torch.uint8, (*heads, num_blocks(table.num_coded)))
         fields.codebook = _codebook(table.quantizer, table.is_weighted).data_ptr()
         fields.row_size, fields.is_trellis = table.row_size, table.quantizer == "trellis"
         fields.is_weighted, fields.by_energy, fields.refits = table.is_weighted, table.by_energy, table.num_refits
-        fields.rotation = rotation_size(table.head_dim) if is_rotated else 1
+        fields.rotation = rotation_size(table.head_dim) if table.is_rotated else 1
 
-    def add_turn(self, turn: Turn | None, *, is_back: bool) -> None:
-        if turn is None or not turn.layout.frequencies:
+    def add_rope(self, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> None:
+        if not layout.frequencies:
             return
         # Tiles of positions up to the last token's, and as many below 0, where padding is
-        most = 2 ** ((turn.start + self.shape[2]) // TILE).bit_length()
-        rotary, _ = _rotary(turn.layout, most)
-        if turn.layout.head_dim != self.shape[3]:
-            raise ValueError(f"keys of {self.shape[3]} channels, a rotary embedding of {turn.layout.head_dim}")
-        self.fields.rotary, self.fields.start, self.fields.is_back = ctypes.addressof(rotary), turn.start, is_back
-        if turn.padding is not None:
-            self.take("padding", turn.padding.long().contiguous(), torch.int64, (self.shape[0],))
+        most = 2 ** ((positions.first + self.shape[2]) // TILE).bit_length()
+        rotary, _ = _rotary(layout, most)
+        if layout.head_dim != self.shape[3]:
+            raise ValueError(f"keys of {self.shape[3]} channels, a rotary embedding of {layout.head_dim}")
+        self.fields.rotary, self.fields.start, self.fields.is_back = ctypes.addressof(rotary), positions.first, is_back
+        if positions.padding is not None:
+            self.take("padding", positions.padding.long().contiguous(), torch.int64, (self.shape[0],))
 
     def run(self, name: str) -> None:
         fields = self.fields
@@ -194,7 +181,7 @@ class _Call:
         fields.tasks.count = fields.batch * fields.heads * -(-(fields.tokens + before) // _TASK_TOKENS)
         threads = max(min(num_threads(), fields.tasks.count), 1)
         if name == "encode_rows" and fields.is_trellis:
-            size = (num_blocks(fields.dim) * _BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+            size = (num_blocks(fields.dim) * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
             self.take("scratch", torch.empty(threads, size), torch.float32, (threads, size))
             fields.scratch_size = size
         run(function(name), fields, threads)
@@ -204,21 +191,19 @@ class _Call:
 def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
     """`Codebook` of `coding.h`."""
     with torch.inference_mode(False):
-        is_trellis = quantizer == "trellis"
-        own = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS)
+        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
         coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
-        coefficients[: len(own), :3] = own
-        coefficients[: len(own), 3] = 1 if is_weighted else unshrunk(quantizer)
-        if is_trellis:
-            multipliers[: len(own)] = torch.tensor(trellis.MULTIPLIERS)
+        coefficients[:count, :3] = torch.tensor(own.coefficients)
+        coefficients[:count, 3] = 1 if is_weighted else own.gains()
+        multipliers[:count] = torch.tensor(own.multipliers)
         bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
         for width in range(1, _NUM_WIDTHS):
             half = 2 ** (width - 1)
-            bounds[width] = _by_levels(codebooks.thresholds(bounds.device)[width, half : 2 * half - 1])
+            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
         halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
         scale_bounds = _by_levels(halfway[:15])
         scale_bounds[15] = halfway[15]
-        points = trellis.all_points(bounds.device)
+        points = state_points(bounds.device)
         parts = (
             bounds,
             scale_bounds,

@@ -14,15 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvcache_plugins.codecs.basis import Basis
+from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rotation import rotation_size
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.transform_coding import codebooks, trellis
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
-from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
-from kvcache_plugins.ops.transform_coding.quantizers import unshrunk
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import RowTable, scale_of
+from kvcache_plugins.ops.row_attention import CodedPart
 
 from .layer import BASIS_ROWS_PART, MOST_CHANNELS, ROWS_PART, TILE, AttentionCall
 from .library import ADDRESS, LONG, address_of, level
@@ -32,9 +30,9 @@ from .library import ADDRESS, LONG, address_of, level
 _ANCHOR_TOKENS, _GROUP = 32 * TILE, 4
 # Tokens of a strip at each level of instructions
 _STRIPS = {"avx2": 32, "avx512": 64}
-_NUM_WIDTHS = codebooks.MAX_WIDTH + 1
+_NUM_WIDTHS = MAX_WIDTH + 1
 # Bases of keys `[H, P / 2, K, 4]` and means `[H, P, 2]` of tables that live
-_BASES: "WeakKeyDictionary[BasisTable, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
+_BASES: "WeakKeyDictionary[Basis, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
 
 
 class _Side(ctypes.Structure):
@@ -96,94 +94,98 @@ def prepare_rows(
 def attend_rows(
     query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_heads: int, scale: float
 ) -> torch.Tensor:
-    """Attention of a few queries over all parts, as in `prepare_rows`; see `ops.transform_coding.attention.attend`."""
+    """Attention of a few queries over all parts, as in `prepare_rows`; see `codecs.attention.attend`."""
     return prepare_rows(query, parts, num_heads, scale).run()
 
 
+def _tables(part: CodedPart) -> tuple[RowTable, RowTable]:
+    assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
+    return part.codec.tables(part.keys.device)
+
+
 def _head_dims(part: CodedPart) -> tuple[int, int]:
-    if isinstance(part.coder, BasisCoder):
-        keys, values = part.coder.tables.on(part.keys.device)
-        return keys.head_dim, values.head_dim
-    return part.coder.keys.head_dim, part.coder.values.head_dim
+    keys, values = _tables(part)
+    return keys.head_dim, values.head_dim
 
 
 def _add(call: AttentionCall, part: CodedPart) -> None:
-    stored = call.keep(_Rows())
-    keys: RowTable | BasisTable
-    values: RowTable | BasisTable
-    if isinstance(part.coder, BasisCoder):
-        keys, values = bases = part.coder.tables.on(part.keys.device)
-        _add_bases(call, stored, *bases, part.coder.layout)
-        widths = keys.widths[None], values.widths[None]
+    stored, (keys, values) = call.keep(_Rows()), _tables(part)
+    if keys.basis is None:
+        _add_tables(call, stored, keys, values)
     else:
-        _add_tables(call, stored, part.coder)
-        keys, values = part.coder.keys, part.coder.values
-        widths = keys.widths, values.widths
-    _add_angles(call, stored, part)
+        _add_bases(call, stored, keys, values)
+    _add_angles(call, stored, keys.rope, part)
     of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
     stored.scales, stored.multipliers = scales.data_ptr(), multipliers.data_ptr()
-    batch_size = 1 if isinstance(part.coder, BasisCoder) else call.batch_size
-    for side, rows, own, table, coefficients, dim in (
-        (stored.keys, part.keys, widths[0], keys, of_keys, call.key_dim),
-        (stored.values, part.values, widths[1], values, of_values, call.value_dim),
+    for side, rows, table, coefficients, dim in (
+        (stored.keys, part.keys, keys, of_keys, call.key_dim),
+        (stored.values, part.values, values, of_values, call.value_dim),
     ):
-        rows, own = call.contiguous(rows), call.contiguous(own)
-        side.capacity, side.size, side.blocks = rows.shape[2], rows.shape[3], own.shape[2]
+        rows, widths = call.contiguous(rows), call.contiguous(table.widths)
+        side.capacity, side.size, side.blocks = rows.shape[2], rows.shape[3], widths.shape[2]
         if (
             side.capacity < part.length
             or not 0 < side.size <= MOST_CHANNELS + 1
             or table.head_dim != dim
             or 8 * (side.blocks - 1) >= dim
             # Only components may be fewer than channels
-            or (isinstance(table, RowTable) and 8 * side.blocks < dim)
+            or (table.basis is None and 8 * side.blocks < dim)
         ):
-            raise ValueError(f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(own.shape)} of {dim} channels")
+            raise ValueError(
+                f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(widths.shape)} of {dim} channels"
+            )
         side.rows = address_of("rows", rows, torch.uint8, (call.batch_size, call.num_heads, None, None))
-        side.widths = address_of("widths", own, torch.uint8, (batch_size, call.num_heads, None))
+        batch_size = call.batch_size if table.basis is None else 1
+        side.widths = address_of("widths", widths, torch.uint8, (batch_size, call.num_heads, None))
         side.coefficients = coefficients.data_ptr()
-    kind = ROWS_PART if isinstance(part.coder, RowCoder) else BASIS_ROWS_PART
+    kind = ROWS_PART if keys.basis is None else BASIS_ROWS_PART
     call.add(kind, ctypes.addressof(stored), part.length, part.mask)
 
 
-def _add_tables(call: AttentionCall, stored: _Rows, coder: RowCoder) -> None:
-    sizes, table = (call.batch_size, call.num_heads), coder.keys
-    assert table.order is not None and table.mean is not None
-    order, mean, deviation = map(call.contiguous, (table.order, table.mean, table.deviation))
+def _add_tables(call: AttentionCall, stored: _Rows, keys: RowTable, values: RowTable) -> None:
+    sizes = call.batch_size, call.num_heads
+    assert keys.order is not None and keys.mean is not None and keys.deviation is not None
+    assert values.deviation is not None
+    order, mean, deviation = map(call.contiguous, (keys.order, keys.mean, keys.deviation))
     stored.order = address_of("order", order, (torch.uint8, torch.int16), (*sizes, call.key_dim))
     stored.is_wide = order.dtype != torch.uint8
     stored.mean = address_of("mean", mean, torch.float16, (*sizes, call.key_dim))
     stored.deviation = address_of("deviation", deviation, torch.float16, (*sizes, call.key_dim))
-    deviation = call.contiguous(coder.values.deviation)
+    deviation = call.contiguous(values.deviation)
     stored.value_deviation = address_of("deviation", deviation, torch.float16, (*sizes, 1))
     stored.rotation = rotation_size(call.value_dim)
-    if coder.value_mean is not None:
-        mean = call.contiguous(coder.value_mean)
+    if values.mean is not None:
+        mean = call.contiguous(values.mean)
         stored.value_mean = address_of("value_mean", mean, torch.float16, (*sizes, call.value_dim))
 
 
-def _add_bases(call: AttentionCall, stored: _Rows, keys: BasisTable, values: BasisTable, layout: RotaryLayout) -> None:
-    basis, mean = call.keep(_key_basis(keys, layout))
+def _add_bases(call: AttentionCall, stored: _Rows, keys: RowTable, values: RowTable) -> None:
+    own, of_values = keys.basis, values.basis
+    assert own is not None and keys.mean is not None and keys.rope is not None
+    assert of_values is not None and values.mean is not None
+    basis, mean = call.keep(_key_basis(own, keys.mean, keys.rope))
     num_heads, dim = call.num_heads, call.value_dim
-    size = len(_pairs(layout)[0])
+    size = len(_pairs(keys.rope)[0])
     stored.num_components = basis.shape[2]
     stored.key_basis = address_of("basis", basis, torch.float32, (num_heads, size // 2, None, _GROUP))
     stored.key_mean = address_of("mean", mean, torch.float32, (num_heads, size, 2))
-    stored.value_basis = address_of("basis", values.basis, torch.int8, (num_heads, dim, dim))
-    stored.value_steps = address_of("steps", values.steps, torch.float32, (num_heads, dim))
-    stored.value_factors = address_of("factors", values.factors, torch.float32, (num_heads, dim))
-    stored.value_mean = address_of("mean", values.mean, torch.float16, (num_heads, dim))
+    stored.value_basis = address_of("basis", of_values.vectors, torch.int8, (num_heads, dim, dim))
+    stored.value_steps = address_of("steps", of_values.steps, torch.float32, (num_heads, dim))
+    stored.value_factors = address_of("factors", of_values.factors, torch.float32, (num_heads, dim))
+    stored.value_mean = address_of("mean", values.mean, torch.float16, (1, num_heads, dim))
 
 
-def _add_angles(call: AttentionCall, stored: _Rows, part: CodedPart) -> None:
-    layout, count = part.coder.layout, -(-part.length // _ANCHOR_TOKENS)
+def _add_angles(call: AttentionCall, stored: _Rows, layout: RotaryLayout | None, part: CodedPart) -> None:
+    count, start, padding = -(-part.length // _ANCHOR_TOKENS), part.positions.first, part.positions.padding
+    assert layout is not None
     if layout.head_dim != call.key_dim:
         raise ValueError(f"a rotary embedding of {layout.head_dim} channels for queries of {call.key_dim}")
     pairs, num_pairs = _pairs(layout)
     offsets, turn = _strip_angles(layout, _STRIPS.get(level(), 16))
-    if part.padding is None:
-        anchors = call.keep(_anchors(layout, part.start, count)).expand(call.batch_size, -1, -1, -1)
+    if padding is None:
+        anchors = call.keep(_anchors(layout, start, count)).expand(call.batch_size, -1, -1, -1)
     else:
-        first = part.start - part.padding.cpu().long()
+        first = start - padding.cpu().long()
         anchors = _angles_at(layout, first[:, None] + torch.arange(count) * _ANCHOR_TOKENS)
     # Not of what is stored, so a copy of it does no harm
     anchors = call.keep(anchors.contiguous())
@@ -228,24 +230,23 @@ def _anchors(layout: RotaryLayout, start: int, count: int) -> torch.Tensor:
 def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
     coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
-    is_trellis = quantizer == "trellis"
-    own = torch.tensor(trellis.COEFFICIENTS if is_trellis else codebooks.COEFFICIENTS)
-    coefficients[: len(own)] = own
-    if is_trellis:
-        multipliers[: len(own)] = torch.tensor(trellis.MULTIPLIERS)
+    own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
+    coefficients[:count] = torch.tensor(own.coefficients)
+    if quantizer == "trellis":
+        multipliers[:count] = torch.tensor(own.multipliers)
     of_values = coefficients.clone()
-    of_values[: len(own)] *= unshrunk(quantizer)[:, None]
+    of_values[:count] *= own.gains()[:, None]
     return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
 
 
-def _key_basis(table: BasisTable, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes the basis that a table's components are multiplied with, and the means, by the channels of pairs."""
-    own = _BASES.setdefault(table, {})
+def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the basis that components are multiplied with, and the means `[1, H, D]`, by the channels of pairs."""
+    own = _BASES.setdefault(basis, {})
     if layout not in own:
         channels = _pairs(layout)[0].flatten().long()
-        count, has_channel = table.num_components, channels >= 0
+        count, has_channel = basis.num_components, channels >= 0
         channels = channels.clamp(min=0)
-        basis = table.basis[:, :count].float() * table.steps[:, :count, None] / table.factors[:, None]
-        basis = (basis[:, :, channels] * has_channel).unflatten(2, (-1, _GROUP)).transpose(1, 2).contiguous()
-        own[layout] = basis, (table.mean.float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
+        vectors = basis.vectors[:, :count].float() * basis.steps[:, :count, None] / basis.factors[:, None]
+        vectors = (vectors[:, :, channels] * has_channel).unflatten(2, (-1, _GROUP)).transpose(1, 2).contiguous()
+        own[layout] = vectors, (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
     return own[layout]

@@ -38,7 +38,7 @@ def attend(
         scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
             Factor of the scores.
         kernel (`str`, *optional*, defaults to `"torch"`):
-            What computes: what `dispatch.choose_kernel` returned.
+            What computes: what `engine.choose_kernel` returned.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .dispatch import choose_token_kernel
+from kvcache_plugins.kernels.engine import choose_token_kernel
+
 from .mapped_files import release
 
 

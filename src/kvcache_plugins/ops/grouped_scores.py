@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcache_plugins.kernels.engine import choose_token_kernel
+
 from .coded_tokens import KeyGroups
-from .dispatch import choose_token_kernel
 from .gather import code_scores
 
 

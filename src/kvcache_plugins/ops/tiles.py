@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .dispatch import choose_flash
+from kvcache_plugins.kernels.engine import choose_flash
+
 from .flash_attention import FlashAttention
 from .online_softmax import OnlineAttention
 from .parts import DensePart

@@ -116,7 +116,7 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     dense_bytes = num_values = 0
     shared: Counter[str] = Counter()
     seen: set[tuple[int, int]] = set()
-    seen_shared: set[tuple[int, int]] = set()
+    seen_shared: set[tuple[torch.device, int, int]] = set()
     for layer in (layer for each in caches for layer in each.layers):
         named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
         for part, tensor in named:
@@ -128,7 +128,7 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
         for part, tensor in layer.shared_tensors() if isinstance(layer, LazyLayer) else ():
-            place = id(tensor), tensor.nbytes
+            place = tensor.device, tensor.data_ptr(), tensor.nbytes
             if place not in seen_shared:
                 seen_shared.add(place)
                 shared[part] += tensor.nbytes

@@ -43,7 +43,7 @@ def test_layers_of_a_window_take_part(model, calibration, tmp_path):
     read = TransformCalibration.load(path, model)
     assert read.digest == calibration.digest
     assert [layer.window for layer in read.layers.values()] == [WINDOW, None, WINDOW, None]
-    assert all(layer.calibrated is not None for layer in make_cache(model, read).layers)
+    assert all(layer.fixed is not None for layer in make_cache(model, read).layers)
 
 
 def test_what_no_query_sees_does_not_count(model, random_windows):
@@ -67,7 +67,7 @@ def test_layers_share_bytes_with_those_that_see_as_much(model, calibration, quan
     alone = TransformCalibration(calibration.config, calibration.weights, layers)
     coded = make_cache(model, calibration).layers
     sizes = [
-        [each.coder(index, 3.0, quantizer, coded[index].frequencies).row_sizes for index in own]
+        [each.codec(index, 3.0, quantizer, coded[index].frequencies).row_sizes for index in own]
         for each in (calibration, alone)
     ]
     assert sizes[0] == sizes[1]

@@ -98,7 +98,7 @@ def test_any_dtype_will_do(model, calibration):
 
 def test_states_of_another_model_are_refused(model, calibration):
     cache = make_cache(model.config, calibration)
-    with pytest.raises(ValueError, match="`calibration` is of 2 heads of 20 in layer 0, but got 2 of 24"):
+    with pytest.raises(ValueError, match="layer 0: `calibration` is of 2 heads of 20, but got 2 of 24"):
         cache.update(torch.zeros(1, 2, 5, 24), torch.zeros(1, 2, 5, 20), 0)
 
 
@@ -143,8 +143,8 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.calibrated.tables.first]
-    own = sum(table.inverse.nbytes + table.widths.nbytes for table in tables)
+    tables = [table for layer in cache.layers for table in layer.fixed.tables()]
+    own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
     assert cache.stats()["calibration_bytes"] == stored + own
@@ -156,7 +156,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
     assert measure_memory([cache, copy.deepcopy(cache), *cache.fork(2)]).shared == memory.shared
     both = measure_memory([cache, other_rate]).shared["calibration"]
     assert both == stored + own + other_rate.memory().shared["calibration"] - stored
-    assert copy.deepcopy(cache).layers[0].coder.tables is cache.layers[0].coder.tables
+    assert copy.deepcopy(cache).layers[0].codec.tables() is cache.layers[0].codec.tables()
     assert measure_memory(GEARCache(model, backbone="transform")).shared == {}
 
 
@@ -241,8 +241,8 @@ def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, 
 @pytest.mark.parametrize(("prompt", "num_decoded"), [(60, 30), (60, 200), (300, 9), (300, 250)], ids=str)
 def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(model, calibration, prompt, num_decoded):
     frequencies = rotary_frequencies(model.config, 0)
-    config, coder = TransformConfig(key_nbits=3, value_nbits=3), calibration.coder(0, 3.0, "lloyd-max", frequencies)
-    layer, twin = (TransformLayer(config, 0, None, frequencies, coder, 100) for _ in range(2))
+    config, codec = TransformConfig(key_nbits=3, value_nbits=3), calibration.codec(0, 3.0, "lloyd-max", frequencies)
+    layer, twin = (TransformLayer(config, 0, None, frequencies, codec, 100) for _ in range(2))
 
     def attend(each, count, seed):
         torch.manual_seed(seed)
@@ -256,7 +256,7 @@ def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(mode
     document, tensors = layer_to_document(layer.state())
     assert (document["held_start"] > 0) == (prompt + num_decoded > 200) == ("prefix.keys" not in tensors)
     stored = StoredTensors({name: tensor.clone() for name, tensor in tensors.items()})
-    known = config, frequencies, coder, layer.counter_names, 100
+    known = config, frequencies, codec, layer.counter_names, 100
     twin.restore(layer_from_document(Document(document), stored, *known), torch.device("cpu"))
     for step in range(40):
         assert torch.equal(attend(layer, 1, 1000 + step), attend(twin, 1, 1000 + step))

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.gear import calibrate_transform
-from kvcache_plugins.ops import dispatch
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable
-from kvcache_plugins.ops.transform_coding.rows import RowTable
+from kvcache_plugins.kernels import engine
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -27,15 +26,13 @@ MOST_DIFFERENT = 0.005
 @pytest.fixture
 def kernels(monkeypatch):
     """Chooses what codes; what Triton is to code must not come by plain PyTorch."""
-    classes = RowTable, BasisTable
-    plain = [each.encode for each in classes]
+    plain = RowTable._encode
 
     def choose(kernel):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-        for each, encode in zip(classes, plain, strict=True):
-            monkeypatch.setattr(each, "encode", refuse if kernel == "triton" else encode)
+        monkeypatch.setattr(RowTable, "_encode", refuse if kernel == "triton" else plain)
 
-    def refuse(table, states):
+    def refuse(table, numbers):
         raise AssertionError("coded by plain PyTorch")
 
     return choose
@@ -99,8 +96,8 @@ def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
 def test_the_choice(monkeypatch):
     states = torch.randn(1, 1, 1, 8)
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-    assert dispatch.choose_coding_kernel(states) == "triton"
+    assert engine.choose_coding_kernel(states, 8) == "triton"
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
-    assert dispatch.choose_coding_kernel(states) == "torch"
+    assert engine.choose_coding_kernel(states, 8) == "torch"
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
-    assert dispatch.choose_coding_kernel(states.to("meta")) == "torch"
+    assert engine.choose_coding_kernel(states.to("meta"), 8) == "torch"

@@ -10,11 +10,10 @@ from kvcache_plugins.gear.transform.layer import TransformLayer
 
 def test_bits_are_rounded_to_whole_blocks():
     config = TransformConfig(key_nbits=2.4, value_nbits=2)
-    assert (config.key_bytes(64), config.value_bytes(64)) == (19, 16)
-    assert config.key_bytes(20) == 7
+    assert config.code_bytes(64, 64) == (19, 16)
+    assert config.code_bytes(20, 64)[0] == 7
     # A row is a word at least, and eight bits a channel at most
-    assert TransformConfig(key_nbits=0.1, value_nbits=8).key_bytes(64) == 3
-    assert TransformConfig(key_nbits=0.1, value_nbits=8).value_bytes(20) == 24
+    assert TransformConfig(key_nbits=0.1, value_nbits=8).code_bytes(64, 20) == (3, 24)
 
 
 @pytest.mark.parametrize(

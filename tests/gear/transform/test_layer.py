@@ -87,7 +87,7 @@ def test_trellis_codes_are_attended_to_as_they_are_held():
                 expected = F.scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
                 assert float((output - expected).abs().max()) < 1e-4
             assert num_coded(layer) >= before > 0
-        assert layer.coder.keys.quantizer == layer.coder.values.quantizer == quantizer
+        assert {table.quantizer for table in layer.codec.tables()} == {quantizer}
         exact = (torch.cat(each, dim=2)[0] for each in zip(prompt, *steps, strict=True))
         errors[quantizer] = [float((a[0] - b).square().mean()) for a, b in zip(held, exact, strict=True)]
     assert all(
@@ -98,14 +98,14 @@ def test_trellis_codes_are_attended_to_as_they_are_held():
 def test_life_of_a_token():
     layer, keys_and_values = make_layer(), states(1, SINKS + MIN_TOKENS - 1)
     feed(layer, *keys_and_values)
-    assert layer.coder is None and num_coded(layer) == 0
+    assert layer.codec is None and num_coded(layer) == 0
     feed(layer, *states(1, 1))
     assert num_coded(layer) == 0
     # Enough tokens now: coded when the next one comes
     feed(layer, *states(1, 1))
     assert num_coded(layer) == MIN_TOKENS and layer.prefix.num_slots == SINKS and layer.buffer.length == 1
     assert torch.equal(layer.materialize("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
-    assert layer.coder.layout.name in ("half-split", "interleaved", "none")
+    assert layer.codec.rope.name in ("half-split", "interleaved", "none")
     for _ in range(BUFFER - 1):
         feed(layer, *states(1, 1))
     assert layer.buffer.length == BUFFER

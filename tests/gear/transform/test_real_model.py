@@ -50,7 +50,7 @@ def test_decoding_is_near_a_dense_cache(model_and_ids):
         assert 0 < kl[name] < bound
         layers = [layer for layer in cache.layers if isinstance(layer, TransformLayer)]
         # The layout of the rotary embedding is told from keys alone
-        assert {layer.coder.layout.name for layer in layers} == {"half-split"}
+        assert {layer.codec.rope.name for layer in layers} == {"half-split"}
         assert sum(block.length for block in layers[0].blocks) > PREFIX
     assert kl["gear-t30"] < kl["gear-t16"] / 4
 

@@ -1,9 +1,12 @@
 """Transform-coded layers in a file: in whatever state, they go on exactly; what no layer can be is refused."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from kvcache_plugins import GEARCache
+from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
@@ -63,7 +66,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
             assert torch.equal(layer.materialize(side), twin.materialize(side))
-    assert layer.coder is not None and not layer._waiting
+    assert layer.codec is not None and not layer._waiting
 
 
 def test_cropped_layers_go_on_exactly():
@@ -80,8 +83,8 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
     document, tensors = written(layer)
     (block,) = layer.blocks
     assert document["blocks"] == [{"start": 4, "length": block.length}]
-    assert tensors["blocks.0.keys"].shape == (1, NUM_HEADS, block.length, 1 + CONFIG.key_bytes(HEAD_DIM))
-    assert document["coder"]["rotary"] == layer.coder.layout.name
+    assert tensors["blocks.0.keys"].shape == (1, NUM_HEADS, block.length, 1 + CONFIG.code_bytes(HEAD_DIM, HEAD_DIM)[0])
+    assert document["coder"]["rotary"] == layer.codec.rope.name
     # Frequencies beside what the layer itself holds
     held = [tensor for part, tensor in layer.named_tensors() if part != "spare"]
     assert len(tensors) == len(held) + 1
@@ -90,12 +93,13 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
 def test_another_rotary_embedding_is_refused():
     layer = filled_layer()
     # That has no say where keys are coded as they come
-    layer.coder = type(layer.coder)(layer.coder.keys, layer.coder.values, layer.layouts[0])
+    keys, values = layer.codec.tables()
+    layer.codec = RowCodec((dataclasses.replace(keys, rope=layer.layouts[0]), values))
     for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)
     almost = tuple(each * (1 + 1e-7) for each in FREQUENCIES)
-    assert read(*written(layer), frequencies=almost).coder.layout.name == layer.layouts[0].name
+    assert read(*written(layer), frequencies=almost).codec.rope.name == layer.layouts[0].name
 
 
 def test_another_number_of_bits_is_refused():

@@ -68,7 +68,7 @@ def test_a_steady_item_changes_nothing_of_others():
         layer = make_layer()
         feed(layer, keys[rows], values[rows], queries[rows])
         outputs.append(feed(layer, *(each[rows] for each in step), queries[rows, :, :1]))
-        assert (layer.coder.value_mean is None) == (rows.stop == 1)
+        assert (layer.codec.tables()[1].mean is None) == (rows.stop == 1)
     torch.testing.assert_close(outputs[0][:1], outputs[1], atol=1e-5, rtol=0)
 
 
@@ -91,7 +91,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.coder.value_mean is not None and not layer._waiting
+    assert layer.codec.tables()[1].mean is not None and not layer._waiting
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -100,7 +100,7 @@ def test_a_steady_layer_goes_on_from_a_file():
     layer, constant = make_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
     feed(layer, constant, constant)
     document, tensors = layer_to_document(layer.state())
-    assert "coder.value_mean" in tensors
+    assert "coder.values.mean" in tensors
     stored, twin = StoredTensors({name: each.clone() for name, each in tensors.items()}), make_layer()
     state = layer_from_document(Document(document), stored, twin.config, None, None, layer.counter_names)
     stored.finish()
@@ -191,7 +191,7 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, queries, padding=[0, 100])
     feed(alone, keys[:1], values[:1], queries[:1])
-    assert padded._waiting and padded.coder.value_mean is None
+    assert padded._waiting and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
 
 

@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcache_plugins.codecs.allocation import BLOCK, allocate_widths, share_bytes
+from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.refusal import RefusedFile, refusals
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
-from kvcache_plugins.ops.transform_coding.allocation import BLOCK, allocate_widths, share_bytes
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, DeviceTables, round_basis
-from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 from .calibration_file import (
     LayerCalibration,
@@ -68,13 +67,13 @@ class TransformCalibration(nn.Module):
         super().__init__()
         self.config, self.weights, self.layers = config, weights, layers
         self.digest = calibration_digest(config, weights, layers)
-        self._coders: dict[tuple[float, str, int], BasisCoder] = {}
+        self._codecs: dict[tuple[float, str, int], RowCodec] = {}
         self._shares: dict[tuple[float, str, int | None], list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
 
-    def coder(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> BasisCoder:
+    def codec(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> RowCodec:
         """
         How a layer is coded.
 
@@ -88,13 +87,13 @@ class TransformCalibration(nn.Module):
             ValueError: if it knows nothing of that layer, or of its rotary embedding.
         """
         key = nbits, quantizer, layer_idx
-        if key not in self._coders:
-            self._coders[key] = self._make_coder(layer_idx, nbits, quantizer, frequencies)
-        return self._coders[key]
+        if key not in self._codecs:
+            self._codecs[key] = self._make_codec(layer_idx, nbits, quantizer, frequencies)
+        return self._codecs[key]
 
-    def _make_coder(
+    def _make_codec(
         self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None
-    ) -> BasisCoder:
+    ) -> RowCodec:
         if layer_idx not in self.layers:
             raise ValueError(f"`calibration` knows layers {list(self.layers)}, but not {layer_idx}: make it anew")
         layer = self.layers[layer_idx]
@@ -111,9 +110,9 @@ class TransformCalibration(nn.Module):
         for number, side in enumerate((layer.keys, layer.values)):
             errors = QUANTIZERS[quantizer].distortions
             widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
-            own = side.mean, side.factors, side.basis, side.steps
-            tables.append(BasisTable(*own, widths, is_weighted=number == 0, quantizer=quantizer))
-        return BasisCoder(DeviceTables(*tables), found[0])
+            own = side.mean, side.factors, side.basis, side.steps, widths
+            tables.append(RowTable.in_basis(*own, rope=found[0] if number == 0 else None, quantizer=quantizer))
+        return RowCodec(SharedTables(*tables))
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
         return [(index, layer) for index, layer in self.layers.items() if layer.window == window]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from kvcache_plugins.codecs.allocation import num_blocks
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
-from kvcache_plugins.ops.transform_coding.allocation import num_blocks
 
 
 FORMAT = "kvcache_plugins.gear_calibration"

@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcache_plugins.codecs.allocation import num_blocks
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.gear.config import SLIDING, WINDOW_FACTOR
-from kvcache_plugins.ops.transform_coding.allocation import num_blocks
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
 from kvcache_plugins.option_checks import check_choice
 
 
@@ -83,13 +83,9 @@ class TransformConfig:
         """Tokens of the smallest window of which layers are coded if `sliding` is `"auto"`."""
         return max(_LEAST_WINDOW, WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
 
-    def key_bytes(self, head_dim: int) -> int:
-        """Bytes that the codes of a key take: the sum of its blocks' widths."""
-        return _bytes(self.key_nbits, head_dim, self.max_width)
-
-    def value_bytes(self, head_dim: int) -> int:
-        """The same of a value."""
-        return _bytes(self.value_nbits, head_dim, self.max_width)
+    def code_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Bytes that the codes of a key and of a value take: the sums of their blocks' widths."""
+        return _bytes(self.key_nbits, key_dim, self.max_width), _bytes(self.value_nbits, value_dim, self.max_width)
 
     @property
     def max_width(self) -> int:

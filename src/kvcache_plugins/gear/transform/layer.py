@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence, without_shared_errors
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.dispatch import choose_kernel
-from kvcache_plugins.ops.transform_coding.attention import attend, prepare_tokens
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.parts import CodedPart, RowCoder
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
-from kvcache_plugins.ops.transform_coding.rows import LAST_SCALE
-from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
+from kvcache_plugins.ops.row_attention import CodedPart, attend, prepare_tokens
 
 from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
-from .prompt_coder import make_prompt_coder, replace_item, without_shared_errors
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -54,8 +52,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
         frequencies (`tuple[float, ...]`, *optional*):
             Of the keys' rotary embedding, radians a token of every pair of channels.
-        calibrated (`BasisCoder`, *optional*):
-            How tokens are coded, if a calibration says so. Otherwise it is the prompt that does.
+        fixed (`Codec`, *optional*):
+            How tokens are coded, if that does not depend on the prompt, as by a calibration.
         sliding_window (`int`, *optional*):
             Tokens that a query sees, itself among them; all by default.
     """
@@ -77,16 +75,16 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
         frequencies: tuple[float, ...] | None = None,
-        calibrated: BasisCoder | None = None,
+        fixed: Codec | None = None,
         sliding_window: int | None = None,
     ):
-        self.config, self.frequencies, self.calibrated = config, frequencies, calibrated
+        self.config, self.frequencies, self.fixed = config, frequencies, fixed
         super().__init__(layer_idx, attention_mask)
         self._slide(sliding_window)
 
     def _clear(self) -> None:
         super()._clear()
-        self.coder: RowCoder | BasisCoder | None = None
+        self.codec: Codec | None = None
         self._moments: QueryMoments | None = None
         # Queries of single tokens that these do not count yet
         self._newest_queries: list[torch.Tensor] = []
@@ -99,15 +97,19 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._is_open = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if self.calibrated is not None:
-            self.calibrated.check_shapes(key_states, value_states, self.layer_idx)
+        if self.fixed is not None:
+            try:
+                self.fixed.check_shapes(key_states, value_states)
+            except ValueError as error:
+                raise ValueError(f"layer {self.layer_idx}: {error}") from None
         super().lazy_initialization(key_states, value_states)
         self.layouts: list[RotaryLayout] = candidate_layouts(self.frequencies, key_states.shape[3])
 
     def _attend_parts(
         self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
     ) -> tuple[torch.Tensor, str, bool]:
-        kernel, is_fallback = choose_kernel(query)
+        has_kernels = self.fixed is None or self.fixed.has_kernels
+        kernel, is_fallback = choose_kernel(query) if has_kernels else ("torch", False)
         return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
 
     def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
@@ -136,8 +138,10 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._moments = moments if self._moments is None else self._moments.plus(moments)
 
     def _block_part(self, block: CodedBlock, mask: torch.Tensor | None) -> CodedPart:
-        assert self.coder is not None
-        return CodedPart(block.keys, block.values, self.coder, block.start, self.padding, block.length, mask)
+        assert self.codec is not None
+        return CodedPart(
+            block.keys, block.values, self.codec, Positions(block.start, self.padding), block.length, mask
+        )
 
     def _may_overlap(self, number: int, block: CodedBlock, prefix: ExactPrefix) -> bool:
         return not prefix.is_uniform and block.start < self._prefix_stop
@@ -145,16 +149,16 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
     @property
     def _needs_queries(self) -> bool:
         """Until there is a table."""
-        return self.calibrated is None and (self.coder is None or self._waiting)
+        return self.fixed is None and (self.codec is None or self._waiting)
 
     def _is_buffer_full(self) -> bool:
         # Of the first tokens no table is made until there are enough of them
-        return super()._is_buffer_full() and (self.coder is not None or self._length >= self._least_tokens)
+        return super()._is_buffer_full() and (self.codec is not None or self._length >= self._least_tokens)
 
     @property
     def _least_tokens(self) -> int:
         """Tokens that an item has to have for a table."""
-        return self.config.shortest_prompt if self.calibrated is None else self.config.num_sink_tokens + 1
+        return self.config.shortest_prompt if self.fixed is None else self.config.num_sink_tokens + 1
 
     def _compress_buffer(self) -> None:
         assert self.buffer is not None
@@ -178,26 +182,26 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         start, length = self._length - keys.shape[2], self._length
         padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
         has_enough = length - padding >= self._least_tokens
-        if self.coder is None and not bool(has_enough.any()):
+        if self.codec is None and not bool(has_enough.any()):
             return False
         valid = self._valid_tokens(start, keys.shape[2])
         self._add_newest_queries()
-        if self.coder is None or self._waiting:
+        if self.codec is None or self._waiting:
             # Nothing is made of what is refused
             check_finite(keys, values, valid, self.layer_idx, _LARGEST)
-        is_new = self.coder is None
+        is_new = self.codec is None
         if is_new:
             start = self._begin(keys, values, padding, has_enough)
         elif self._waiting:
             self._serve_waiting(keys, values, padding, has_enough)
-        assert self.coder is not None
+        assert self.codec is not None
         first = start + self._num_passed(length - start)
         tail = keys.shape[2] - (length - first)
-        rows = self.coder.encode(keys[:, :, tail:], values[:, :, tail:], first, self.padding)
+        coded, positions = (keys[:, :, tail:], values[:, :, tail:]), Positions(first, self.padding)
+        rows = self.codec.encode(*coded, positions)
         check_finite(keys, values, valid, self.layer_idx, _LARGEST, self._is_beyond(rows, first))
-        if is_new and isinstance(self.coder, RowCoder) and not keys.is_meta:
-            counts, coded = self._counting(first), (keys[:, :, tail:], values[:, :, tail:])
-            self.coder = without_shared_errors(self.coder, rows, *coded, counts, first, self.padding)
+        if is_new and self.fixed is None and isinstance(self.codec, RowCodec):
+            self.codec = without_shared_errors(self.codec, rows, *coded, self._counting(first), positions)
         if first > start:
             self.blocks, self._is_open = [], False
             self._forget_before(first)
@@ -207,13 +211,15 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
 
     def _is_beyond(self, rows: tuple[torch.Tensor, torch.Tensor], start: int) -> torch.Tensor | None:
         """Says if scales of rows `[B, H, T, R]` from index `start` on end before their tokens do, on their device."""
-        scales = [side[..., 0] for side in rows]
-        if scales[0].is_meta or not scales[0].numel():
+        assert self.codec is not None
+        is_beyond = self.codec.too_large(*rows)
+        if is_beyond is None:
             return None
-        if start >= self._prefix_stop:
-            return torch.maximum(scales[0].max(), scales[1].max()) == LAST_SCALE
-        counts, is_beyond = self._counting(start), ((scales[0] == LAST_SCALE) | (scales[1] == LAST_SCALE)).any(dim=1)
-        return (is_beyond if counts is None else is_beyond & counts).any()
+        if start < self._prefix_stop:
+            # What stands for padding, or is exact as well, may be anything
+            counts = self._counting(start)
+            is_beyond = is_beyond if counts is None else is_beyond & counts
+        return is_beyond.any()
 
     def _counting(self, start: int) -> torch.Tensor | None:
         """Says which tokens from index `start` on are read as rows, `[B, T]`: neither padding nor of the prefix."""
@@ -227,18 +233,18 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         # More may be padding than there are tokens so far
         count = torch.where(has_enough, sinks, (length - padding).clamp(min=0))
         first = int((padding + count)[has_enough].min())
-        self.coder = self.calibrated
-        if self.coder is None:
+        self.codec = self.fixed
+        if self.codec is None:
             valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
-            self.coder = make_prompt_coder(
-                self.config,
-                self.layouts,
-                self._moments,
+            self.codec = make_codec(
                 keys[:, :, first:],
                 values[:, :, first:],
                 valid,
-                first,
-                self.padding,
+                self._moments,
+                self.layouts,
+                Positions(first, self.padding),
+                self.config.code_bytes(keys.shape[3], values.shape[3]),
+                self.config.quantizer,
             )
         self._is_open = False
         # On the CPU like the padding that they are from
@@ -258,14 +264,15 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, has_enough: torch.Tensor
     ) -> None:
         """Makes tables for items that now have enough tokens, and takes into the prefix those of all others."""
-        assert self.coder is not None and self.prefix is not None and self._waiting_items is not None
+        assert self.codec is not None and self.prefix is not None and self._waiting_items is not None
         waiting, first = self._waiting_items.cpu(), self._length - keys.shape[2]
         held = join_prefix(self.prefix, keys, values, first, padding, waiting)
         for item in (waiting & has_enough).nonzero().flatten().tolist():
             tokens = slice(int(held.count[item]))
             own = held.keys[item, None, :, tokens], held.values[item, None, :, tokens]
-            if isinstance(self.coder, RowCoder):
-                self.coder = replace_item(self.coder, item, self.config, self.layouts, self._moments, *own)
+            if self.fixed is None and isinstance(self.codec, RowCodec):
+                valid = (torch.arange(own[0].shape[2]) >= self.config.num_sink_tokens)[None]
+                self.codec = replace_sequence(self.codec, item, *own, valid, self._moments, self.layouts)
         kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
         self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())
@@ -290,16 +297,16 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
 
     def kernel_kind(self) -> Hashable:
         """The same for layers that run the same kernels over states of the same sizes."""
-        sizes = None if self.calibrated is None else self.calibrated.table_sizes
-        return self.config, self.frequencies is None, sizes
+        kind = None if self.fixed is None else self.fixed.kernel_kind
+        return self.config, self.frequencies is None, kind
 
     def open_block(self) -> CodedBlock:
         """See `ReplayableMixin.open_block`."""
         if not self._is_open:
-            assert self.coder is not None
+            assert self.codec is not None
             heads = self.batch_size, self._shapes["keys"][1], 0
             keys, values = (
-                torch.zeros(*heads, size, dtype=torch.uint8, device=self.device) for size in self.coder.row_sizes
+                torch.zeros(*heads, size, dtype=torch.uint8, device=self.device) for size in self.codec.row_sizes
             )
             self.blocks.append(CodedBlock(keys, values, 0, self._exact_start))
             self._is_open = True
@@ -307,14 +314,14 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
 
     def coded_by(self) -> object:
         """See `ReplayableMixin.coded_by`."""
-        return self.coder
+        return self.codec
 
     def is_replayable(self) -> bool:
         """See `ReplayableMixin.is_replayable`."""
         return super().is_replayable() and not self._waiting
 
     def _tiled_blocks(self) -> Sequence[DecodableBlock]:
-        return [DecodableBlock(block, self.coder, self.padding) for block in self.blocks]
+        return [DecodableBlock(block, self.codec, self.padding) for block in self.blocks]
 
     def _num_droppable(self, block: CodedBlock, count: int) -> int:
         return count // DROP_STEP * DROP_STEP
@@ -332,8 +339,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         super()._map_stored(function)
         if self._moments is not None:
             self._moments = self._moments.map(function)
-        if self.coder is not None:
-            self.coder = self.coder.map(function)
+        if self.codec is not None:
+            self.codec = self.codec.map(function)
         if self._waiting_items is not None:
             self._waiting_items = function(self._waiting_items)
 
@@ -342,8 +349,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             for rows in (block.keys, block.values):
                 yield "codes", rows[:, :, : block.length]
                 yield "spare", rows[:, :, block.length :]
-        if self.coder is not None:
-            yield from (("scales", tensor) for tensor in self.coder.tensors())
+        if self.codec is not None:
+            yield from (("scales", tensor) for tensor in self.codec.tensors())
         self._add_newest_queries()
         if self._moments is not None:
             yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
@@ -352,8 +359,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
             yield "index", self._waiting_items
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.calibrated is not None:
-            yield from (("calibration", tensor) for tensor in self.calibrated.shared_tensors())
+        if self.fixed is not None:
+            yield from (("calibration", tensor) for tensor in self.fixed.shared_tensors())
 
     def share(self) -> Iterator[torch.Tensor]:
         """
@@ -365,8 +372,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._is_open = False
         for block in self.blocks:
             yield from (block.keys, block.values)
-        if self.coder is not None and not self._waiting:
-            yield from self.coder.tensors()
+        if self.codec is not None and not self._waiting:
+            yield from self.codec.tensors()
         yield from self._prefix_tensors()
 
     def _num_exact(self) -> int:
@@ -381,7 +388,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self._add_newest_queries()
         return TransformLayerState(
             **exact,
-            coder=self.coder,
+            codec=self.codec,
             is_open=self._is_open and self.blocks[-1].length > 0,
             moments=self._moments,
             waiting_items=self._waiting_items,
@@ -390,7 +397,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
     def restore(self, state: TransformLayerState, device: torch.device) -> None:
         """Takes over what `state()` of another layer gave, on a device."""
         self._restore_exact(state)
-        self.blocks, self.coder = state.blocks, state.coder
+        self.blocks, self.codec = state.blocks, state.codec
         self._moments, self._waiting_items = state.moments, state.waiting_items
         self._is_open, self._waiting = state.is_open, state.waiting_items is not None
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.statistics import QueryMoments
 from kvcache_plugins.gear.storage import LayerState
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.parts import RowCoder
-from kvcache_plugins.ops.transform_coding.statistics import QueryMoments
 
 from .storage import CodedBlock
 
@@ -18,14 +17,13 @@ class TransformLayerState(LayerState):
     A `TransformLayer` between two updates.
 
     Attributes:
-        coder (`RowCoder` or `BasisCoder`, *optional*): its tables, once there are enough tokens for them, or those of
-            a calibration.
+        codec (`Codec`, *optional*): how rows are read: once there are enough tokens for tables, or a fixed one.
         moments (`QueryMoments`, *optional*): of the queries so far, while an item has no table.
         waiting_items (`torch.Tensor` of shape `[batch_size]`, bool, *optional*): which items have none, while others
             have one.
     """
 
     blocks: list[CodedBlock]
-    coder: RowCoder | BasisCoder | None
+    codec: Codec | None
     moments: QueryMoments | None
     waiting_items: torch.Tensor | None

@@ -23,12 +23,13 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
+from kvcache_plugins.codecs.statistics import QueryMoments, make_key_table
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.listening_layer import ListeningLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table
 
 
 # Positions of keys that queries are turned back by
@@ -134,8 +135,8 @@ def observe_window(
 
 def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> torch.Tensor:
     """Keys `[H, T, D]`, or gradients for them, of tokens from `first` on as before the rotary embedding."""
-    angles = Angles.at(layout, first, keys.shape[1], None, keys.device)
-    return layout.rotate(keys, angles.cosines[0].double(), -angles.sines[0].double())
+    cosines, sines = layout.angles(Positions(first).of(keys.shape[1], keys.device))
+    return layout.rotate(keys, cosines.double(), -sines.double())
 
 
 def _add_states(
@@ -187,8 +188,10 @@ def _find_layout(layer: ListeningLayer, frequencies: tuple[float, ...] | None, n
     if layer.queries is not None:
         moments = QueryMoments.of(layer.queries, keys.shape[1], layouts, None)
     valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
-    _, number = make_key_table(keys, valid, moments, layouts, num_sinks, None, min(_TRIAL_BYTES, keys.shape[3]))
-    return layouts[number]
+    size = min(_TRIAL_BYTES, keys.shape[3])
+    layout = make_key_table(keys, valid, moments, layouts, Positions(num_sinks), size).rope
+    assert layout is not None
+    return layout
 
 
 def _gradients(

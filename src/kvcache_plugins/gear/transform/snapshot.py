@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.stored_tables import codec_tensors, codec_to_document, read_codec, read_moments
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.exact_snapshot import (
@@ -24,14 +28,10 @@ from kvcache_plugins.gear.exact_snapshot import (
     read_exact_state,
     read_sizes,
 )
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.parts import RowCoder
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
 
 from .config import TransformConfig
 from .layer_state import TransformLayerState
 from .storage import CodedBlock
-from .stored_tables import coder_tensors, coder_to_document, read_coder, read_moments
 
 
 def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -40,9 +40,9 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     for number, block in enumerate(state.blocks):
         for side, rows in (("keys", block.keys), ("values", block.values)):
             tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
-    own = state.coder if isinstance(state.coder, RowCoder) else None
+    own = state.codec if isinstance(state.codec, RowCodec) and not state.codec.is_shared else None
     if own is not None:
-        tensors |= {f"coder.{name}": tensor for name, tensor in coder_tensors(own).items()}
+        tensors |= {f"coder.{name}": tensor for name, tensor in codec_tensors(own).items()}
     if state.moments is not None:
         tensors |= {f"moments.{name}": getattr(state.moments, name) for name in ("squares", "products")}
     if state.waiting_items is not None:
@@ -50,7 +50,7 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     document = {
         **exact_to_document(state),
         "blocks": [{"start": block.start, "length": block.length} for block in state.blocks],
-        "coder": None if own is None else coder_to_document(own),
+        "coder": None if own is None else codec_to_document(own),
     }
     return document, tensors
 
@@ -60,7 +60,7 @@ def layer_from_document(
     stored: StoredTensors,
     config: TransformConfig,
     frequencies: tuple[float, ...] | None,
-    calibrated: BasisCoder | None,
+    fixed: Codec | None,
     counter_names: Sequence[str],
     sliding_window: int | None = None,
 ) -> TransformLayerState:
@@ -72,7 +72,7 @@ def layer_from_document(
         stored (`StoredTensors`): its tensors.
         config (`TransformConfig`): the options of the cache.
         frequencies (`tuple[float, ...]`, *optional*): of the rotary embedding, as the layer has them.
-        calibrated (`BasisCoder`, *optional*): how tokens are coded, if a calibration says so.
+        fixed (`Codec`, *optional*): how tokens are coded, if that does not depend on the prompt.
         counter_names (`Sequence[str]`): what a layer counts.
         sliding_window (`int`, *optional*): tokens that a query sees; all by default.
 
@@ -82,24 +82,26 @@ def layer_from_document(
     sizes = read_sizes(document)
     exact = read_exact_state(document, stored, sizes, config.residual_length)
     layouts = candidate_layouts(frequencies, sizes["key_head_dim"])
-    coder: RowCoder | BasisCoder | None = None
-    if calibrated is not None:
-        _check_calibrated(document, sizes, calibrated)
+    heads, head_dims = (sizes["batch_size"], sizes["num_heads"]), (sizes["key_head_dim"], sizes["value_head_dim"])
+    codec: Codec | None = None
+    if fixed is not None:
+        _check_fixed(document, heads, head_dims, fixed)
         # Coded from where the exact tokens in front end, of which a window may have let go
-        coder = calibrated if exact["prefix"] is not None or exact["held_start"] else None
+        codec = fixed if exact["prefix"] is not None or exact["held_start"] else None
     elif not document.is_null("coder"):
-        coder = read_coder(document.inner("coder"), stored.below("coder."), config, sizes, layouts)
+        inner, own, code_bytes = document.inner("coder"), stored.below("coder."), config.code_bytes(*head_dims)
+        codec = read_codec(inner, own, heads, head_dims, code_bytes, layouts, config.quantizer)
     blocks = [
-        _read_block(block, stored.below(f"blocks.{number}."), coder, sizes)
+        _read_block(block, stored.below(f"blocks.{number}."), codec, heads)
         for number, block in enumerate(document.rows("blocks"))
     ]
     has_moments = stored.has("moments.squares")
     state = TransformLayerState(
         **exact,
         counters=read_counters(document.inner("counters"), counter_names),
-        coder=coder,
+        codec=codec,
         blocks=blocks,
-        moments=read_moments(stored.below("moments."), sizes, len(layouts)) if has_moments else None,
+        moments=read_moments(stored.below("moments."), heads, head_dims[0], len(layouts)) if has_moments else None,
         waiting_items=_read_waiting(stored, sizes["batch_size"]),
     )
     document.finish()
@@ -107,27 +109,23 @@ def layer_from_document(
     return state
 
 
-def _read_block(
-    document: Document, stored: StoredTensors, coder: RowCoder | BasisCoder | None, sizes: dict[str, int]
-) -> CodedBlock:
+def _read_block(document: Document, stored: StoredTensors, codec: Codec | None, heads: tuple[int, int]) -> CodedBlock:
     start, length = document.integer("start"), document.integer("length", 1)
     document.finish()
-    if coder is None:
+    if codec is None:
         raise ValueError("there are rows, but no tables")
-    heads = sizes["batch_size"], sizes["num_heads"]
     keys, values = (
         stored.take(side, (*heads, length, row_size), torch.uint8)
-        for side, row_size in zip(("keys", "values"), coder.row_sizes, strict=True)
+        for side, row_size in zip(("keys", "values"), codec.row_sizes, strict=True)
     )
     return CodedBlock(keys, values, start=start, length=length)
 
 
-def _check_calibrated(document: Document, sizes: dict[str, int], calibrated: BasisCoder) -> None:
+def _check_fixed(document: Document, heads: tuple[int, int], head_dims: tuple[int, int], codec: Codec) -> None:
     if not document.is_null("coder"):
-        raise ValueError("there is a calibration, but the layer has tables of its own")
-    shapes = [(sizes["num_heads"], sizes[name]) for name in ("key_head_dim", "value_head_dim")]
-    if shapes != calibrated.head_shapes:
-        raise ValueError(f"the calibration is of heads {calibrated.head_shapes}, but the layer of {shapes}")
+        raise ValueError("there is a fixed codec, but the layer has tables of its own")
+    keys, values = (torch.empty(*heads, 0, dim, device="meta") for dim in head_dims)
+    codec.check_shapes(keys, values)
 
 
 def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None:
@@ -142,7 +140,7 @@ def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None
 def _check_parts(state: TransformLayerState, sliding_window: int | None) -> None:
     """What goes with tables is there with them, what goes without is not, and tokens follow each other."""
     prefix, waiting = state.prefix, state.waiting_items
-    if state.coder is None:
+    if state.codec is None:
         length = 0 if state.buffer is None else state.buffer.length
         if prefix is not None or waiting is not None or state.is_open or length != state.length:
             raise ValueError("there are no tables, but not all tokens are exact ones behind them")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.layers.token_rows import TokenRows
-from kvcache_plugins.ops.transform_coding.basis_coder import BasisCoder
-from kvcache_plugins.ops.transform_coding.parts import TILE_TOKENS, RowCoder
+from kvcache_plugins.ops.row_attention import TILE_TOKENS
 
 
 @dataclass(eq=False)
@@ -36,25 +36,25 @@ class CodedBlock(TokenRows):
         self.length -= count
 
     def dense_tiles(
-        self, sides: Collection[str], coder: RowCoder | BasisCoder, padding: torch.Tensor | None
+        self, sides: Collection[str], codec: Codec, padding: torch.Tensor | None
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both `[B, H, tokens, D]`, float32, tile by tile."""
         for first in range(0, self.length, TILE_TOKENS):
             rows = slice(first, min(first + TILE_TOKENS, self.length))
             tile = {}
             if "keys" in sides:
-                tile["keys"] = coder.decode_keys(self.keys[:, :, rows], self.start + first, padding)
+                tile["keys"] = codec.decode_keys(self.keys[:, :, rows], Positions(self.start + first, padding))
             if "values" in sides:
-                tile["values"] = coder.decode_values(self.values[:, :, rows])
+                tile["values"] = codec.decode_values(self.values[:, :, rows])
             yield tile
 
 
 @dataclass(frozen=True, eq=False)
 class DecodableBlock:
-    """A block with what its rows mean: the coder, and tokens at the start of every item that have no position."""
+    """A block with what its rows mean: the codec, and tokens at the start of every item that have no position."""
 
     block: CodedBlock
-    coder: RowCoder | BasisCoder | None
+    codec: Codec | None
     padding: torch.Tensor | None
 
     @property
@@ -63,5 +63,5 @@ class DecodableBlock:
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """The dense states of `"keys"`, `"values"` or both, tile by tile."""
-        assert self.coder is not None, "what is coded has a coder"
-        return self.block.dense_tiles(sides, self.coder, self.padding)
+        assert self.codec is not None, "what is coded has a codec"
+        return self.block.dense_tiles(sides, self.codec, self.padding)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Hashable, Iterable
 
+from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.gear.warm_up import Sizes, exercise
 
 from .layer import TransformLayer
@@ -17,10 +18,10 @@ def warm_up_rows(layers: Iterable[object], sizes: Sizes, *, is_captured: bool = 
     for layer in layers:
         if not isinstance(layer, TransformLayer):
             continue
-        coder, key = layer.calibrated, (layer.kernel_kind(), sizes, is_captured)
-        if key in _known_kinds() or coder is not None and coder.head_shapes != shapes:
+        codec, key = layer.fixed, (layer.kernel_kind(), sizes, is_captured)
+        if key in _known_kinds() or isinstance(codec, RowCodec) and codec.head_shapes != shapes:
             continue
-        empty = TransformLayer(layer.config, 0, None, layer.frequencies, coder)
+        empty = TransformLayer(layer.config, 0, None, layer.frequencies, codec)
         # A token of what may be padded is padding
         exercise(empty, sizes, layer.config.shortest_prompt + 1, layer.config.residual_length, is_captured=is_captured)
         _known_kinds().add(key)

@@ -6,7 +6,6 @@
 #include "coding.h"
 
 enum { TASK_TOKENS = 128 };
-static const float least_gain = 0.3f, search_end = 6;
 
 /* A head's table, channels in the order of rows */
 typedef struct {
@@ -53,14 +52,14 @@ static vu stored_scales(const Codebook *book, vf scale) {
     vi bits = (vi)larger_of(scale, 1e-6f);
     vf mantissa = (vf)((bits & 0x7fffff) | 0x3f800000);
     vi step = (vi)search((vi)mantissa, book->scale_bounds, 4) - (mantissa > splat(book->scale_bounds[15]));
-    vi stored = ((bits >> 23) - 127) * 16 + step + 128;
-    stored = (stored | (stored > 255)) & 255 & (stored > 0);
+    vi stored = ((bits >> 23) - 127) * SCALE_STEPS + step + SCALE_OFFSET;
+    stored = (stored | (stored > LAST_SCALE)) & LAST_SCALE & (stored > 0);
     return (vu)(stored & (scale == scale));
 }
 /* The scale that suits points found with `scale`, of sums of squared numbers, of numbers times points, of squared points */
 INLINE vf fitting_scale(const Coding *c, vf energy, vf over, vf under, vf scale) {
     if (c->is_weighted) return over / larger_of(under, 1e-9f);
-    return choose(over > energy / scale * least_gain, energy / over, scale);
+    return choose(over > energy / scale * LEAST_GAIN, energy / over, scale);
 }
 INLINE float weight_of(const Coding *c, int width) {
     return c->is_weighted || c->by_energy ? (float)(1 << 2 * width) : 1;
@@ -265,7 +264,7 @@ static vf code_paths(
         int width = head->widths[i / BLOCK];
         if (!width) continue;
         vf number = normal[i] * inverse;
-        number = choose(number < search_end, larger_of(number, -search_end), splat(search_end));
+        number = choose(number < SEARCH_END, larger_of(number, -SEARCH_END), splat(SEARCH_END));
         widths[steps] = (uint8_t)width, numbers[steps++] = number * factors[width] + magic - magic;
     }
     KVC_NAME(search_trellis, KVC_LEVEL)(steps, numbers, widths, grids, scratch, states);
@@ -367,7 +366,7 @@ static void make_grids(const Coding *c, const Head *head, Grids grids, float *fa
     int finest = 0;
     for (int v = 0; v < head->blocks; v++) finest = head->widths[v] > finest ? head->widths[v] : finest;
     for (int width = 1; width <= MOST_TRELLIS_WIDTH; width++) {
-        factors[width] = (float)(8 << (c->is_weighted || c->by_energy ? width : finest));
+        factors[width] = (float)(SEARCH_STEPS << (c->is_weighted || c->by_energy ? width : finest));
         for (int s = 0; s < NUM_STATES; s++)
             grids[width][s] = rintf(c->codebook->search_points[width][s] * factors[width]);
     }

@@ -1,10 +1,16 @@
-/* Rows of tokens, as `coding.py` lays them out, and their search for a trellis. See `ops/transform_coding/rows.py`.
+/* Rows of tokens, as `coding.py` lays them out, and their search for a trellis. See `codecs/rows.py`, whose constants of the format these are: a test compares them.
 
    B batch, H heads, T tokens, D channels, N blocks of eight channels, R bytes of a row. A matrix is a head of an item. */
 #pragma once
 #include "layer.h"
 
 enum { BLOCK = 8, MOST_BLOCKS = MOST_CHANNELS / BLOCK, MOST_WIDTH = 8, NUM_WIDTHS, MOST_TRELLIS_WIDTH = 6, NUM_STATES = 256 };
+/* Bytes that are scales: log2 in steps; and below which share of what it would be without error `z.q` says nothing */
+enum { SCALE_STEPS = 16, SCALE_OFFSET = 128, LAST_SCALE = 255 };
+#define LEAST_GAIN 0.3f
+/* Of the search for a trellis: steps in what is 2^-width, and where numbers end for it */
+enum { SEARCH_STEPS = 8 };
+#define SEARCH_END 6.0f
 /* Bounds stand as a search by halves meets them: of every level by the bits that are known, in vectors of their own */
 enum { LEVEL4 = 64, LEVEL5 = 80, LEVEL6 = 112, ALL_LEVELS = 192 };
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.rotary import candidate_layouts
-from kvcache_plugins.ops.transform_coding.statistics import Angles, QueryMoments, make_key_table, make_value_table
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.statistics import QueryMoments, make_key_table, make_value_table
 
 
 HEAD_DIM, LENGTH, TOTAL = 32, 400, 10
@@ -12,8 +13,10 @@ FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
 LAYOUTS = candidate_layouts(FREQUENCIES, HEAD_DIM)
 
 
-def angles() -> list[Angles]:
-    return [Angles.at(layout, 0, LENGTH, None, torch.device("cpu")) for layout in LAYOUTS]
+def angles() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cosines and sines `[1, 1, T, D]` of all layouts."""
+    at = Positions().of(LENGTH, torch.device("cpu"))[:, None]
+    return [layout.angles(at) for layout in LAYOUTS]
 
 
 def unlike_channels(batch_size: int = 1) -> torch.Tensor:
@@ -24,9 +27,9 @@ def unlike_channels(batch_size: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("number", range(3), ids=[layout.name for layout in LAYOUTS])
 def test_the_layout_is_found(number):
     at = angles()
-    keys = LAYOUTS[number].rotate(unlike_channels(), at[number].cosines, at[number].sines)
+    keys = LAYOUTS[number].rotate(unlike_channels(), *at[number])
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    assert make_key_table(keys, valid, None, LAYOUTS, 0, None, TOTAL)[1] == number
+    assert make_key_table(keys, valid, None, LAYOUTS, Positions(), TOTAL).rope == LAYOUTS[number]
 
 
 def test_channels_that_queries_ask_for_get_more():
@@ -36,7 +39,7 @@ def test_channels_that_queries_ask_for_get_more():
     moments = QueryMoments.of(query, 1, LAYOUTS, None)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     none = LAYOUTS[-1:]
-    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, 0, None, TOTAL)
+    table = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, Positions(), TOTAL)
     assert set(table.order[0, 0, :2].tolist()) == {5, 21}
     assert int(table.widths[0, 0, 0]) == 8
     assert moments.products.shape == (1, 1, 3, HEAD_DIM)
@@ -46,11 +49,11 @@ def test_queries_are_turned_back_by_all_positions():
     """Mean squares of channels against those of queries that were really turned back, one position after another."""
     query, layout, number = torch.randn(1, 2, 7, HEAD_DIM) * torch.rand(HEAD_DIM), LAYOUTS[0], 0
     keys, at = unlike_channels(), angles()
-    keys = layout.rotate(keys, at[0].cosines, at[0].sines)
+    keys = layout.rotate(keys, *at[0])
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    table, _ = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, 0, None, TOTAL)
-    plain = layout.rotate(keys, at[0].cosines, -at[0].sines)
-    turned = layout.rotate(query[:, :, :, None], at[number].cosines[:, :, None], -at[number].sines[:, :, None])
+    table = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, Positions(), TOTAL)
+    plain = layout.rotate(keys, at[0][0], -at[0][1])
+    turned = layout.rotate(query[:, :, :, None], at[number][0][:, :, None], -at[number][1][:, :, None])
     energies = turned.square().mean(dim=(2, 3)) * plain.var(dim=2, unbiased=False)
     in_order = energies.gather(2, table.order.long())
     assert bool((in_order[..., :-1] >= in_order[..., 1:] * 0.99).all())
@@ -61,8 +64,8 @@ def test_padding_and_exact_tokens_do_not_count():
     valid = torch.arange(LENGTH) >= torch.tensor([[0], [150]])
     garbage = torch.where(valid[:, None, :, None], keys, 1e3)
     padding = torch.tensor([0, 150])
-    table, _ = make_key_table(garbage, valid, None, LAYOUTS, 0, padding, TOTAL)
-    alone, _ = make_key_table(keys[1:, :, 150:], valid[1:, 150:], None, LAYOUTS, 0, None, TOTAL)
+    table = make_key_table(garbage, valid, None, LAYOUTS, Positions(0, padding), TOTAL)
+    alone = make_key_table(keys[1:, :, 150:], valid[1:, 150:], None, LAYOUTS, Positions(), TOTAL)
     for name, tensor in alone.named_tensors():
         torch.testing.assert_close(dict(table.named_tensors())[name][1:], tensor, msg=name)
     own = make_value_table(torch.where(valid[:, None, :, None], values, 1e3), valid, TOTAL)

@@ -7,19 +7,23 @@ query had been turned back by the angles of all keys in turn.
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, C layouts.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.codecs.rotation import rotate
+
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
+from .codec import Positions
 from .quantizers import QUANTIZERS
-from .rotary import RotaryLayout
-from .rows import RowTable, order_dtype
+from .rope import RotaryLayout, undo_rope
+from .rows import RowCodec, RowTable, order_dtype
 
 
-# Tokens that tell layouts apart
+# Tokens that tell layouts apart, and which errors are shared
 _NUM_NEWEST = 256
 # Of a head's mean square: what varies of values, and in the median channel of keys, where a prompt hardly does. Of
 # ordinary text that is .44 and .019 at least, of a repeated token 1e-4 and 1e-8 at most
@@ -27,6 +31,8 @@ _STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
 # Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
 # as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
 _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
+# How much of the energy of errors has to be shared
+_LEAST_SHARED = 1 / 8
 # Of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
@@ -71,36 +77,17 @@ class QueryMoments:
         return QueryMoments(function(self.squares), function(self.products))
 
 
-@dataclass(frozen=True, eq=False)
-class Angles:
-    """Those of a layout at the positions of T tokens: cosines and signed sines `[1 or B, 1, T, D]`."""
-
-    cosines: torch.Tensor
-    sines: torch.Tensor
-
-    @classmethod
-    def at(
-        cls, layout: RotaryLayout, start: int, count: int, padding: torch.Tensor | None, device: torch.device
-    ) -> "Angles":
-        """Of `count` tokens from index `start` on; positions are counted from behind the padding `[B]`."""
-        positions = torch.arange(start, start + count, device=device)[None]
-        if padding is not None:
-            positions = positions - padding.to(device)[:, None]
-        return cls(*(angles[:, None] for angles in layout.angles(positions)))
-
-
 def make_key_table(
     keys: torch.Tensor,
     valid: torch.Tensor,
     moments: QueryMoments | None,
     layouts: Sequence[RotaryLayout],
-    start: int,
-    padding: torch.Tensor | None,
+    positions: Positions,
     total: int,
     quantizer: str = "lloyd-max",
-) -> tuple[RowTable, int]:
+) -> RowTable:
     """
-    The table of a prompt's keys, and which of the layouts they have: the one of the least error to be expected, if
+    Makes the table of a prompt's keys, of the layout that they have: the one of the least error to be expected, if
     that is clearly less than the first one's.
 
     Args:
@@ -108,8 +95,7 @@ def make_key_table(
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
         layouts (`Sequence[RotaryLayout]`): candidates.
-        start (`int`): index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): of every item; positions are counted from behind it.
+        positions (`Positions`): of the tokens.
         total (`int`): sum of a head's widths.
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
@@ -122,16 +108,14 @@ def make_key_table(
         newest, counting = keys[:, :, count - num_newest :].float(), valid[:, count - num_newest :]
         logarithms = []
         for number, layout in enumerate(layouts):
-            at = Angles.at(layout, start + count - num_newest, num_newest, padding, keys.device)
+            at = positions.after(count - num_newest)
             table = key_table_of_layout(newest, counting, moments, number, layout, at, total, quantizer)
             logarithms.append(table[1])
-        # Where it makes no difference the first is taken, so that items do not choose for each other
+        # Where it makes no difference the first is taken, so that sequences do not choose for each other
         errors = torch.stack(logarithms) / (keys.shape[0] * keys.shape[1])
         errors[1:] += _LEAST_GAIN
         best = int(errors.argmin())
-    layout = layouts[best]
-    at = Angles.at(layout, start, count, padding, keys.device)
-    return key_table_of_layout(keys.float(), valid, moments, best, layout, at, total, quantizer)[0], best
+    return key_table_of_layout(keys.float(), valid, moments, best, layouts[best], positions, total, quantizer)[0]
 
 
 def key_table_of_layout(
@@ -140,17 +124,19 @@ def key_table_of_layout(
     moments: QueryMoments | None,
     number: int,
     layout: RotaryLayout,
-    angles: Angles,
+    positions: Positions,
     total: int,
     quantizer: str = "lloyd-max",
 ) -> tuple[RowTable, torch.Tensor]:
     """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    keys = layout.rotate(keys, angles.cosines, -angles.sines)
+    angles = layout.angles(positions.of(keys.shape[2], keys.device))
+    cosines, sines = (each[:, None] for each in angles)
+    keys = layout.rotate(keys, cosines, -sines)
     mean = torch.einsum("bhtd,bt->bhd", keys, share).clamp(-_LARGEST, _LARGEST).half()
     centred = keys - mean.float()[:, :, None]
     variance = torch.einsum("bhtd,bt->bhd", centred * centred, share)
-    queried = 1.0 if moments is None else _turned_back(moments, number, layout, angles, share)
+    queried = 1.0 if moments is None else _queries_at_keys(moments, number, layout, angles, share)
     # How keys vary that hardly do tells layouts apart, but says nothing of those to come
     distortions = QUANTIZERS[quantizer].distortions
     error = _allocate(variance * queried, total, distortions)[2]
@@ -168,6 +154,7 @@ def key_table_of_layout(
         row_size=1 + total,
         head_dim=keys.shape[3],
         is_weighted=True,
+        rope=layout,
         quantizer=quantizer,
     )
     return table, error.clamp(min=torch.finfo(error.dtype).tiny).log().sum()
@@ -188,11 +175,15 @@ def _stored_deviation(deviation: torch.Tensor) -> torch.Tensor:
     return torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
 
 
-def _turned_back(
-    moments: QueryMoments, number: int, layout: RotaryLayout, angles: Angles, share: torch.Tensor
+def _queries_at_keys(
+    moments: QueryMoments,
+    number: int,
+    layout: RotaryLayout,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    share: torch.Tensor,
 ) -> torch.Tensor:
-    """The mean squares `[B, H, D]` of the queries, turned back by the angles of the keys in turn; up to a factor."""
-    cosines, sines = angles.cosines[:, 0], angles.sines[:, 0]
+    """Mean squares `[B, H, D]` of queries with the RoPE of keys undone, averaged over keys; up to a factor."""
+    cosines, sines = angles
     squared_cosines, squared_sines, mixed = (
         torch.einsum("btd,bt->bd", part.expand(share.shape[0], -1, -1), share)[:, None]
         for part in (cosines * cosines, sines * sines, cosines * sines)
@@ -219,17 +210,12 @@ def steady_mean(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | Non
     return (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half() if bool(is_steady.any()) else None
 
 
-def make_value_table(
-    values: torch.Tensor,
-    valid: torch.Tensor,
-    total: int,
-    quantizer: str = "lloyd-max",
-    mean: torch.Tensor | None = None,
-) -> RowTable:
-    """
-    The table of a prompt's rotated values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
-    `mean` `[B, H, D]` is what was taken off before they were rotated.
-    """
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
+    """Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels."""
+    mean = None if values.is_meta else steady_mean(values, valid)
+    if mean is not None:
+        values = values.float() - mean.float()[:, :, None]
+    values = rotate(values)
     batch_size, num_heads, _, head_dim = values.shape
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
@@ -238,11 +224,112 @@ def make_value_table(
     widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
     return RowTable(
         order=None,
-        mean=None,
+        mean=mean,
         deviation=_stored_deviation(deviation)[:, :, None],
         widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
         row_size=1 + total,
         head_dim=head_dim,
         is_weighted=False,
+        is_rotated=True,
         quantizer=quantizer,
     )
+
+
+def make_codec(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    layouts: Sequence[RotaryLayout],
+    positions: Positions,
+    sizes: tuple[int, int],
+    quantizer: str,
+) -> RowCodec:
+    """
+    Makes the codec that a prompt's own tokens say is best for them, and for those that follow.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): tokens.
+        sizes (two `int`): bytes of the codes of a key and of a value.
+        valid, moments, layouts, positions, quantizer: see `make_key_table`.
+    """
+    valid = valid.to(keys.device)
+    key_table = make_key_table(keys, valid, moments, layouts, positions, sizes[0], quantizer)
+    return RowCodec((key_table, make_value_table(values, valid, sizes[1], quantizer)))
+
+
+def replace_sequence(
+    codec: RowCodec,
+    number: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    layouts: Sequence[RotaryLayout],
+) -> RowCodec:
+    """
+    Puts tables of a sequence's tokens `[1, H, T, D]`, all that it has, into their place in a codec, and returns that.
+
+    Args:
+        codec (`RowCodec`): what is written to.
+        number (`int`): of the sequence.
+        keys, values, valid, moments, layouts: see `make_codec`.
+    """
+    of_keys, of_values = codec.tables()
+    valid = valid.to(keys.device)
+    own = None if moments is None else moments.map(lambda sums: sums[number, None])
+    place, size = layouts.index(codec.rope), of_keys.row_size - 1
+    table, _ = key_table_of_layout(keys.float(), valid, own, place, codec.rope, Positions(), size, of_keys.quantizer)
+    of_keys = of_keys.with_sequence(number, table)
+    table = make_value_table(values, valid, of_values.row_size - 1, of_values.quantizer)
+    return RowCodec((of_keys, of_values.with_sequence(number, table)))
+
+
+def without_shared_errors(
+    codec: RowCodec,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+    positions: Positions,
+) -> RowCodec:
+    """
+    Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
+    all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
+
+    Args:
+        codec (`RowCodec`): what made the rows, of tables made of these tokens.
+        rows (two `torch.Tensor` of shape `[B, H, T, R]`): of keys and of values.
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): what they were made of.
+        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count, all by default.
+        positions (`Positions`): of the tokens.
+    """
+    if keys.is_meta:
+        return codec
+    tail = max(keys.shape[2] - _NUM_NEWEST, 0)
+    counts = keys.new_ones(keys.shape[0], keys.shape[2], dtype=torch.float32) if valid is None else valid.float()
+    share = counts[:, tail:] / counts[:, tail:].sum(dim=1, keepdim=True).clamp(min=1)
+    key_table, value_table = codec.tables()
+    # What keys are before their rotary embedding is what their mean is added to
+    plain = dataclasses.replace(key_table, rope=None)
+    exact = undo_rope(keys[:, :, tail:].float(), codec.rope, positions.after(tail))
+    key_error = _shared_error(exact - plain.decode(rows[0][:, :, tail:]), share)
+    value_error = _shared_error(values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:]), share)
+    assert key_table.mean is not None
+    key_mean, value_mean = _added(key_table.mean, key_error), value_table.mean
+    if value_mean is not None or bool((value_error != 0).any()):
+        value_mean = _added(value_mean, value_error)
+    tables = dataclasses.replace(key_table, mean=key_mean), dataclasses.replace(value_table, mean=value_mean)
+    return RowCodec(tables)
+
+
+def _added(mean: torch.Tensor | None, error: torch.Tensor) -> torch.Tensor:
+    total = error if mean is None else mean.float() + error
+    return total.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _shared_error(errors: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The mean `[B, H, D]` of errors `[B, H, T, D]`, 0 in heads where it is little of them."""
+    mean = torch.einsum("bhtd,bt->bhd", errors, share)
+    energy = torch.einsum("bhtd,bt->bh", errors.square(), share)
+    return mean * (mean.square().sum(dim=2) > _LEAST_SHARED * energy)[:, :, None]

@@ -5,30 +5,21 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding import trellis
-from kvcache_plugins.ops.transform_coding.trellis import (
-    DISTORTIONS,
-    MAX_WIDTH,
-    NUM_STATES,
-    all_points,
-    find_states,
-    pack_states,
-    points_of,
-    unpack_states,
-)
+from kvcache_plugins.codecs.quantizers import NUM_STATES, Trellis, state_points
 
 
 # Mean squared error over the Gaussian bound of trellis-coded quantizers of 256 states with a table, without end: 5.56,
 # 11.04 and 16.64 dB at 1 to 3 bits are published, that at 4 was measured
 KNOWN = {1: 1.11, 2: 1.26, 3: 1.39, 4: 1.58}
-WIDTHS = range(1, MAX_WIDTH + 1)
+TRELLIS = Trellis()
+WIDTHS = range(1, len(TRELLIS.distortions))
 
 
 def squared_errors(num_rows: int, num_blocks: int, width: int) -> torch.Tensor:
     torch.manual_seed(0)
     normal = torch.randn(1, 1, num_rows, num_blocks, 8)
     widths = torch.full((1, 1, num_blocks), width)
-    return (points_of(find_states(normal, widths, True), widths) - normal).square()
+    return (TRELLIS.points(TRELLIS.quantize(normal, widths, True), widths) - normal).square()
 
 
 @pytest.mark.parametrize("width", KNOWN)
@@ -43,21 +34,21 @@ def refit_points(width: int, num_rounds: int) -> list[float]:
     """
     torch.manual_seed(1)
     normal, widths = torch.randn(1, 1, 50, 30, 8), torch.full((1, 1, 30), width)
-    order = (torch.arange(NUM_STATES) * trellis.MULTIPLIERS[width]) % NUM_STATES
+    order = (torch.arange(NUM_STATES) * TRELLIS.multipliers[width]) % NUM_STATES
     centred = (2 * order.double() + 1) / NUM_STATES - 1
     powers, errors = torch.stack([centred, centred**3, centred**5], dim=1), []
     # Points of its own are fitted: compiled coding has kept those of before
-    all_points.cache_clear()
+    state_points.cache_clear()
     try:
         for _ in range(1 + num_rounds):
-            states = find_states(normal, widths, True)
-            errors.append(float((points_of(states, widths) - normal).square().mean()) * 4**width)
+            states = TRELLIS.quantize(normal, widths, True)
+            errors.append(float((TRELLIS.points(states, widths) - normal).square().mean()) * 4**width)
             chosen = powers[states.flatten()]
             fitted = torch.linalg.lstsq(chosen, normal.double().flatten()[:, None]).solution[:, 0]
             # Searches go on with these
-            all_points(torch.device("cpu"))[width] = (powers @ fitted).float()
+            state_points(torch.device("cpu"))[width] = (powers @ fitted).float()
     finally:
-        all_points.cache_clear()
+        state_points.cache_clear()
     return errors
 
 
@@ -71,10 +62,10 @@ def test_coefficients_are_those_that_their_fit_ends_with(width):
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_multipliers_are_better_than_others(width, monkeypatch):
     errors = {}
-    for multiplier in (trellis.MULTIPLIERS[width], 1, 3, 55, 129):
-        multipliers = list(trellis.MULTIPLIERS)
+    for multiplier in (TRELLIS.multipliers[width], 1, 3, 55, 129):
+        multipliers = list(TRELLIS.multipliers)
         multipliers[width] = multiplier
-        monkeypatch.setattr(trellis, "MULTIPLIERS", tuple(multipliers))
+        monkeypatch.setattr(Trellis, "multipliers", tuple(multipliers))
         errors[multiplier] = refit_points(width, 1)[-1]
         monkeypatch.undo()
     best, *others = errors.values()
@@ -84,17 +75,17 @@ def test_multipliers_are_better_than_others(width, monkeypatch):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_distortions_are_those_of_rows(width):
     # Without a scale that is found after the codes
-    assert float(squared_errors(700, 8, width).mean()) == pytest.approx(1.025 * DISTORTIONS[width], rel=0.035)
+    assert float(squared_errors(700, 8, width).mean()) == pytest.approx(1.025 * TRELLIS.distortions[width], rel=0.035)
 
 
 def test_further_bits_are_worth_less_and_less():
-    gains = -torch.tensor(DISTORTIONS).diff()
+    gains = -torch.tensor(TRELLIS.distortions).diff()
     assert bool((gains.diff() < 0).all())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_states_have_points_of_their_own(width):
-    points = all_points(torch.device("cpu"))[width]
+    points = state_points(torch.device("cpu"))[width]
     assert len(points.unique()) == NUM_STATES
     torch.testing.assert_close(points.sort().values, -points.sort().values.flip(0))
 
@@ -105,9 +96,9 @@ def test_no_path_is_nearer():
     normal = torch.randn(1, 1, 5, 1, 8)
     widths = torch.tensor([[[2]]])
     # The search counts in eighths of what is 1 / 4 here
-    grid = (all_points(torch.device("cpu"))[2] * 32).round()
+    grid = (state_points(torch.device("cpu"))[2] * 32).round()
     numbers = (normal.flatten(0, 3) * 32).round()
-    found = grid[find_states(normal, widths, False).flatten(0, 3)]
+    found = grid[TRELLIS.quantize(normal, widths, False).flatten(0, 3)]
     codes = torch.tensor(list(itertools.product(range(4), repeat=8)))
     states, state = torch.zeros_like(codes), torch.zeros(len(codes), dtype=torch.int64)
     for place in reversed(range(8)):
@@ -123,17 +114,17 @@ def test_no_path_is_nearer():
 )
 def test_states_come_back_from_rows(widths):
     both = torch.tensor([widths, widths[::-1]], dtype=torch.uint8)[None].expand(2, 2, 4).contiguous()
-    states = find_states(torch.randn(2, 2, 9, 4, 8), both, True)
-    rows = pack_states(states, torch.randint(0, 256, (2, 2, 9, 1), dtype=torch.uint8), both, 1 + sum(widths))
+    states = TRELLIS.quantize(torch.randn(2, 2, 9, 4, 8), both, True)
+    rows = TRELLIS.pack(states, torch.randint(0, 256, (2, 2, 9, 1), dtype=torch.uint8), both, 1 + sum(widths))
     assert rows.shape == (2, 2, 9, 1 + sum(widths))
     has_bits = (both > 0)[:, :, None, :, None]
-    assert torch.equal(unpack_states(rows, both) * has_bits, states)
+    assert torch.equal(TRELLIS.unpack(rows, both) * has_bits, states)
 
 
 def test_tokens_and_heads_are_searched_for_by_themselves():
     normal = torch.randn(2, 3, 7, 4, 8)
     widths = torch.tensor([[4, 2, 1, 0], [4, 2, 1, 0], [3, 3, 1, 0]]).expand(2, 3, 4)
     for is_weighted in (True, False):
-        states = find_states(normal, widths, is_weighted)
-        alone = find_states(normal[1:, 2:, 4:5], widths[1:, 2:], is_weighted)
+        states = TRELLIS.quantize(normal, widths, is_weighted)
+        alone = TRELLIS.quantize(normal[1:, 2:, 4:5], widths[1:, 2:], is_weighted)
         assert torch.equal(alone, states[1:, 2:, 4:5])

@@ -13,6 +13,10 @@ from functools import cache
 
 import torch
 
+from kvcache_plugins.kernels.engine import choose_coding_kernel
+
+from .codec import Positions
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryLayout:
@@ -53,7 +57,7 @@ class RotaryLayout:
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """`states` `[..., D]` turned by angles that `angles` returned; by their opposites with `-sines`."""
+        """Applies the embedding of angles that `angles` returned to `states` `[..., D]`; undoes it with `-sines`."""
         if not self.frequencies:
             return states
         if self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim:
@@ -91,3 +95,25 @@ def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> l
         for first in sorted({0, head_dim - rotated}):
             layouts += [RotaryLayout(frequencies, name, first, head_dim) for name in ("half-split", "interleaved")]
     return [*layouts, RotaryLayout((), "none", 0, head_dim)]
+
+
+def apply_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions) -> torch.Tensor:
+    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions, given those without."""
+    return _turned(keys, layout, positions, is_undone=False)
+
+
+def undo_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions) -> torch.Tensor:
+    """Returns keys `[B, H, T, D]`, float32, without the rotary embedding of their positions, given those with it."""
+    return _turned(keys, layout, positions, is_undone=True)
+
+
+def _turned(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_undone: bool) -> torch.Tensor:
+    if not layout.frequencies:
+        return keys.float()
+    if choose_coding_kernel(keys, layout.head_dim) == "compiled":
+        # Imported late, as it imports modules beside this one
+        from kvcache_plugins.kernels.coding import turn_states
+
+        return turn_states(keys, layout, positions, is_back=is_undone)
+    cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))
+    return layout.rotate(keys.float(), cosines, -sines if is_undone else sines)

@@ -3,17 +3,20 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.codebooks import DISTORTIONS
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout
-from kvcache_plugins.ops.transform_coding.rows import RowTable
-from kvcache_plugins.ops.transform_coding.statistics import Angles, key_table_of_layout, make_value_table
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rows import RowTable
+from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
+
+
+DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
 
 
 def key_table(keys: torch.Tensor, total: int) -> RowTable:
     layout = RotaryLayout((), "none", 0, keys.shape[3])
     valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-    angles = Angles.at(layout, 0, keys.shape[2], None, keys.device)
-    return key_table_of_layout(keys, valid, None, 0, layout, angles, total)[0]
+    return key_table_of_layout(keys, valid, None, 0, layout, Positions(), total)[0]
 
 
 def value_table(values: torch.Tensor, total: int) -> RowTable:

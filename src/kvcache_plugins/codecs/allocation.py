@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .codebooks import DISTORTIONS
-
 
 # Channels that share a width, so that a block of width w is w bytes
 BLOCK = 8
@@ -22,14 +20,14 @@ def num_blocks(head_dim: int) -> int:
     return -(-head_dim // BLOCK)
 
 
-def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...] = DISTORTIONS) -> torch.Tensor:
+def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:
     """
     Widths of blocks, so that the sum of `energy * distortion(width)` is least.
 
     Args:
         energies (`torch.Tensor` of shape `[B, H, N]`): summed energies of the blocks' channels.
         total (`int`): sum of a head's widths, at most the largest width for every block.
-        distortions (`tuple[float, ...]`, *optional*): of a normal variable at all widths from 0 on.
+        distortions (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
 
     Returns:
         `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
@@ -44,9 +42,7 @@ def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float
     return widths.scatter_add_(-1, blocks, torch.ones_like(blocks))
 
 
-def expected_distortion(
-    energies: torch.Tensor, widths: torch.Tensor, distortions: tuple[float, ...] = DISTORTIONS
-) -> torch.Tensor:
+def expected_distortion(energies: torch.Tensor, widths: torch.Tensor, distortions: tuple[float, ...]) -> torch.Tensor:
     """The squared error to be expected of every head, `[B, H]`."""
     errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
     return (energies * errors[widths]).sum(dim=-1)
@@ -58,9 +54,7 @@ def even_widths(head_dim: int, total: int) -> list[int]:
     return [total // count + (block < total % count) for block in range(count)]
 
 
-def share_bytes(
-    energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...] = DISTORTIONS
-) -> list[int]:
+def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:
     """
     Shares bytes between sides of layers, in each of which every head has as many, so that the sum of
     `energy * distortion(width)` over all is least.
@@ -69,7 +63,7 @@ def share_bytes(
         energies (`Sequence[torch.Tensor]`): of every side, summed energies of the blocks' channels, `[H, N]`.
         total (`int`): bytes in all, those of every head counted.
         least (`int`): of a head, at least.
-        errors (`tuple[float, ...]`, *optional*): of a normal variable at all widths from 0 on.
+        errors (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
 
     Returns:
         `list[int]`: of every side the bytes of a head.

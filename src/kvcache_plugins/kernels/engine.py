@@ -86,16 +86,22 @@ def choose_copy_kernel(states: torch.Tensor) -> str:
     return _kernel_on(device_type, requested)[0]
 
 
-def choose_coding_kernel(states: torch.Tensor) -> str:
+def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     """
-    What codes tokens one by one, and decodes them: `"triton"`, which only codes, `"compiled"` or `"torch"`.
+    The kernels that code tokens of so many channels one by one, or decode them, given states or rows: `"compiled"`,
+    `"torch"` or `"triton"`, which only codes.
 
     Where nothing is compiled that is plain PyTorch, and not less than was wanted.
     """
-    requested, device_type = requested_kernel(), _device_type(states)
+    requested, device_type = requested_kernel(), _device_type(tokens)
     if requested == "compiled" and device_type != "cpu" or _wanted_kernel(device_type, requested) == "torch":
         return "torch"
-    return _kernel_on(device_type, requested)[0]
+    kernel = "torch" if tokens.is_meta else _kernel_on(device_type, requested)[0]
+    if kernel == "compiled":
+        from kvcache_plugins.kernels.layer import MOST_CHANNELS
+
+        return kernel if head_dim <= MOST_CHANNELS else "torch"
+    return kernel
 
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
+from kvcache_plugins.codecs.basis import karhunen_loeve
 
 
 def spread(head_dim: int) -> torch.Tensor:

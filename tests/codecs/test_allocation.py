@@ -5,36 +5,40 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.allocation import (
+from kvcache_plugins.codecs.allocation import (
     allocate_widths,
     even_widths,
     expected_distortion,
     num_blocks,
     share_bytes,
 )
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+
+
+DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 12, 24])
 def test_no_other_widths_have_less_error(total):
     energies = torch.tensor([[[5.0, 1.0, 0.03]]])
-    widths = allocate_widths(energies, total)
+    widths = allocate_widths(energies, total, DISTORTIONS)
     assert int(widths.sum()) == total
     others = torch.tensor([each for each in itertools.product(range(9), repeat=3) if sum(each) == total])
-    least = expected_distortion(energies.expand(1, len(others), 3), others[None]).min()
-    assert float(expected_distortion(energies, widths)) <= float(least) * 1.0001
+    least = expected_distortion(energies.expand(1, len(others), 3), others[None], DISTORTIONS).min()
+    assert float(expected_distortion(energies, widths, DISTORTIONS)) <= float(least) * 1.0001
 
 
 def test_heads_and_items_are_apart():
     energies = torch.rand(2, 3, 8).exp()
-    together = allocate_widths(energies, 20)
+    together = allocate_widths(energies, 20, DISTORTIONS)
     for item, head in itertools.product(range(2), range(3)):
-        alone = allocate_widths(energies[item, head][None, None], 20)
+        alone = allocate_widths(energies[item, head][None, None], 20, DISTORTIONS)
         assert torch.equal(together[item, head], alone[0, 0])
 
 
 @pytest.mark.parametrize("energies", [torch.zeros(1, 1, 4), torch.full((1, 1, 4), 1e-30)], ids=["zero", "tiny"])
 def test_without_energy_all_bits_are_given_all_the_same(energies):
-    assert allocate_widths(energies, 8).tolist() == [[[2, 2, 2, 2]]]
+    assert allocate_widths(energies, 8, DISTORTIONS).tolist() == [[[2, 2, 2, 2]]]
 
 
 @pytest.mark.parametrize(("head_dim", "total"), [(64, 17), (64, 64), (20, 5), (1, 3)])
@@ -46,19 +50,21 @@ def test_even_widths(head_dim, total):
 def test_bytes_go_to_the_sides_where_they_are_worth_most():
     energies = [torch.rand(2, 4) + 0.1, 100 * (torch.rand(2, 4) + 0.1), torch.rand(1, 3) * 1e-6 + 1e-9]
     total, least = 2 * 9 + 2 * 14 + 1 * 3, 3
-    counts = share_bytes(energies, total, least)
+    counts = share_bytes(energies, total, least, DISTORTIONS)
     assert min(counts) == counts[2] == least and counts[0] < counts[1]
     spent = sum(count * len(side) for count, side in zip(counts, energies, strict=True))
     assert total - 2 <= spent <= total
 
     def error(counts: list[int]) -> float:
-        widths = [allocate_widths(side[None], count) for side, count in zip(energies, counts, strict=True)]
+        widths = [
+            allocate_widths(side[None], count, DISTORTIONS) for side, count in zip(energies, counts, strict=True)
+        ]
         pairs = zip(energies, widths, strict=True)
-        return sum(float(expected_distortion(side[None], own).sum()) for side, own in pairs)
+        return sum(float(expected_distortion(side[None], own, DISTORTIONS).sum()) for side, own in pairs)
 
     for shift in (-2, -1, 1, 2):
         assert error(counts) <= error([counts[0] + shift, counts[1] - shift, counts[2]])
 
 
 def test_all_bytes_are_given_where_there_is_room_for_all():
-    assert share_bytes([torch.rand(2, 3), torch.rand(2, 5)], 2 * 8 * 8, 3) == [24, 40]
+    assert share_bytes([torch.rand(2, 3), torch.rand(2, 5)], 2 * 8 * 8, 3, DISTORTIONS) == [24, 40]

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.allocation import allocate_widths
-from kvcache_plugins.ops.transform_coding.basis_table import BasisTable, DeviceTables, round_basis
-from kvcache_plugins.ops.transform_coding.karhunen_loeve import karhunen_loeve
-from kvcache_plugins.ops.transform_coding.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.allocation import allocate_widths
+from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -25,7 +26,7 @@ def make_states(batch_size: int, length: int) -> torch.Tensor:
     return torch.randn(batch_size, NUM_HEADS, length, HEAD_DIM) @ mix + 3
 
 
-def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -> BasisTable:
+def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -> RowTable:
     states = make_states(1, 4000)[0].double()
     mean = states.mean(dim=1) if is_weighted else torch.zeros(NUM_HEADS, HEAD_DIM)
     centred = states - mean[:, None]
@@ -35,13 +36,14 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
     factors = torch.full((NUM_HEADS, HEAD_DIM), 0.5)
     widths = allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0]
     own = round_basis(basis, factors)
-    return BasisTable(mean.half(), factors, *own, widths, is_weighted=is_weighted, quantizer=quantizer)
+    rope = RotaryLayout((), "none", 0, HEAD_DIM) if is_weighted else None
+    return RowTable.in_basis(mean.half(), factors, *own, widths, rope=rope, quantizer=quantizer)
 
 
-def dense_basis(table: BasisTable) -> torch.Tensor:
+def dense_basis(table: RowTable) -> torch.Tensor:
     """What components without their scale come back by, `[H, K, D]`."""
-    rows = table.basis[:, : table.num_components] * table.steps[:, : table.num_components, None]
-    return rows / table.factors[:, None]
+    basis, count = table.basis, table.num_coded
+    return basis.vectors[:, :count] * basis.steps[:, :count, None] / basis.factors[:, None]
 
 
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
@@ -70,26 +72,27 @@ def test_a_token_unlike_all_others_is_not_cut_off():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
     difference = 50 * dense_basis(table)[:, 2:3]
-    states = table.mean[:, None] + difference
+    states = table.mean[0, :, None] + difference
     decoded = table.decode(table.encode(states[None]))[0]
     assert float((decoded - states).norm() / difference.norm()) < 0.15
 
 
 def test_components_without_bits_are_not_held():
     table = make_table(3, is_weighted=True)
-    num_components = 8 * int((table.widths > 0).sum(dim=1).max())
-    assert table.num_components == num_components < HEAD_DIM
-    assert table.inverse.shape == (NUM_HEADS, num_components, HEAD_DIM) and table.inverse.dtype == torch.int8
+    num_components = 8 * int((table.widths[0] > 0).sum(dim=1).max())
+    assert table.num_coded == num_components < HEAD_DIM
+    basis = table.basis
+    assert basis.inverse.shape == (NUM_HEADS, num_components, HEAD_DIM) and basis.inverse.dtype == torch.int8
     # That of all rates
-    assert table.basis.shape == (NUM_HEADS, HEAD_DIM, HEAD_DIM) and table.basis.dtype == torch.int8
+    assert basis.vectors.shape == (NUM_HEADS, HEAD_DIM, HEAD_DIM) and basis.vectors.dtype == torch.int8
 
 
 @pytest.mark.parametrize("total", [8, 12, 24])
 def test_components_are_those_of_the_rounded_basis(total):
     """What lies in what the kept rows span comes back, up to codes: here there are none."""
     table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
-    basis, inverse = table._matrices()
-    kept = weights[..., : table.num_components]
+    basis, inverse = table.basis._matrices()
+    kept = weights[..., : table.num_coded]
     scaled = kept @ basis
     once = scaled @ inverse
     twice = once + (scaled - once @ basis) @ inverse
@@ -107,10 +110,10 @@ def test_a_quantizer_is_that_of_both_ways():
 
 def test_copies_share_tables_and_devices_have_their_own():
     keys, values = (make_table(8, is_weighted=is_weighted) for is_weighted in (True, False))
-    tables = DeviceTables(keys, values)
-    assert copy.deepcopy(tables) is tables and copy.deepcopy(keys) is keys
+    tables = SharedTables(keys, values)
+    assert copy.deepcopy(tables) is tables and copy.deepcopy(RowCodec(tables)).tables() == (keys, values)
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert tables.on(cpu) == (keys, values) and tables.on(meta)[0].basis.is_meta
+    assert tables.on(cpu) == (keys, values) and tables.on(meta)[0].basis.vectors.is_meta
     assert tables.on(meta)[0] is tables.on(meta)[0]
     rows = tables.on(meta)[0].encode(torch.zeros(1, NUM_HEADS, 5, HEAD_DIM, device=meta))
     assert rows.shape == (1, NUM_HEADS, 5, 9)

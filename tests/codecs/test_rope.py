@@ -5,7 +5,7 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_half_split
 
-from kvcache_plugins.ops.transform_coding.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
 
 
 FREQUENCIES = (1.0, 0.3, 0.01, 0.0001)

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from kvcache_plugins.ops.transform_coding.codebooks import DISTORTIONS, MAX_WIDTH, levels, thresholds
+from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS, thresholds
 
 
 # Max, "Quantizing for minimum distortion" (1960), for 2, 4, 8, 16 and 32 levels
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
+DISTORTIONS, levels = QUANTIZERS["lloyd-max"].distortions, QUANTIZERS["lloyd-max"].levels
 WIDTHS = range(1, MAX_WIDTH + 1)
 
 

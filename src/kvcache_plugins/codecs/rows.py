@@ -1,0 +1,426 @@
+"""Tokens of keys or values coded one by one by tables, and decoded: the reference in plain PyTorch, and which kernel
+computes instead.
+
+    token -> before its rotary embedding (keys) -> less a mean -> rotated, or in the basis of its head
+          -> channels in the order of the table, over a standard deviation
+          -> over the token's own scale: 8 bits, log2 in steps of 1/16
+          -> codes, of as many bits as the block of eight channels has: `[scale | block | block | ...]`
+
+Everything but the scale is the head's, in a `RowTable`: of a prompt, or of a calibration, which has bases. The scale
+that is stored is found after the codes: for keys the one of least error where every channel counts by its energy,
+which goes with `4^width`; for values `z.z / z.q`, which leaves them as large as they were: what attention sums up must
+not shrink with every token.
+
+Legend: B batch, H heads, T tokens, D channels, K numbers that are coded, N blocks of eight, R bytes of a row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.kernels.engine import choose_coding_kernel
+
+from .allocation import BLOCK
+from .basis import Basis
+from .codec import START, Codec, Positions
+from .quantizers import QUANTIZERS, Quantizer
+from .rope import RotaryLayout, apply_rope, undo_rope
+
+
+# Of the stored format, here alone: Triton's kernels import it, and those in C have it checked by tests
+SCALE_STEPS, SCALE_OFFSET = 16.0, 128
+# As far as scales go: tokens may be larger still
+LAST_SCALE = 255
+# Below that share of what it would be without error, `z.q` says nothing
+LEAST_GAIN = 0.3
+# Numbers that are coded or decoded at a time
+_NUMBERS_AT_A_TIME = 2**18
+# Of Triton's kernels: more channels would not fit into registers
+_MOST_TRITON_CHANNELS = 256
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
+_NUM_REFITS = 5
+_TENSOR_NAMES = ("order", "mean", "deviation", "widths")
+
+
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """
+    How the tokens of one side are coded. Tables of a calibration are those of every sequence: B is 1.
+
+    Attributes:
+        order (`torch.Tensor` of shape `[B, H, D]`, uint8 or int16, *optional*): the channels by falling energy.
+        mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): what is taken off first.
+        deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16, *optional*): what channels are divided by.
+        widths (`torch.Tensor` of shape `[B, H, N]`, uint8): bits of the blocks of eight numbers, in that order.
+        row_size (`int`): R, one byte more than the sum of a head's widths.
+        head_dim (`int`): D.
+        is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
+        rope (`RotaryLayout`, *optional*): the rotary embedding that is undone first.
+        is_rotated (`bool`, *optional*, defaults to `False`): whether a Hadamard matrix rotates them, see
+            `codecs.rotation`.
+        basis (`Basis`, *optional*): in which they are coded.
+        by_energy (`bool`): whether channels count by their energy in a scale that shrinks nothing, too.
+        num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those of
+            which one channel is far larger than the others. Their codes would end before it, and they are the ones
+            that many others attend to.
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
+    """
+
+    order: torch.Tensor | None
+    mean: torch.Tensor | None
+    deviation: torch.Tensor | None
+    widths: torch.Tensor
+    row_size: int
+    head_dim: int
+    is_weighted: bool
+    rope: RotaryLayout | None = None
+    is_rotated: bool = False
+    basis: Basis | None = None
+    by_energy: bool = False
+    num_refits: int = 0
+    quantizer: str = "lloyd-max"
+
+    @classmethod
+    def in_basis(
+        cls,
+        mean: torch.Tensor,
+        factors: torch.Tensor,
+        vectors: torch.Tensor,
+        steps: torch.Tensor,
+        widths: torch.Tensor,
+        *,
+        rope: RotaryLayout | None,
+        quantizer: str = "lloyd-max",
+    ) -> "RowTable":
+        """
+        Makes a table of a calibration.
+
+        Args:
+            mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
+            factors, vectors, steps (`torch.Tensor`): see `Basis`.
+            widths (`torch.Tensor` of shape `[H, all N]`): bits of blocks of components, as many in every head.
+            rope (`RotaryLayout`, *optional*): of keys; values have none.
+            quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
+        """
+        basis, own_widths = Basis.for_widths(factors, vectors, steps, widths)
+        is_of_keys = rope is not None
+        return cls(
+            order=None,
+            mean=mean[None].contiguous(),
+            deviation=None,
+            widths=own_widths[None],
+            row_size=1 + int(widths[0].sum()),
+            head_dim=mean.shape[1],
+            is_weighted=is_of_keys,
+            rope=rope,
+            basis=basis,
+            by_energy=not is_of_keys,
+            num_refits=_NUM_REFITS if is_of_keys else 0,
+            quantizer=quantizer,
+        )
+
+    @property
+    def num_coded(self) -> int:
+        """Numbers of a token that are coded, K."""
+        return self.head_dim if self.basis is None else self.basis.num_components
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Lists name and tensor of everything stored but the basis."""
+        for name in _TENSOR_NAMES:
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Lists everything stored."""
+        yield from (tensor for _, tensor in self.named_tensors())
+        if self.basis is not None:
+            yield from self.basis.tensors()
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowTable":
+        """Returns the table with `function` applied to every tensor."""
+        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
+        if self.basis is not None:
+            changes["basis"] = self.basis.map(function)
+        return dataclasses.replace(self, **changes)
+
+    def with_sequence(self, number: int, table: "RowTable") -> "RowTable":
+        """Puts the table of one sequence into the place of another's, and returns all."""
+        own, changed = dict(table.named_tensors()), self
+        if self.mean is None and table.mean is not None:
+            shape = len(self.widths), *table.mean.shape[1:]
+            changed = dataclasses.replace(self, mean=table.mean.new_zeros(shape))
+        for name, tensor in changed.named_tensors():
+            tensor[number] = own[name][0] if name in own else 0
+        return changed
+
+    def encode(self, states: torch.Tensor, positions: Positions = START) -> torch.Tensor:
+        """Codes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
+        if states.is_meta:
+            return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
+        if self.is_rotated and self.mean is not None:
+            states = states.float() - self.mean.float()[:, :, None]
+        kernel = choose_coding_kernel(states, self.head_dim)
+        if kernel == "triton" and self._has_triton(states):
+            # Kernels are imported late: they import this module, and need packages that may not be there
+            from kvcache_plugins.kernels.triton_rows import encode
+
+            return encode(states, self, positions)
+        if kernel == "compiled":
+            from kvcache_plugins.kernels.coding import encode_rows
+
+            numbers = states if self.basis is None else self._transform(states, positions)
+            return encode_rows(numbers, self, positions)
+        parts = self._split(self._transform(states, positions))
+        return torch.cat([self._encode(part) for part in parts], dim=2)
+
+    def decode(self, rows: torch.Tensor, positions: Positions = START) -> torch.Tensor:
+        """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32."""
+        if rows.is_meta:
+            return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
+        if choose_coding_kernel(rows, self.head_dim) == "compiled":
+            from kvcache_plugins.kernels.coding import decode_rows
+
+            states = decode_rows(rows, self, positions)
+            if self.basis is None and not self.is_rotated:
+                return states
+        else:
+            states = torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
+            states = rotate(states) if self.is_rotated else states
+        if self.basis is not None:
+            states = self.basis.states(states)
+        if self.mean is not None:
+            states = states + self.mean.float()[:, :, None]
+        return states if self.rope is None else apply_rope(states, self.rope, positions)
+
+    def combine(self, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Returns sums of states `[B, H, ..., D]`, not to be rotated any more, given those of numbers in the basis or
+        without the mean `[B, H, ..., K]`, each times its token's weight, and sums of weights `[B, H, ...]`.
+        """
+        states = sums.flatten(2, -2)
+        if self.basis is not None:
+            states = self.basis.states(states)
+        if self.mean is not None:
+            states = states + weights.flatten(2)[..., None] * self.mean.float()[:, :, None]
+        return states.reshape(*sums.shape[:-1], self.head_dim)
+
+    def _has_triton(self, states: torch.Tensor) -> bool:
+        is_small = self.head_dim <= _MOST_TRITON_CHANNELS and states.dtype in _TRITON_DTYPES
+        return is_small and self.quantizer == "lloyd-max"
+
+    def _transform(self, states: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Numbers `[B, H, T, K]`, float32, of states `[B, H, T, D]`, less the mean already if they are rotated."""
+        states = states.float() if self.rope is None else undo_rope(states, self.rope, positions)
+        if self.is_rotated:
+            return rotate(states)
+        if self.mean is not None:
+            states = states - self.mean.float()[:, :, None]
+        return states if self.basis is None else self.basis.components(states)
+
+    def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch_size, num_heads = tokens.shape[:2]
+        return tokens.split(max(_NUMBERS_AT_A_TIME // (batch_size * num_heads * self.num_coded), 1), dim=2)
+
+    def _encode(self, numbers: torch.Tensor) -> torch.Tensor:
+        widths = self.widths.expand(len(numbers), -1, -1)
+        normal = self._normalize(numbers)
+        has_bits = (widths > 0).float()[:, :, None, :, None]
+        count = (has_bits.sum(dim=(-1, -2), keepdim=True) * BLOCK).clamp(min=1)
+        found, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
+        for number in range(1 + self.num_refits):
+            scale = found
+            codes = self._quantizer.quantize(normal / scale, widths, self.is_weighted or self.by_energy)
+            found, stored = _stored_scale(self._fitting_scale(normal, widths, self._points(codes, widths), scale))
+            # Asked for only where it saves something: the host would wait for a GPU
+            if number < self.num_refits and bool((found == scale).all()):
+                break
+        return self._quantizer.pack(codes, stored.flatten(3), widths, self.row_size)
+
+    def _fitting_scale(
+        self, normal: torch.Tensor, widths: torch.Tensor, points: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """The scale `[B, H, T, 1, 1]` for points that were found with `scale`."""
+        has_bits = (widths > 0).float()[:, :, None, :, None]
+        # What reverse waterfilling has given bits to has energies in inverse proportion to its distortions
+        weights = has_bits * 4.0 ** widths.float()[:, :, None, :, None]
+        if self.is_weighted:
+            over, under = weights * normal * points, weights * points * points
+            return over.sum(dim=(-1, -2), keepdim=True) / under.sum(dim=(-1, -2), keepdim=True).clamp(min=1e-9)
+        counted = weights * normal if self.by_energy else normal
+        energy = (counted * normal).sum(dim=(-1, -2), keepdim=True)
+        product = (counted * points).sum(dim=(-1, -2), keepdim=True)
+        return torch.where(product > LEAST_GAIN * energy / scale, energy / product, scale)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        widths = self.widths.expand(len(rows), -1, -1)
+        codes = self._quantizer.unpack(rows, widths)
+        points = self._points(codes, widths).flatten(3)[..., : self.num_coded]
+        if self.order is not None:
+            order = self.order.long()[:, :, None].expand_as(points)
+            points = torch.empty_like(points).scatter_(3, order, points)
+        numbers = points * scale_of(rows[..., :1])
+        return numbers if self.deviation is None else numbers * self.deviation.float()[:, :, None]
+
+    def _normalize(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers over their deviations in the order of the table, `[B, H, T, N, 8]`."""
+        if self.deviation is not None:
+            deviation = self.deviation.float()
+            # A channel that does not vary is its mean
+            numbers = numbers * torch.where(deviation > 0, 1 / deviation, 0)[:, :, None]
+        if self.order is not None:
+            numbers = numbers.gather(3, self.order.long()[:, :, None].expand_as(numbers))
+        return F.pad(numbers, (0, -self.num_coded % BLOCK)).unflatten(3, (-1, BLOCK))
+
+    @property
+    def _quantizer(self) -> Quantizer:
+        return QUANTIZERS[self.quantizer]
+
+    def _points(self, codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+        """The points of codes `[B, H, T, N, 8]`, of values as large as what they stand for."""
+        points = self._quantizer.points(codes, widths)
+        if self.is_weighted:
+            return points
+        gains = self._quantizer.gains().to(points.device)
+        return points * gains[widths.long()][:, :, None, :, None]
+
+
+class SharedTables(nn.Module):
+    """
+    Tables of a layer's keys and values that all caches of a model share, brought once to every device that asks. As
+    a part of the model it is a module, and no cache counts it as what it holds.
+
+    Args:
+        keys, values (`RowTable`): on any device.
+    """
+
+    def __init__(self, keys: RowTable, values: RowTable):
+        super().__init__()
+        self._by_device = {keys.widths.device: (keys, values)}
+
+    def on(self, device: torch.device | None) -> tuple[RowTable, RowTable]:
+        """Returns the tables on a device, or those that it was made of."""
+        if device is None:
+            return next(iter(self._by_device.values()))
+        if device not in self._by_device:
+            keys, values = (table.map(lambda tensor: tensor.to(device)) for table in self.on(None))
+            self._by_device[device] = keys, values
+        return self._by_device[device]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Lists the tensors of all devices that hold data."""
+        for device, tables in self._by_device.items():
+            if device.type != "meta":
+                for table in tables:
+                    yield from table.tensors()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedTables":
+        # Nothing ever changes it, and copies of a cache are to share it
+        return self
+
+
+class RowCodec(Codec):
+    """
+    Codes keys and values by two tables.
+
+    Args:
+        tables (two `RowTable` or `SharedTables`): of keys and of values: a cache's own, or a model's.
+    """
+
+    has_kernels = True
+
+    def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables):
+        self._tables = tables
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the tables are a model's."""
+        return isinstance(self._tables, SharedTables)
+
+    def tables(self, device: torch.device | None = None) -> tuple[RowTable, RowTable]:
+        """Returns the tables of keys and values, on a device if they are a model's."""
+        return self._tables.on(device) if isinstance(self._tables, SharedTables) else self._tables
+
+    @property
+    def rope(self) -> RotaryLayout:
+        """The rotary embedding of keys."""
+        rope = self.tables()[0].rope
+        assert rope is not None, "keys have a layout, be it one that rotates nothing"
+        return rope
+
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        keys, values = self.tables()
+        return keys.row_size, values.row_size
+
+    @property
+    def head_shapes(self) -> list[tuple[int, int]]:
+        """Heads and head dim of keys and of values."""
+        return [(table.widths.shape[1], table.head_dim) for table in self.tables()]
+
+    @property
+    def kernel_kind(self) -> Hashable:
+        return tuple((table.row_size, table.num_coded) for table in self.tables())
+
+    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for states, (num_heads, head_dim) in zip((keys, values), self.head_shapes, strict=True):
+            if states.shape[1::2] != (num_heads, head_dim):
+                raise ValueError(
+                    f"`calibration` is of {num_heads} heads of {head_dim}, but got {states.shape[1]} of "
+                    f"{states.shape[3]}: it was made for another model"
+                )
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_keys, of_values = self.tables(keys.device)
+        return of_keys.encode(keys, positions), of_values.encode(values, positions)
+
+    def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
+        return self.tables(rows.device)[0].decode(rows, positions)
+
+    def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.tables(rows.device)[1].decode(rows)
+
+    def too_large(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        if keys.is_meta:
+            return None
+        return ((keys[..., 0] == LAST_SCALE) | (values[..., 0] == LAST_SCALE)).any(dim=1)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        if not self.is_shared:
+            yield from (tensor for table in self.tables() for tensor in table.tensors())
+
+    def shared_tensors(self) -> Iterator[torch.Tensor]:
+        if isinstance(self._tables, SharedTables):
+            yield from self._tables.tensors()
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCodec":
+        if self.is_shared:
+            return self
+        keys, values = self.tables()
+        return RowCodec((keys.map(function), values.map(function)))
+
+
+def order_dtype(head_dim: int) -> torch.dtype:
+    """The dtype in which channels of a head are numbered."""
+    return torch.uint8 if head_dim <= 256 else torch.int16
+
+
+def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale `[B, H, T, 1, 1]` as it comes back, and the byte that it is stored as."""
+    steps = (scale.clamp(min=1e-6).log2() * SCALE_STEPS).round() + SCALE_OFFSET
+    stored = steps.nan_to_num(0).clamp(0, LAST_SCALE).to(torch.uint8)
+    return scale_of(stored), stored
+
+
+def scale_of(stored: torch.Tensor) -> torch.Tensor:
+    """The scales that bytes stand for."""
+    return torch.exp2((stored.float() - SCALE_OFFSET) / SCALE_STEPS)

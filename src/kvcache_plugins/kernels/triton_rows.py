@@ -1,0 +1,189 @@
+"""Rows coded and attended to by Triton's kernels: what these read beside what is stored, and their launches.
+
+Attention is one launch a coded part, and one at the end that merges them and attends to the exact parts. Coding is one
+launch a side. Not coded here but in plain PyTorch are a trellis, whose codes are found one after the other, heads of
+more than 256 channels, and float64.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
+from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rotation import hadamard_matrix, rotation_size
+from kvcache_plugins.codecs.rows import RowCodec, RowTable
+from kvcache_plugins.ops.kept_step import PartStep, attend_parts
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.ops.row_attention import CodedPart
+from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, has_pairs, prepare_rows
+from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
+from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
+from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
+from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, CodingLaunch, RotaryAngles
+
+
+# Exact parts that `combine` takes
+_MAX_EXACT = 2
+# Positions whose angles are held one by one; of others the multiples, at least so many of them
+_NUM_NEAR = 256
+_LEAST_FAR = 64
+
+
+def attend(query: torch.Tensor, parts: Sequence[DensePart | CodedPart], num_heads: int, scale: float) -> torch.Tensor:
+    """
+    Attention of a few queries over all parts, of which at least one is coded; see `attention.attend`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        parts (`Sequence[DensePart | CodedPart]`): what is attended to.
+        num_heads (`int`): H.
+        scale (`float`): factor of the scores.
+    """
+    batch_size, num_query_heads, num_queries, head_dim = query.shape
+    rows = query.reshape(batch_size, num_heads, -1, head_dim)
+    dense = [part for part in parts if isinstance(part, DensePart)]
+    # What stands behind the rows may be in two pieces, which follow each other and have columns of one mask
+    while len(dense) > _MAX_EXACT:
+        last = dense[-2:]
+        masks = [slice_mask(part.mask, 0, part.length) for part in last]
+        mask = torch.cat([each for each in masks if each is not None], dim=3) if last[0].mask is not None else None
+        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part.in_use() for part in last), strict=True))
+        dense[-2:] = [DensePart(keys, values, keys.shape[2], mask)]
+    coded = [part for part in parts if isinstance(part, CodedPart)]
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(query):
+        output = attend_parts(rows, dense, coded, scale, prepare_part)
+    return output.reshape(batch_size, num_query_heads, num_queries, -1)
+
+
+def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool | None = None) -> PartStep:
+    """
+    What attention of rows `[B, H, rows, D]` over a coded part does, without doing it; `packed`: see `prepare_rows`, by
+    default where rows are on a GPU of NVIDIA's.
+    """
+    assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
+    keys, values = part.codec.tables(rows.device)
+    padding, first = part.positions.padding, part.positions.first
+    where: dict[str, Any] = {
+        "start": first,
+        "length": part.length,
+        "num_tokens": part.num_tokens,
+        "padding": None if padding is None else padding.to(rows.device),
+        "mask": slice_mask(part.mask, 0, part.length),
+        "scale": scale,
+        "packed": has_pairs(rows.device.type) if packed is None else packed,
+    }
+    angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
+    prepare = prepare_rows if keys.basis is None else prepare_basis
+    coded_keys, coded_values = (
+        CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
+    )
+    finish = None if values.basis is None and values.mean is None else values.combine
+    return PartStep(prepare(rows, coded_keys, coded_values, angles, **where), finish)
+
+
+def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
+    """Codes states `[B, H, T, D]` as rows `[B, H, T, R]`; if they are rotated, the mean has been taken off."""
+    launch = prepare_encoding(states, table, positions, has_products_of_bfloat16=states.is_cuda)
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(launch.rows):
+        launch()
+    return launch.rows
+
+
+def prepare_encoding(
+    states: torch.Tensor, table: RowTable, positions: Positions, *, has_products_of_bfloat16: bool
+) -> CodingLaunch:
+    """The launch of `encode`; products of bfloat16 are what GPUs have and Triton's interpreter has not."""
+    states, where, padding = states.detach(), dict[str, Any](), positions.padding
+    if table.rope is not None:
+        where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
+        where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
+    codebook = codebook_of(table.is_weighted, states.device)
+    if table.basis is not None:
+        return prepare_basis_coding(states, table, codebook, **where)
+    if table.is_rotated:
+        is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
+        where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
+    return prepare_coding(states, table, codebook, **where)
+
+
+def coefficients_of(table: RowTable) -> torch.Tensor:
+    """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
+    return _coefficients(table.quantizer, table.is_weighted, table.widths.device)
+
+
+@cache
+def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
+    own = QUANTIZERS[quantizer]
+    with torch.inference_mode(False):
+        points = torch.tensor(own.coefficients, dtype=torch.float64)
+        if not is_weighted:
+            points = points * own.gains()[:, None]
+        factor = 0.5 ** torch.tensor(own.number_bits).double()
+        multipliers = torch.tensor(own.multipliers).double()
+        columns = [factor, -1023 * factor - 1, *points.unbind(dim=1), multipliers]
+        return torch.stack(columns, dim=1).float().to(device)
+
+
+def rotary_angles(layout: RotaryLayout, num_positions: int, device: torch.device) -> RotaryAngles | None:
+    """Returns the angles of a layout up to a number of positions, or `None` where it rotates nothing."""
+    if not layout.frequencies:
+        return None
+    num_far = max(_LEAST_FAR, 1 << (-(-num_positions // _NUM_NEAR)).bit_length())
+    return _angles_of(layout, num_far, device)
+
+
+@cache
+def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> RotaryAngles:
+    with torch.inference_mode(False):
+        near, far = (
+            torch.stack(layout.angles(torch.arange(count) * step), dim=1).to(device)
+            for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
+        )
+        return RotaryAngles(layout.partners(device).int(), near, far)
+
+
+@cache
+def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
+    """Returns what numbers become that are coded one by one."""
+    with torch.inference_mode(False):
+        bounds = thresholds(torch.device("cpu"))
+        # As the kernel computes it, so that a number is above all bounds of the cells before its own
+        cells = _cells(bounds)
+        codes = torch.searchsorted(
+            cells, torch.arange(NUM_CELLS.value, dtype=torch.int32).expand(len(cells), -1).contiguous()
+        )
+        own = torch.full(codes.shape, torch.inf).scatter_(1, cells.long(), bounds)
+        coefficients = _coefficients("lloyd-max", is_weighted, device)
+        return Codebook(coefficients, codes.to(torch.uint8).to(device), own.to(device))
+
+
+def _cells(numbers: torch.Tensor) -> torch.Tensor:
+    """The cells of the kernel's grid that numbers lie in, int32."""
+    return ((numbers.clamp(-GRID_END.value, GRID_END.value) + GRID_END.value) * GRID_STEPS.value).int()
+
+
+@cache
+def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the Hadamard matrix that values are rotated by, of ones, as `code_rows.prepare_coding` takes it."""
+    size = rotation_size(head_dim)
+    with torch.inference_mode(False):
+        signs = hadamard_matrix(size, torch.device("cpu")).sign()
+        signs = torch.block_diag(*[signs] * (head_dim // size))
+        return in_tile_order(signs).to(dtype).to(device)
+
+
+def in_tile_order(matrix: torch.Tensor) -> torch.Tensor:
+    """Columns `[..., D]` at their places of a tile, as `coding_tiles.row_places` says, zeros where there are none."""
+    padded = F.pad(matrix, (0, block_channels(matrix.shape[-1]) - matrix.shape[-1]))
+    return padded.unflatten(-1, (-1, 8)).transpose(-1, -2).flatten(-2).contiguous()

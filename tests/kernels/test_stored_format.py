@@ -1,0 +1,36 @@
+"""Constants of stored rows in C and in Triton's kernels are those of the codecs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcache_plugins import kernels
+from kvcache_plugins.codecs import quantizers, rows
+from kvcache_plugins.codecs.allocation import BLOCK
+
+
+FOLDER = Path(kernels.__file__).parent / "cpu"
+EXPECTED = {
+    "SCALE_STEPS": rows.SCALE_STEPS,
+    "SCALE_OFFSET": rows.SCALE_OFFSET,
+    "LAST_SCALE": rows.LAST_SCALE,
+    "LEAST_GAIN": rows.LEAST_GAIN,
+    "SEARCH_STEPS": quantizers.SEARCH_STEPS,
+    "SEARCH_END": quantizers.SEARCH_END,
+    "NUM_STATES": quantizers.NUM_STATES,
+    "MOST_WIDTH": quantizers.MAX_WIDTH,
+    "MOST_TRELLIS_WIDTH": len(quantizers.Trellis.distortions) - 1,
+    "BLOCK": BLOCK,
+}
+
+
+def constants() -> dict[str, float]:
+    """Every number that `coding.h` gives a name in capitals, defined or enumerated."""
+    text = (FOLDER / "coding.h").read_text(encoding="utf-8")
+    return {name: float(number) for name, number in re.findall(r"\b([A-Z_]+)(?: =)? ([0-9.]+)f?\b", text)}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_c_has_the_constants_of_the_codecs(name):
+    assert constants()[name] == EXPECTED[name]

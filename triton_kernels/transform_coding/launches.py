@@ -1,0 +1,103 @@
+"""What kernels over rows take beside tables of `kvcache_plugins.codecs.rows`, and a launch that codes.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kvcache_plugins.codecs.rows import RowTable
+
+
+class CodedRows(NamedTuple):
+    """
+    One side of a cache as rows of bytes.
+
+    Args:
+        rows (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8):
+            `[scale | block | block | ...]`; a head's rows follow each other without gaps.
+        table (`RowTable`):
+            What they mean.
+        coefficients (`torch.Tensor` of shape `[9, 6]`, float32):
+            What a code of every width stands for: of the number `v = 1024 + 2 code`, which the kernel makes of its
+            bits, `c = factor v + term` and `c (first + c^2 (second + c^2 third))`. Of a trellis the code is the state
+            times the last one, modulo 256.
+    """
+
+    rows: torch.Tensor
+    table: RowTable
+    coefficients: torch.Tensor
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether codes are those of a trellis."""
+        return self.table.quantizer == "trellis"
+
+
+class RotaryAngles(NamedTuple):
+    """
+    The angles of keys' rotary embedding. Those of a position are the sum of two: of its remainder, and of the rest.
+
+    Args:
+        partners (`torch.Tensor` of shape `[D]`, int32):
+            The other channel of every channel's pair, itself where it has none.
+        near (`torch.Tensor` of shape `[P, 2, D]`, float32):
+            Cosines and signed sines of the positions 0 to P - 1.
+        far (`torch.Tensor` of shape `[at least positions / P, 2, D]`, float32):
+            The same of the multiples of P.
+    """
+
+    partners: torch.Tensor
+    near: torch.Tensor
+    far: torch.Tensor
+
+
+class Codebook(NamedTuple):
+    """
+    What numbers become, by the width of their block, see `coding_tiles`.
+
+    Args:
+        coefficients (`torch.Tensor` of shape `[9, 6]`, float32):
+            See `CodedRows`.
+        cell_codes (`torch.Tensor` of shape `[9, cells]`, uint8):
+            How many bounds lie below all of a cell.
+        cell_bounds (`torch.Tensor` of shape `[9, cells]`, float32):
+            The bound that lies in a cell, infinite where there is none.
+    """
+
+    coefficients: torch.Tensor
+    cell_codes: torch.Tensor
+    cell_bounds: torch.Tensor
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The kernel arguments."""
+        return {
+            "coefficient_ptr": self.coefficients,
+            "cell_code_ptr": self.cell_codes,
+            "cell_bound_ptr": self.cell_bounds,
+        }
+
+
+class CodingLaunch(NamedTuple):
+    """
+    A launch that codes, and what it fills.
+
+    Args:
+        kernel (`triton.JITFunction`): the kernel.
+        arguments (`dict[str, Any]`): all of its parameters by name.
+        options (`dict[str, int]`): warps and stages.
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): what is filled.
+    """
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    rows: torch.Tensor
+
+    def __call__(self) -> None:
+        """Launches on the current stream of the current device."""
+        num_tiles = triton.cdiv(self.arguments["length"], self.arguments["BLOCK_T"])
+        if num_tiles:
+            self.kernel[(num_tiles * self.arguments["num_matrices"],)](**self.arguments, **self.options)
