@@ -18,12 +18,12 @@ PROGRAM = """
 import torch
 from transformers import AutoModelForCausalLM
 from kvcache_plugins import create_cache, generate_with
-from kvcache_plugins.ops import dispatch
+from kvcache_plugins.kernels import engine
 
 model = AutoModelForCausalLM.from_pretrained({folder!r})
 tokens = torch.randint(3, 97, (1, 150), generator=torch.Generator().manual_seed(0))
 def call(number):
-    dispatch._kernel_on.cache_clear()
+    engine._kernel_on.cache_clear()
     if number == 0:
         model.generate(tokens, past_key_values=create_cache("gear-4bit", model), max_new_tokens=3)
     if number == 1:
