@@ -104,6 +104,7 @@ def test_everything_fetched_is_exact(name: str) -> None:
     assert stats["layers_offloaded"] == offloaded
     assert stats["selected_calls"] == 6 * offloaded
     # The first layer has no layer before it
+    assert [layer.stats()["speculated_calls"] for layer in cache.layers[-2:]] == [6, 6]
     assert stats["speculated_calls"] == 6 * 2
 
 
