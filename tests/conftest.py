@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -87,30 +87,33 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def covering(cases: Sequence[dict[str, int]], size: int) -> set[int]:
-    """Chooses as few cases, by number, as hold what all hold together: values of `size` parameters at a time."""
-    held = [set(combinations(sorted(case.items()), min(size, len(case)))) for case in cases]
-    missing, chosen = set().union(*held), set()
+def covering(cases: Sequence[Sequence[str]]) -> set[int]:
+    """Chooses as few cases, by number, as hold each value of each parameter, with none more often than needed."""
+    held = [set(enumerate(case)) for case in cases]
+    missing, chosen, uses = set().union(*held), set(), Counter()
     while missing:
-        best = max(range(len(cases)), key=lambda number: (len(held[number] & missing), -number))
+        best = max(
+            range(len(cases)),
+            key=lambda number: (len(held[number] & missing), -sum(uses[value] for value in held[number])),
+        )
         chosen.add(best)
+        uses.update(held[best])
         missing -= held[best]
     return chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `long` the cases that `each_value` and `each_pair` leave out."""
-    for marker, size in (("each_value", 1), ("each_pair", 2)):
-        tests: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            if item.get_closest_marker(marker) and not item.get_closest_marker("long") and hasattr(item, "callspec"):
-                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        for cases in tests.values():
-            chosen = covering([case.callspec.indices for case in cases], size)
-            for number, case in enumerate(cases):
-                if number not in chosen:
-                    case.add_marker("long")
+    """Marks as `long` the cases that `each_value` leaves out."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value") and not item.get_closest_marker("long"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        chosen = covering([case.callspec._idlist for case in cases])
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker("long")
 
 
 @pytest.fixture(autouse=True)

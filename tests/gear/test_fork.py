@@ -40,9 +40,14 @@ def test_forks_go_on_as_copies_do(tiny_model, architecture):
     alone = [copy.deepcopy(cache) for _ in range(3)]
     forks = cache.fork(3)
     continuations = [tokens(50, seed) for seed in (2, 3, 4)]
-    for fork, single, continuation in zip(forks, alone, continuations, strict=True):
+    # In turn, so that one would write over another's tokens where they shared a buffer
+    steps = [
+        [logits_of(model, fork, each[:, [step]]) for fork, each in zip(forks, continuations, strict=True)]
+        for step in range(50)
+    ]
+    for logits, single, continuation in zip(zip(*steps, strict=True), alone, continuations, strict=True):
         expected = logits_of(model, single, continuation)
-        torch.testing.assert_close(logits_of(model, fork, continuation), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
     assert [fork.get_seq_length() for fork in forks] == [130 + 47 + 50] * 3
     # The one that was forked has seen nothing of it, and goes on too
     assert cache.get_seq_length() == 130 + 47

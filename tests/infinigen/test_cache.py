@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from kvcache_plugins import InfiniGenCache, create_cache
-from kvcache_plugins.contract.families.survey import build_family
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.eval.families.survey import build_family
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
@@ -104,6 +104,7 @@ def test_everything_fetched_is_exact(name: str) -> None:
     assert stats["layers_offloaded"] == offloaded
     assert stats["selected_calls"] == 6 * offloaded
     # The first layer has no layer before it
+    assert [layer.stats()["speculated_calls"] for layer in cache.layers[-2:]] == [6, 6]
     assert stats["speculated_calls"] == 6 * 2
 
 

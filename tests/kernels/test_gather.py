@@ -18,7 +18,6 @@ def _level(request, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", request.param)
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 300])

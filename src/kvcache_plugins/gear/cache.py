@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +20,7 @@ from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
+from kvcache_plugins.user_warnings import warn_user
 
 from .captured_steps import CapturedSteps
 from .config import GEARConfig, PresetChoice
@@ -417,17 +416,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         return cache
 
 
-def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
-    """GEAR: transform coding, or a quantized backbone with low rank and outliers"""
-    if model is not None:
-        get_config(model)
-    return GEARCache(model, **options)  # type: ignore[arg-type]
-
-
-# The options are the class's own, so that a misspelt one is named before anything is built
-create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
-
-
 def check_gear(*, calibration: object = None, **options: Any) -> None:
     """Raises a `ValueError` for what can be told to be wrong without a model."""
     GEARCache(**options)
@@ -485,5 +473,5 @@ def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> Transf
     try:
         return find_calibration(unwrap_model(model), is_own=True)
     except ValueError as error:
-        warnings.warn(f"the cache goes without a calibration: {error}", stacklevel=5)
+        warn_user(f"the cache goes without a calibration: {error}")
         return None
