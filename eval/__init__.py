@@ -5,6 +5,7 @@
 | `harness/` | what every measurement needs: windows of text, caches by name, timing, checks |
 | `measures/` | what is measured of a cache's answers: divergence, perplexity, retrieval, texts side by side |
 | `benchmarks/` | what is timed or weighed: `kvcache-plugins bench` |
+| `families/` | caches tried on a tiny model of every decoder family: `kvcache-plugins models` |
 | `llama_cpp/` | llama.cpp's step and attention, through its bindings |
 | `sweeps/` | caches x models x measures, from a file: `kvcache-plugins eval sweep` |
 | `tables/` | results as documents and figures: `kvcache-plugins eval report` |
@@ -13,5 +14,6 @@
 | `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
 | `results/` | JSON of what was measured |
 
-`lm_eval_model` is lm-eval's model `kvcache`. The commands' options and help are in `kvcache_plugins.cli`.
+`lm_eval_model` is lm-eval's model `kvcache`. A function that a command runs declares the command's
+options and help: `kvcache_plugins.cli` only names it.
 """

@@ -45,7 +45,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
     {"continuations", "tables"},
     {"lm_eval_ranks", "lm_eval_requests", "measures", "report"},
     {"lm_eval_model"},
-    {"tasks", "runahead"},
+    {"tasks", "runahead", "families"},
     {"benchmarks", "sweeps", "lm_eval_commands"},
     {"gpu"},
 )

@@ -303,7 +303,7 @@ def test_a_named_factory_is_imported_when_it_is_needed() -> None:
     assert [entry.summary for entry in describe_caches("named")] == ["of a module that is not there"]
     with pytest.raises(ImportError, match="no_such_module"):
         create_cache("named")
-    register_cache("theirs", "kvcache_plugins.gear.cache:create_gear", nbits=2)
+    register_cache("theirs", "kvcache_plugins.gear.cache:GEARCache", nbits=2)
     assert create_cache("theirs").gear_config.key.nbits == 2
 
 

@@ -1,1 +1,1 @@
-"""What is timed or weighed, a module for each command of `kvcache-plugins bench`."""
+"""Benchmarks, a module for each command of `kvcache-plugins bench`."""

@@ -1,4 +1,4 @@
-"""What `torch.compile` of the model brings a decode step: static shapes for Transformers' `StaticCache`, growing ones,
+"""Gain of a decode step by `torch.compile` of the model: static shapes for Transformers' `StaticCache`, growing ones,
 with a graph break a layer, for a compressed cache.
 
 kvcache-plugins bench compile --cache gear-2bit --text-file FILE
@@ -8,13 +8,14 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, StaticCache
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
@@ -28,9 +29,19 @@ _WARM_UP = 6
 
 @torch.inference_mode()
 def benchmark_compile(
-    text_file: Path, cache: str, model: str, context: int, steps: int, num_threads: int | None
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --steps + 6 tokens.")],
+    cache: Annotated[str, typer.Option(help="NAME or NAME:key=value,...: beside `StaticCache`.")] = "gear-2bit",
+    model: ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 1024,
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 20,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench compile`: a row for each cache, as it is and compiled."""
+    """Time decode steps of a model as it is and compiled. Caches take turns. On a CPU this needs a C++ compiler.
+
+    \b
+    Example:
+        kvcache-plugins bench compile --text-file book.txt
+    """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     check_caches([cache])

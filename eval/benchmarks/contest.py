@@ -155,7 +155,7 @@ class Contest:
         ]
 
     def settings(self, rounds: int) -> dict[str, object]:
-        """What the rows were measured with."""
+        """Returns the settings that the rows were measured with."""
         timed = "device time" if self.device.type == "cuda" else "whole calls"
         dtype = str(self.query.dtype).removeprefix("torch.")
         return {**asdict(self.shape), "dtype": dtype, "kernel": self.kernel, "rounds": rounds, "timed": timed}

@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import CachesOption, ModelOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
@@ -55,9 +56,23 @@ def summarize(seconds: list[float], prompt_length: int, bin_length: int) -> list
 
 
 def benchmark_decode(
-    cache: list[str], text_file: Path, model: str, prompt: int, steps: int, bin_length: int, num_layers: int | None
+    cache: CachesOption,
+    text_file: Annotated[Path, typer.Option(help="A text of at least --prompt + --steps tokens.")],
+    model: ModelOption = "smollm2",
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 256,
+    steps: Annotated[int, typer.Option(help="Tokens to decode.", min=1)] = 5000,
+    bin_length: Annotated[int, typer.Option(help="Steps that one median is over.", min=3)] = 500,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Keep the model's first layers only, to save time.", min=1)
+    ] = None,
 ) -> dict[str, Any]:
-    """A result of `bench decode`: one cache after the other, a row each."""
+    """Time every step of a long decode. Shows whether a cache copies its history again and again.
+
+    \b
+    Examples:
+        kvcache-plugins bench decode --cache dynamic --cache gear --text-file book.txt
+        kvcache-plugins bench decode --cache gear-2bit --text-file book.txt --steps 500 --bin-length 100 --num-layers 2
+    """
     check_caches(cache)
     text = read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model)

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import CachesOption, ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.infinigen import cache as cache_module
@@ -83,9 +84,24 @@ def time_parts(step: Callable[[int], object], num_steps: int) -> dict[str, float
 
 @torch.inference_mode()
 def benchmark_infinigen(
-    text_file: Path, cache: list[str], model: str, context: int, steps: int, num_threads: int | None
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + 2 * --steps tokens.")],
+    cache: CachesOption = [
+        "dynamic",
+        "infinigen",
+        "h2o:heavy_ratio=0.05,recent_ratio=0.05",
+    ],
+    model: ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 8000,
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench infinigen`: caches take turns, and InfiniGen's have their parts."""
+    """Time decode steps, and the parts of those of InfiniGen. Caches take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench infinigen --text-file book.txt
+        kvcache-plugins bench infinigen --cache dynamic --cache infinigen:share=0.05 --text-file book.txt
+    """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     check_caches(cache)

@@ -8,14 +8,15 @@ whole call, with its launches, stands beside it.
     kvcache-plugins bench kernels --context 16384 --out FILE.json
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from kvcache_plugins.console.compilation import announce_compilation
 from kvcache_plugins.console.loading import parse_device, parse_dtype
+from kvcache_plugins.console.options import NumThreadsOption
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.registry import check_caches
 
@@ -36,18 +37,26 @@ def describe(row: Mapping[str, Any]) -> str:
 
 @torch.inference_mode()
 def benchmark_kernels(
-    context: int,
-    batch_size: int,
-    num_heads: int,
-    groups: int,
-    head_dim: int,
-    cache: Sequence[str] | None,
-    dtype: str,
-    device: str,
-    num_threads: int | None,
-    rounds: int,
+    context: Annotated[int, typer.Option(help="Tokens, a multiple of 64.", min=1)] = 16384,
+    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
+    groups: Annotated[int, typer.Option(help="Query heads a key/value head.", min=1)] = 4,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
+    cache: Annotated[
+        list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one of each kind.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of queries and dense states.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    num_threads: NumThreadsOption = None,
+    rounds: Annotated[int, typer.Option(help="Times that each is timed.", min=3)] = 25,
 ) -> dict[str, Any]:
-    """A result of `bench kernels`: a row for each attention, and one for a copy."""
+    """Time decode attention alone. From compressed storage, dense, and a copy, taking turns; checked first.
+
+    \b
+    Examples:
+        kvcache-plugins bench kernels
+        kvcache-plugins bench kernels --device cuda --dtype bfloat16 --batch-size 16 --context 32768 --out kernels.json
+    """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     place = parse_device(device)

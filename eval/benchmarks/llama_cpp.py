@@ -14,13 +14,14 @@ from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import ModelOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import check_length, with_reference
@@ -52,7 +53,7 @@ _MOST_KL_F16, _MOST_KL, _MOST_ERROR = 0.01, 2.0, 0.3
 
 
 def llama_name(kv_type: str) -> str:
-    """What a row of llama.cpp is called."""
+    """Names a row of llama.cpp."""
     return f"llama.cpp {kv_type}"
 
 
@@ -135,7 +136,7 @@ def time_attention(
 
 
 def states_bytes(states: States, context: int, kv_type: str) -> int:
-    """What llama.cpp's cache holds of `context` tokens in a type."""
+    """Counts the bytes that llama.cpp's cache holds of `context` tokens in a type."""
     numbers = sum(side.shape[1] * side.shape[3] for layer in states for side in layer)
     return int(numbers * context * KV_TYPES[kv_type].bits / 8)
 
@@ -176,20 +177,44 @@ def _measure(
 
 @torch.inference_mode()
 def benchmark_llama_cpp(
-    text_file: Path,
-    part: Sequence[str],
-    cache: Sequence[str],
-    attention_cache: Sequence[str],
-    kv_type: Sequence[str],
-    model: str,
-    gguf: Path | None,
-    context: Sequence[int],
-    rounds: int,
-    seconds: float,
-    num_threads: int | None,
-    limit: float,
+    text_file: Annotated[Path, typer.Option(help="A text, of which up to 512 tokens are read.")],
+    part: Annotated[list[str], typer.Option(help="step or attention; repeatable.")] = ["step", "attention"],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... whose steps are timed; repeatable.")] = [
+        "quanto-4bit",
+        "hqq-4bit",
+        "gear-k4v3",
+        "gear-t22",
+        "gear",
+    ],
+    attention_cache: Annotated[list[str], typer.Option(help="A GEAR preset whose attention is; repeatable.")] = [
+        "gear-k4v4",
+        "gear-k4v3",
+        "gear-k3v2",
+        "gear-t22",
+    ],
+    kv_type: Annotated[list[str], typer.Option(help="f16, q8_0, q5_1, q5_0, q4_1 or q4_0; repeatable.")] = [
+        "f16",
+        "q8_0",
+        "q5_1",
+        "q4_0",
+    ],
+    model: ModelOption = "smollm2",
+    gguf: Annotated[Path | None, typer.Option(help="The same weights; made in float32 of a short name's.")] = None,
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [1024, 4096, 16384],
+    rounds: Annotated[int, typer.Option(help="Steps of each that a median is over; twice of attention.", min=3)] = 20,
+    seconds: Annotated[float, typer.Option(help="After these, three rounds are enough in one context.", min=0)] = 10.0,
+    num_threads: Annotated[int | None, typer.Option(help="Of both; PyTorch's default if not given.", min=1)] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further context is begun.", min=0)] = 3600.0,
 ) -> dict[str, Any]:
-    """A result of `bench llama-cpp`: rows of steps, and of attention alone."""
+    """Time steps and attention beside llama.cpp. The same weights in float32; all take turns.
+
+    Needs the extra `llama-cpp`. Caches are filled by repeating what was read.
+
+    \b
+    Examples:
+        kvcache-plugins bench llama-cpp --text-file book.txt --num-threads 1 --out llama_cpp.json
+        kvcache-plugins bench llama-cpp --text-file book.txt --part attention --kv-type q4_0 --context 4096
+    """
     for name, values, accepted in (("part", part, PARTS), ("kv_type", kv_type, tuple(KV_TYPES))):
         for value in values:
             check_choice(name, value, accepted)

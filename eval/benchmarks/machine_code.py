@@ -10,9 +10,8 @@ rows all counts, a loop over channels as often as it runs, and the fit of a scal
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -132,7 +131,7 @@ def count(
 
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
-    """What would be launched on a GPU. Imported late, as Triton need not be there."""
+    """Prepares the launch that a GPU would run. Imported late, as Triton need not be there."""
     from kvcache_plugins.kernels.triton_rows import prepare_part as prepare_rows
     from kvcache_plugins.ops.triton_attention import prepare_part
 
@@ -170,11 +169,21 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def benchmark_machine_code(
-    cache: Sequence[str] | None, head_dim: Sequence[int] | None, query_heads: Sequence[int], capability: int
+    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default all.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="Channels of a head; repeatable; by default 128, of rows 64 too.", min=1)
+    ] = None,
+    query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],
+    capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
 ) -> dict[str, Any]:
-    """
-    A result of `bench machine-code`: a row for each preset, head dimension (by default 128, and 64 of presets whose
-    tokens are rows) and number of query heads, and two for coding where kernels do it.
+    """Count the machine code of decode attention and of coding.
+
+    It is compiled for a GPU that need not be there: nothing is timed.
+
+    \b
+    Examples:
+        kvcache-plugins bench machine-code
+        kvcache-plugins bench machine-code --cache gear-k4v4 --head-dim 64 --head-dim 128 --capability 80
     """
     typer.echo("counted in machine code, not measured; bounds for an H200")
     rows = []

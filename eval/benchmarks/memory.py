@@ -1,4 +1,4 @@
-"""What a decode step allocates beside the cache, and the peak of a whole process, for several caches.
+"""Bytes that a decode step allocates beside the cache, and the peak of a whole process, for several caches.
 
 A cache that decompresses a layer at every token holds less and allocates as much. So two numbers stand here beside the
 bytes held: the most that one decode step has alive at a time, from every tensor that PyTorch makes during it, and the
@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import CachesOption, ModelOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.models.cache_argument import as_argument
@@ -108,8 +109,19 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def benchmark_memory(cache: list[str], text_file: Path, model: str, context: int) -> dict[str, Any]:
-    """A result of `bench memory`: a row for each cache, measured in a process of its own."""
+def benchmark_memory(
+    cache: CachesOption,
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context tokens.")],
+    model: ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 4096,
+) -> dict[str, Any]:
+    """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
+
+    \b
+    Examples:
+        kvcache-plugins bench memory --cache dynamic --cache gear --text-file book.txt
+        kvcache-plugins bench memory --cache gear-2bit:rank=8 --context 1024 --text-file book.txt --out memory.json
+    """
     check_caches(cache)
     read_text(text_file, "text_file")
     num_threads = torch.get_num_threads()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.console.loading import default_device, load_for_evaluation
+from kvcache_plugins.console.options import ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
@@ -36,19 +37,36 @@ PLACES = ("memory", "disk")
 
 @torch.inference_mode()
 def benchmark_pool(
-    text_file: Path,
-    folder: Path,
-    cache: Sequence[str],
-    place: Sequence[str],
-    context: Sequence[int],
-    model: str,
-    dtype: str,
-    read: int,
-    steps: int,
-    limit: str | None,
-    num_threads: int | None,
+    text_file: Annotated[Path, typer.Option(help="A text of at least --read + --steps tokens.")],
+    folder: Annotated[Path, typer.Option(help="Where pools on disk are.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... with a pool; repeatable.")] = [
+        "infinigen",
+        "infinigen-gear",
+    ],
+    place: Annotated[list[str], typer.Option(help="memory or disk; repeatable; they take turns.")] = [
+        "memory",
+        "disk",
+    ],
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [32768],
+    model: ModelOption = "smollm2",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    read: Annotated[int, typer.Option(help="Tokens whose states are repeated.", min=64)] = 4096,
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 16,
+    limit: Annotated[
+        str | None, typer.Option("--memory-limit", help='Of the whole process with its files, as "3GB"; by a cgroup.')
+    ] = None,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench pool`: a row for each cache, place and context; the places of one context take turns."""
+    """Time decode steps with a pool in memory and on disk.
+
+    The context is filled with the states of a text, repeated: no prefill of that length is run. What a small host
+    would do is seen with --place disk and --memory-limit.
+
+    \b
+    Examples:
+        kvcache-plugins bench pool --text-file book.txt --folder /var/tmp --context 32768 --context 131072
+        kvcache-plugins bench pool --text-file book.txt --folder /var/tmp --place disk --memory-limit 3GB
+    """
     wrong = [each for each in place if each not in PLACES]
     if wrong:
         raise ValueError(f"`place` has to be one of {list(PLACES)} but got {wrong[0]!r}")

@@ -9,7 +9,7 @@ kernel that reads all of it is faster. Left out are the query, the output and th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -72,9 +72,22 @@ def _parse_shape(text: str, **layer: int) -> Shape:
 
 
 def benchmark_prediction(
-    bandwidth: float, shape: list[str], cache: Sequence[str] | None, num_heads: int, head_dim: int, dtype: str
+    bandwidth: Annotated[float, typer.Option(help="GB/s (1e9 bytes) that reading is assumed to reach.")],
+    shape: Annotated[list[str], typer.Option(help="BATCHxTOKENS; repeatable.")] = ["16x32768"],
+    cache: Annotated[
+        list[str] | None, typer.Option(help="`dynamic` or a GEAR preset; repeatable; by default one of each kind.")
+    ] = None,
+    num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
+    dtype: Annotated[str, typer.Option(help="Of dense and exact states.")] = "bfloat16",
 ) -> dict[str, Any]:
-    """A result of `bench predict`: a row for each cache of each shape."""
+    """Predict attention times from bytes. The least time of one layer at a stated bandwidth; not a measurement.
+
+    \b
+    Examples:
+        kvcache-plugins bench predict --bandwidth 4300
+        kvcache-plugins bench predict --bandwidth 900 --shape 1x4096 --shape 8x4096 --cache gear-2bit
+    """
     if bandwidth <= 0:
         raise ValueError(f"`bandwidth` must be above 0, but got {bandwidth}")
     kind = parse_dtype(dtype)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import DtypeOption, ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
@@ -119,17 +120,28 @@ def describe(row: Mapping[str, Any]) -> str:
 
 @torch.inference_mode()
 def benchmark_prompts(
-    cache: list[str],
-    text_file: Path,
-    model: str,
-    context: int,
-    new_tokens: list[int],
-    chunk: list[int],
-    rounds: int,
-    num_threads: int | None,
-    dtype: str | None,
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
+    model: ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = [
+        17,
+        128,
+        512,
+        2048,
+    ],
+    chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
+    rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
+    dtype: DtypeOption = None,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench prompts`: rows of the prompt at once, in chunks, and of new tokens behind it."""
+    """Time prompts, chunks of them, and tokens behind them. What coding them takes is timed too.
+
+    \b
+    Examples:
+        kvcache-plugins bench prompts --cache dynamic --cache gear --text-file book.txt
+        kvcache-plugins bench prompts --cache dynamic --cache gear --context 8192 --chunk 512 --text-file book.txt
+    """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     check_caches(cache)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -81,7 +81,7 @@ class Place:
 
     @property
     def dense_bytes(self) -> int:
-        """What a dense cache holds there, of all layers."""
+        """Counts the bytes of a dense cache there, of all layers."""
         heads = SHAPES[self.shape]
         states = 2 * heads.num_layers * heads.num_heads * heads.head_dim * self.batch_size * self.context
         return states * parse_dtype(self.dtype).itemsize
@@ -171,19 +171,45 @@ def _time_with_threads(
 
 @torch.inference_mode()
 def benchmark_shapes(
-    part: Sequence[str],
-    cache: Sequence[str],
-    shape: Sequence[str],
-    dtype: Sequence[str],
-    batch_size: Sequence[int],
-    num_threads: Sequence[int],
-    context: Sequence[int],
-    rounds: int,
-    seconds: float,
-    max_gigabytes: float,
-    limit: float,
+    part: Annotated[list[str], typer.Option(help="step or attention; repeatable.")] = ["step", "attention"],
+    cache: Annotated[list[str], typer.Option(help="A GEAR preset, beside dynamic; repeatable.")] = [
+        "gear-k4v3",
+        "gear-t22",
+    ],
+    shape: Annotated[list[str], typer.Option(help="mha, gqa-3, gqa-4 or mqa; repeatable.")] = [
+        "mha",
+        "gqa-3",
+        "gqa-4",
+        "mqa",
+    ],
+    dtype: Annotated[list[str], typer.Option(help="float32, bfloat16 or float16; repeatable.")] = [
+        "float32",
+        "bfloat16",
+    ],
+    batch_size: Annotated[list[int], typer.Option(help="Sequences; repeatable.", min=1)] = [1, 8],
+    num_threads: Annotated[list[int], typer.Option(help="Of the CPU; repeatable.", min=1)] = [1, 2],
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [
+        1,
+        64,
+        256,
+        1024,
+        4096,
+        16384,
+    ],
+    rounds: Annotated[int, typer.Option(help="Times that each is timed in one place.", min=3)] = 20,
+    seconds: Annotated[float, typer.Option(help="After these, three rounds are enough in one place.", min=0)] = 1.0,
+    max_gigabytes: Annotated[float, typer.Option(help="Places where a dense cache takes more are left out.")] = 2.5,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further place is begun.", min=0)] = 3600.0,
 ) -> dict[str, Any]:
-    """A result of `bench shapes`: rows of every place, cache and number of threads."""
+    """Time steps and attention over shapes. Heads, dtypes, batches, threads and contexts, each with each.
+
+    Steps are those of small random models; caches are filled with states, not by reading. Caches take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench shapes --out shapes.json
+        kvcache-plugins bench shapes --part step --shape mqa --dtype bfloat16 --context 4096 --cache gear
+    """
     for name, values, accepted in (("part", part, PARTS), ("shape", shape, tuple(SHAPES))):
         for value in values:
             check_choice(name, value, accepted)

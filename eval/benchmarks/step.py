@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import DtypeOption, ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.harness.caches import cache_stats
@@ -90,16 +91,23 @@ def describe(row: Mapping[str, Any]) -> str:
 
 @torch.inference_mode()
 def benchmark_steps(
-    cache: list[str],
-    text_file: Path,
-    model: str,
-    context: list[int],
-    steps: int,
-    num_threads: int | None,
-    dtype: str | None,
-    read: int | None = None,
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")],
+    model: ModelOption = "smollm2",
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [4096],
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
+    dtype: DtypeOption = None,
+    read: Annotated[int | None, typer.Option(help="Tokens whose states are repeated up to --context.", min=64)] = None,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench step`: caches take turns, a row each for every context."""
+    """Time whole decode steps of a model. Caches take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt
+        kvcache-plugins bench step --cache dynamic --cache quanto-4bit --context 1024 --text-file book.txt --out s.json
+        kvcache-plugins bench step --cache dynamic --cache gear --context 65536 --read 4096 --text-file book.txt
+    """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     check_caches(cache)

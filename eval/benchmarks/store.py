@@ -25,13 +25,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import AutoTokenizer
 
 from kvcache_plugins.console.loading import default_device
+from kvcache_plugins.console.options import ModelOption, NumThreadsOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.models.reference_model import resolve_model
@@ -95,19 +96,40 @@ SCENARIOS: dict[str, Callable[[list[int], Sizes], list[Visit]]] = {
 
 
 def benchmark_store(
-    text_file: Path,
-    way: list[str],
-    scenario: list[str],
-    model: str,
-    document: int,
-    questions: int,
-    question_tokens: int,
-    turns: int,
-    new_tokens: int,
-    unaided: int | None,
-    num_threads: int | None,
+    text_file: Annotated[Path, typer.Option(help="A text of three documents' tokens at least.")],
+    way: Annotated[list[str], typer.Option(help="none, pickle, or a GEAR cache's NAME; repeatable.")] = [
+        "none",
+        "pickle",
+        "gear",
+        "gear-4bit",
+    ],
+    scenario: Annotated[list[str], typer.Option(help="again, questions, documents or chat; repeatable.")] = [
+        "again",
+        "questions",
+        "documents",
+        "chat",
+    ],
+    model: ModelOption = "smollm2",
+    document: Annotated[int, typer.Option(help="Tokens of a document.", min=8)] = 8000,
+    questions: Annotated[int, typer.Option(help="Questions to a document.", min=1)] = 20,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of a question, or of a turn.", min=1)] = 32,
+    turns: Annotated[int, typer.Option(help="Turns of a chat.", min=1)] = 12,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
+    unaided: Annotated[
+        int | None, typer.Option(help="Prompts of a scenario that `none` answers at most; all if not given.", min=1)
+    ] = None,
+    num_threads: NumThreadsOption = None,
 ) -> dict[str, Any]:
-    """A result of `bench store`: a row for every prompt of every scenario, by every way."""
+    """Time the first token of prompts that were read before.
+
+    Those who read them are processes that have ended. Without a store, with a pickled DynamicCache, and with a prompt
+    store of GEAR caches.
+
+    \b
+    Examples:
+        kvcache-plugins bench store --text-file book.txt --out store.json
+        kvcache-plugins bench store --text-file book.txt --scenario again --way gear --document 2000
+    """
     unknown = sorted(set(scenario) - SCENARIOS.keys())
     if unknown:
         raise ValueError(f"`scenario` has to be one of {list(SCENARIOS)} but got {unknown[0]!r}")
@@ -140,7 +162,7 @@ def benchmark_store(
 
 
 def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
-    """What visits begin with, `count` prompts in all."""
+    """Makes the beginnings of visits, `count` prompts in all."""
     kept = []
     for visit in visits:
         prompts = visit.prompts[:count]

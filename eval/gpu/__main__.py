@@ -2,7 +2,7 @@
 
 import typer
 
-from kvcache_plugins.cli.bench.gpu import main
+from .command import run_on_gpu as main
 
 
 if __name__ == "__main__":

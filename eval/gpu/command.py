@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -47,8 +48,20 @@ _SHARES = {
 _GRACE = 15.0
 
 
-def run_on_gpu(out: Path, limit: float, tiny: bool, part: str | None) -> None:
-    """All parts, each in a process of its own with its share of the time, or one part in this process."""
+def run_on_gpu(
+    out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
+    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
+    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, presets, ...")] = None,
+) -> None:
+    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
+
+    \b
+    Examples:
+        kvcache-plugins bench gpu
+        kvcache-plugins bench gpu --part attention --out /tmp/results
+        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
+    """
     if part is not None and part not in PARTS:
         raise ValueError(f"`part` must be one of {', '.join(f'`{name}`' for name in PARTS)}, but got `{part}`")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What InfiniGen is measured by on a GPU: exactness, steps against full offloading and against none, hidden transfers.
+"""Measurements of InfiniGen on a GPU: exactness, steps against full offloading and against none, hidden transfers.
 
 Three caches answer the question. `offloaded`, Transformers' own, brings every layer's keys and values to the GPU at
 every step. The same InfiniGen cache with its pool in the GPU's memory does everything that it otherwise does, choosing

@@ -1,9 +1,12 @@
 """`kvcache-plugins eval perplexity`: caches on a text, as a table and as JSON."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
 from kvcache_plugins.console.progress import track_progress
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import memory_fields, provenance
@@ -33,17 +36,22 @@ def perplexity_fields(cache: str, result: Perplexity) -> dict[str, object]:
 
 
 def evaluate_perplexity(
-    text_file: Path,
-    cache: list[str],
-    model: str,
-    length: int,
-    windows: int,
-    chunk: int,
-    stretch: int,
-    dtype: str | None,
-    device: str | None,
+    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: ModelOption = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
+    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
+    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
 ) -> dict[str, Any]:
-    """A result of `eval perplexity`: a row for each cache, the dense one first."""
+    """Perplexity against position. Texts are decoded through each cache from the first token on.
+
+    \b
+    Examples:
+        kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
+    """
     settings = {name: value for name, value in locals().items() if name != "cache"}
     settings["text_file"] = text_file.name
     check_caches(cache)

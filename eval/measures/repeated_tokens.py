@@ -17,13 +17,14 @@ import typer
 from transformers import PreTrainedModel
 
 from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.eval.promises import FOLDER
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import create_cache
 
 
 PROMPTS = {"newlines": "\n" * 800, '" the"': " the" * 400, '" 0"': " 0" * 400, "1200 dots": "." * 1200}
+# The promises' text
+_TEXT_FILE = Path(__file__).parents[1] / "results" / "promises" / "text.txt"
 CACHES = ("gear-t16", "gear", "gear-t30", "gear-c16", "gear-4bit", "gear-k4v3", "kivi-2bit")
 _TEXT, _PROMPT, _BEHIND, _DECODED, _SCORED = "text", 400, 64, 160, 64
 
@@ -66,7 +67,7 @@ def main(
 ) -> None:
     """Measures SmolLM2 on one text, and writes the result."""
     torch.set_num_threads(1)
-    rows = measure(caches.split(","), (FOLDER / "text.txt").read_text(encoding="utf-8"))
+    rows = measure(caches.split(","), _TEXT_FILE.read_text(encoding="utf-8"))
     content = {**provenance(torch.device("cpu")), "benchmark": "repeated-tokens", "rows": rows}
     content["settings"] = {"model": "smollm2", "dtype": "float32", "threads": 1}
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

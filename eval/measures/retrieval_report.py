@@ -1,9 +1,12 @@
 """`kvcache-plugins eval retrieval`: caches on questions, as a table and as JSON."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvcache_plugins.console.loading import load_for_evaluation
+from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
 from kvcache_plugins.console.progress import track_progress
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.console.tables import make_table, open_console
@@ -15,16 +18,23 @@ from .retrieval import answer_questions
 
 
 def evaluate_retrieval(
-    data_file: Path,
-    cache: list[str],
-    model: str,
-    questions: int | None,
-    records: int | None,
-    batch_size: int,
-    dtype: str | None,
-    device: str | None,
+    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: ModelOption = "smollm2",
+    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
+    records: Annotated[
+        int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
 ) -> dict[str, Any]:
-    """A result of `eval retrieval`: a row for each cache, the dense one first."""
+    """Ask for one line, or one value, of a long context. Each cache is asked.
+
+    \b
+    Examples:
+        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
+    """
     settings = {name: value for name, value in locals().items() if name != "cache"}
     check_caches(cache)
     asked = read_questions(data_file, records)[:questions]

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from kvcache_plugins.console.options import ModelOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.console.tables import make_table, open_console
@@ -82,20 +83,29 @@ def _show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def benchmark_runahead(
-    text_file: Path,
-    length: list[int],
-    model: str,
-    world_size: int,
-    rounds: int,
-    num_threads: int,
-    dtype: str | None,
-    table: Path | None,
-    plan_rounds: int,
-    partition: list[str] | None,
-    sweep: str | None,
-    throttle: float | None,
+    text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
+    length: Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.", min=1)] = [4096, 8192],
+    model: ModelOption = "smollm2",
+    world_size: Annotated[int, typer.Option(help="Ranks, all started on this machine's CPUs.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Runs of everything, taking turns.", min=3)] = 5,
+    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
+    plan_rounds: Annotated[int, typer.Option(help="Runs of every slice measured for the plan.", min=1)] = 3,
+    partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="First shares for two ranks, such as 0.5,0.6,0.7.")] = None,
+    throttle: Annotated[
+        float | None, typer.Option(help="Bytes a second of every link, or, below 1, share of what it has. Needs root.")
+    ] = None,
 ) -> dict[str, Any]:
-    """A result of `bench runahead`: a row for each length, way and link."""
+    """Time to first token of KV-Runahead, TSP and one rank. All run on ranks of this machine and take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench runahead --text-file book.txt
+        kvcache-plugins bench runahead --text-file book.txt --length 8192 --sweep 0.5,0.55,0.6,0.65,0.7,0.75
+        kvcache-plugins bench runahead --text-file book.txt --length 4096 --throttle 0.1 --out throttled.json
+    """
     shares = [parse_shares(each, world_size) for each in partition or []] + parse_sweep(sweep, world_size)
     text, lengths = read_text(text_file, "text_file"), sorted(set(length))
     if lengths[0] < 16 * world_size:

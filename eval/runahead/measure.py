@@ -1,4 +1,4 @@
-"""What ranks measure for KV-Runahead: whole prefills, slices behind a prefix, and messages from rank to rank.
+"""Measurements by ranks for KV-Runahead: whole prefills, slices behind a prefix, and messages from rank to rank.
 
 The functions that take a `Worker` run in the ranks, all at once; the others give them work, see `rank_processes`.
 """
@@ -47,7 +47,7 @@ _LEAST_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What planning has to know of a model: `by_shapes` is its cost in operations, see `CostModel.of_shapes`."""
+    """Facts of a model that planning needs: `by_shapes` is its cost in operations, see `CostModel.of_shapes`."""
 
     fingerprint: str
     dtype: str

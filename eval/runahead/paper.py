@@ -1,4 +1,4 @@
-"""What the KV-Runahead paper measured on several GPUs, and the same simulated from what it measured on one.
+"""Measurements of the KV-Runahead paper on several GPUs, and the same simulated from those on one.
 
 Tables 1 and 3 of https://arxiv.org/abs/2405.05329. The compute of Llama 7B is fitted to the timings of one GPU; other
 models are scaled by their shapes.

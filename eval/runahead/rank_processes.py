@@ -236,7 +236,7 @@ def _end_with_parent() -> None:
 
 
 def _parent_sentinel() -> int:
-    """What becomes ready when the command ends."""
+    """Returns the objects that become ready when the command ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     return parent.sentinel

@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -183,18 +183,37 @@ def _show_measured(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def simulate(
-    model: str | None,
-    ranks: list[int],
-    bandwidth: list[float],
-    length: list[int],
-    latency_us: float,
-    shared: bool,
-    measured: Path | None,
-    num_layers: int,
-    bytes_per_token: int,
-    triangle: float | None,
+    model: Annotated[
+        str | None, typer.Option(help="A model of the paper; by default the one that costs are fitted to.")
+    ] = None,
+    ranks: Annotated[list[int], typer.Option(help="Repeatable.", min=1)] = [2, 4, 8, 16, 32, 64],
+    bandwidth: Annotated[list[float], typer.Option(help="GB/s (1e9 bytes) of a link; repeatable.")] = [300, 10, 1],
+    length: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.", min=1)] = [
+        4096,
+        16384,
+        65536,
+    ],
+    latency_us: Annotated[float, typer.Option(help="Microseconds a message takes beside its bytes.")] = 10.0,
+    shared: Annotated[bool, typer.Option("--shared", help="All ranks share one link.")] = False,
+    measured: Annotated[
+        Path | None, typer.Option(help="JSON list of {lengths, num_ranks, seconds} to simulate instead.")
+    ] = None,
+    num_layers: Annotated[int, typer.Option(help="Layers of the model that was measured.", min=1)] = 30,
+    bytes_per_token: Annotated[
+        int, typer.Option(help="Bytes of its keys and values, a token and layer.", min=1)
+    ] = 1536,
+    triangle: Annotated[
+        float | None, typer.Option(help="Share of a slice's own square that was computed; PyTorch's by default.")
+    ] = None,
 ) -> dict[str, Any]:
-    """A result of `bench runahead-simulation`: a row for each length, link and number of ranks."""
+    """Simulate the time to first token on many ranks. It stands beside the paper's measurements, and is none.
+
+    \b
+    Examples:
+        kvcache-plugins bench runahead-simulation
+        kvcache-plugins bench runahead-simulation --ranks 8 --bandwidth 25 --shared --length 32768
+        kvcache-plugins bench runahead-simulation --measured runs.json --bandwidth 2
+    """
     model, triangle = model or FITTED, TRIANGLE if triangle is None else triangle
     if model not in MODELS:
         raise ValueError(f"`model` has to be one of {list(MODELS)} but got {model!r}")

@@ -105,7 +105,7 @@ def measure_ways(
 
 
 class LinkComparison:
-    """What the measurements of one call have in common."""
+    """Settings that the measurements of one call have in common."""
 
     def __init__(self, ranks: Ranks, lengths: list[int], rounds: int, shares: list[tuple[float, ...]]):
         self.ranks, self.lengths, self.rounds, self.shares = ranks, lengths, rounds, shares

@@ -14,8 +14,6 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.contract.families.table import render_families
-
 from .benchmark_tables import (
     render_decode,
     render_kernels,
@@ -26,6 +24,7 @@ from .benchmark_tables import (
     render_prompts,
     render_step,
 )
+from .families import render_families
 from .gpu_tables import render_batch, render_offloading
 from .llama_cpp_tables import render_llama_cpp
 from .markdown import render_fidelity

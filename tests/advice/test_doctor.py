@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli, list_caches, registry
-from kvcache_plugins.advice import doctor, packages
+from kvcache_plugins.advice import doctor
 from kvcache_plugins.kernels import engine, library
 
 
@@ -56,7 +56,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], None]:
     """Has the import of a package fail."""
-    load = packages.import_module
+    load = doctor.import_module
 
     def spoil(module: str, error: Exception) -> None:
         def loads(name: str) -> object:
@@ -64,7 +64,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], None]:
                 raise error
             return load(name)
 
-        monkeypatch.setattr(packages, "import_module", loads)
+        monkeypatch.setattr(doctor, "import_module", loads)
 
     return spoil
 

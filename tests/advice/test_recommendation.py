@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import list_caches, predict_memory, recommend
 from kvcache_plugins.advice.byte_sizes import parse_bytes, show_bytes
-from kvcache_plugins.advice.recommendation import MEASURED_KL, CacheFit, Recommendation
-from kvcache_plugins.advice.search import find_largest
+from kvcache_plugins.advice.recommendation import MEASURED_KL, CacheFit, Recommendation, find_largest
 
 
 RESULTS = [

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 import torch
+from toy_caches import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_contract
-from kvcache_plugins.contract.specimens import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from kvcache_plugins.contract.subject import RECORDS_PAST
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_caches import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.contract import CONTRACT
-from kvcache_plugins.contract.specimens import BrokenCaches, CompressedLayer, ModularCache, SavableCache, States
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 

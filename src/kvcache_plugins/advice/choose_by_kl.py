@@ -14,21 +14,246 @@ compressed as in a decode too; all at once, every one of them would be exact for
 """
 
 import copy
+import inspect
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.cache import create_gear
-from kvcache_plugins.gear.config import PresetChoice
+from kvcache_plugins.gear.config import GEARConfig, PresetChoice
+from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibrations import find_calibration
+from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 
-from .filled_caches import bytes_held, fill, mean_kl, prefill_dense
-from .held_out_prompt import HeldOutPrompt
+
+# By default a quarter of the prompt is held out, within these
+_FEWEST_HELD_OUT = 16
+_MOST_HELD_OUT = 128
+
+
+class HeldOutPrompt:
+    """A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        held_out: int | None,
+    ) -> None:
+        self.model, inner = model, unwrap_model(model)
+        self.config: Any = inner.config
+        if model.training:
+            raise ValueError("`model` is in training mode, where dropout differs each time: call `model.eval()` first")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ValueError("`input_ids` has to be a tensor of token ids of shape `[batch_size, prompt length]`")
+        self.input_ids = input_ids.to(inner.device)
+        self.length = input_ids.shape[1]
+        self.held_out = _choose_held_out(held_out, self.length)
+        self.prefix_length = self.length - self.held_out
+        self.mask = _check_mask(attention_mask, self.input_ids)
+        self._accepted = inspect.signature(inner.forward).parameters
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Padding of every item, `[batch_size]`."""
+        return None if self.mask is None else (self.mask == 0).sum(dim=1)
+
+    def is_real(self, start: int, stop: int) -> torch.Tensor:
+        """Which tokens are not padding, `[batch_size, stop - start]`."""
+        if self.mask is None:
+            return torch.ones_like(self.input_ids[:, start:stop], dtype=torch.bool)
+        return self.mask[:, start:stop] != 0
+
+    def feed(self, cache: Cache, start: int, stop: int) -> torch.Tensor:
+        """Logits `[batch_size, stop - start, vocabulary]` of tokens through a cache that holds those before them."""
+        options: dict[str, Any] = {}
+        if self.mask is not None:
+            options["attention_mask"] = self.mask[:, :stop]
+            if "position_ids" in self._accepted:
+                # As `generate` counts them
+                positions = self.mask.long().cumsum(dim=1) - 1
+                options["position_ids"] = positions.masked_fill(self.mask == 0, 0)[:, start:stop]
+        if start == 0 and "logits_to_keep" in self._accepted:
+            # Those of the prefix are nobody's
+            options["logits_to_keep"] = 1
+        named = as_argument(cache, unwrap_model(self.model).forward)
+        output = self.model(input_ids=self.input_ids[:, start:stop], **named, use_cache=True, **options)
+        if cache.get_seq_length() != stop:
+            raise ValueError(
+                f"`model` left {cache.get_seq_length()} tokens in the cache after {stop}: it does not go through "
+                "`past_key_values` alone, so nothing can be measured"
+            )
+        return output.logits
+
+
+def _choose_held_out(held_out: int | None, length: int) -> int:
+    if held_out is None:
+        held_out = max(_FEWEST_HELD_OUT, min(length // 4, _MOST_HELD_OUT))
+        if held_out >= length:
+            raise ValueError(
+                f"`input_ids` has {length} tokens, which is too short: {held_out} are held out at the end, and those "
+                "before them have to be enough to be compressed"
+            )
+    if not isinstance(held_out, int) or isinstance(held_out, bool) or not 1 <= held_out < length:
+        raise ValueError(
+            f"`held_out` has to be an integer from 1 to {length - 1} for this prompt, but got {held_out!r}"
+        )
+    return held_out
+
+
+def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
+    """The mask where the model is; `None` if there is no padding."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` has to be a tensor of the shape of `input_ids`, {tuple(input_ids.shape)}")
+    mask = mask.to(input_ids.device).long()
+    is_binary = bool(((mask == 0) | (mask == 1)).all())
+    if not is_binary or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
+        raise ValueError(
+            "`attention_mask` has to be 0 for padding on the left of an item and 1 for all tokens after it"
+        )
+    return None if bool(mask.all()) else mask
+
+
+# Of this many tokens groups of every usual size leave none over
+_WHOLE_GROUPS = 1024
+# Held-out tokens a forward through a candidate
+_CHUNK = 16
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class DensePrefill:
+    """
+    States and logits that a dense cache and its model made of a prompt.
+
+    Attributes:
+        layers (`list`): dense layers that hold the prefix.
+        queries (`list[torch.Tensor | None]`): the newest queries of the prefix at each layer `[B, H * G, Q, D]`, where
+            attention showed them.
+        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    """
+
+    layers: list[object]
+    queries: list[torch.Tensor | None]
+    logits: torch.Tensor
+
+
+def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
+    """One forward of the prompt in two parts, through a dense cache."""
+    dense = DynamicCache(config=prompt.config)
+    listen(dense, of_windows=True)
+    prompt.feed(dense, 0, prompt.prefix_length)
+    queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
+    # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
+    # memory once.
+    layers: list[object] = [
+        layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers
+    ]
+    logits = prompt.feed(dense, prompt.prefix_length, prompt.length)
+    for layer in layers:
+        if isinstance(layer, ListeningLayer) and layer.is_initialized:
+            layer.crop(-prompt.held_out)
+    return DensePrefill(layers=layers, queries=queries, logits=logits)
+
+
+def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
+    """
+    Bytes that layers of keys and values would hold of a prompt, told from shapes alone, and what they share with all
+    caches of the model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how
+    many tokens are exact for want of others says nothing of what is generated.
+    """
+    # Layers of a calibrated cache have rows of different sizes
+    alike = Counter(
+        (
+            dense.keys.shape,
+            dense.values.shape,
+            dense.keys.dtype,
+            type(own),
+            getattr(own, "sliding_window", None),
+            own.fixed if isinstance(own, TransformLayer) else None,
+        )
+        for own, dense in zip(cache.layers, prefill.layers, strict=True)
+        if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None
+    )
+    config, total = cache.gear_config, sum(cache.memory().shared.values())
+    for (*shapes, dtype, kind, window, codec), count in alike.items():
+        if kind is DynamicSlidingWindowLayer and window is not None:
+            numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
+            total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
+            continue
+        layer: GEARLayer | TransformLayer
+        if isinstance(config, GEARConfig):
+            layer = GEARLayer(config, 0, sliding_window=window)
+        else:
+            layer = TransformLayer(config, 0, fixed=codec, sliding_window=window)
+        keys, values = (
+            torch.empty(
+                *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
+            )
+            for shape in shapes
+        )
+        layer.take_prompt(keys, values, None)
+        total += count * sum(tensor.nbytes for _, tensor in layer.named_tensors())
+    return total
+
+
+def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None:
+    """
+    Puts the prefix into an empty cache: compressed where the cache compresses, of a window what it keeps, else a copy
+    of the dense layer.
+    """
+    for index, (layer, queries) in enumerate(zip(prefill.layers, prefill.queries, strict=True)):
+        own = cache.layers[index]
+        if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
+            if layer.keys is not None and layer.values is not None:
+                own.update(layer.keys, layer.values)
+        elif not isinstance(own, GEARLayer | TransformLayer):
+            cache.layers[index] = copy.deepcopy(layer)
+        elif isinstance(layer, ListeningLayer) and layer.is_initialized:
+            _take_prefix(own, layer, queries, prompt)
+
+
+def _take_prefix(
+    own: GEARLayer | TransformLayer, layer: ListeningLayer, queries: torch.Tensor | None, prompt: HeldOutPrompt
+) -> None:
+    assert layer.keys is not None and layer.values is not None
+    padding = prompt.padding
+    within = None if padding is None else padding.clamp(max=prompt.prefix_length)
+    if isinstance(own, TransformLayer) and queries is not None:
+        # Tables are made of queries too: as if attention had just computed with them
+        own.update(layer.keys, layer.values)
+        own.padding = within
+        own.on_exact_attention(queries, None, is_causal=True, scale=None)
+    else:
+        own.take_prompt(layer.keys, layer.values, within)
+    # Of a short item padding may go on behind the prefix
+    own.padding = padding
+
+
+def mean_kl(cache: GEARCache, prompt: HeldOutPrompt, dense_logits: torch.Tensor) -> float:
+    """Mean KL(dense || cache) of the held-out tokens through a filled cache."""
+    total, first = 0.0, prompt.prefix_length
+    for start in range(first, prompt.length, _CHUNK):
+        stop = min(start + _CHUNK, prompt.length)
+        logits = prompt.feed(cache, start, stop)
+        # Item by item: in float64 the logits of a whole batch may be large
+        for item, is_real in enumerate(prompt.is_real(start, stop)):
+            exact = F.log_softmax(dense_logits[item, start - first : stop - first][is_real].double(), dim=-1)
+            log_probs = F.log_softmax(logits[item][is_real].double(), dim=-1)
+            total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
+    return total / int(prompt.is_real(first, prompt.length).sum())
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
@@ -138,7 +363,7 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
     for spec in default_candidates(prompt.model) if candidates is None else candidates:
         name, own = parse_cache_spec(spec)
         # Only these are known to do nothing to the model, whose weights tell its calibration
-        is_gear = check_cache(name).load_factory() is create_gear
+        is_gear = check_cache(name).load_factory() is GEARCache
         cache = create_cache(name, prompt.model if is_gear else prompt.config, **{**options, **own})
         if not isinstance(cache, GEARCache):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""What a cache would hold, from a model's config alone: no weights, no numbers, no GPU.
+"""Bytes that a cache would hold, from a model's config alone: no weights, no numbers, no GPU.
 
 The cache itself is run, on tensors of the device `meta`, which have shapes and no data: so the bytes are those of the
 very tensors that it would make, whoever wrote it. Arithmetic of its own beside every method would have to be kept true
-to it. Of long contexts that would take minutes: there three shorter ones are run, see `straight_lines`.
+to it. Of long contexts that would take minutes: there three shorter ones are run, see `extrapolate`.
 
 The model is built on `meta` too. One token goes through it, and what its layers hand to a dense cache is noted:
 that tells the shapes of keys and values whatever an architecture calls its sizes. A cache is then handed the same, of
@@ -12,20 +12,204 @@ as many tokens as asked for. Layers that are alike are filled once.
 import io
 import pickle
 import warnings
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.packaged_models import check_model_name
+from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 
-from .models_without_weights import NO_DATA_ERRORS, ModelSource, build_without_weights, load_config, parse_dtype
-from .recorded_calls import record_calls
-from .straight_lines import PERIOD, continue_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a model's code, or a cache's, raises where it needs numbers that there are not
+NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+
+ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
+
+
+def load_config(model: ModelSource) -> PreTrainedConfig:
+    """
+    The config of a model. The first time, a packaged model that has not been converted yet is converted.
+
+    Raises:
+        ValueError: if there is no such model, or its config cannot be read.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
+    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
+    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of a key or value of `DTYPES`; any other is a `ValueError`."""
+    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if parsed not in DTYPES.values():
+        accepted = ", ".join(f"`{each}`" for each in DTYPES)
+        raise ValueError(f"`dtype` must be one of {accepted}, but got `{dtype}`")
+    assert parsed is not None
+    return parsed
+
+
+def build_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in eval mode; a `ValueError` if the config is of no decoder."""
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
+        except NO_DATA_ERRORS as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """
+    Call of a layer to its cache.
+
+    Attributes:
+        method (`str`): of the cache.
+        tensors (`tuple[torch.Tensor, ...]`): its first arguments, the batch being their first dimension.
+        token_dim (`int`, *optional*): the dimension of their tokens; `None` of states that tokens are summed up in.
+        options (`dict`): its keywords.
+    """
+
+    method: str
+    tensors: tuple[torch.Tensor, ...]
+    token_dim: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self.method, tuple((tuple(each.shape), each.dtype) for each in self.tensors), str(self.options)
+
+    def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
+        """Hands the same to `cache`, for a batch of `num_tokens` tokens a sequence."""
+        given = []
+        for tensor in self.tensors:
+            shape = [batch_size, *tensor.shape[1:]]
+            if self.token_dim is not None:
+                shape[self.token_dim] = num_tokens
+            given.append(tensor.new_empty(shape))
+        is_first = self.method == "update" and cache.get_seq_length(layer_idx) == 0
+        getattr(cache, self.method)(*given, layer_idx, **self.options)
+        layer = cache.layers[layer_idx]
+        if self.method != "update" or not isinstance(layer, LazyLayer):
+            return
+        # As attention does. Its queries have as many heads as the keys here: none are stored.
+        if is_first:
+            layer.on_exact_attention(given[0], None, is_causal=True, scale=None)
+        elif layer.stores_attention:
+            layer.attend(given[0], None, is_causal=False, scale=None)
+
+
+class _ListeningCache(DynamicCache):
+    """A dense cache that notes what it is handed, by layer."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.calls: list[list[RecordedCall]] = [
+            [] for _ in range(config.get_text_config(decoder=True).num_hidden_layers)
+        ]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.calls[layer_idx].append(RecordedCall("update", (key_states, value_states), 2))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> Any:
+        self.calls[layer_idx].append(RecordedCall("update_indexer", (indexer_key_states,), 1))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.calls[layer_idx].append(RecordedCall("update_conv_state", (conv_states,), None, _options(args, kwargs)))
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.calls[layer_idx].append(
+            RecordedCall("update_recurrent_state", (recurrent_states,), None, _options(args, kwargs))
+        )
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+
+def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a call, of which only the state's number can come by position."""
+    return {**dict(zip(("state_idx",), args, strict=True)), **kwargs} if args else kwargs
+
+
+@torch.no_grad()
+def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
+    """Records the calls that every layer of a model makes to its cache for one token."""
+    cache, padding = _ListeningCache(model.config), getattr(model.config, "pad_token_id", None)
+    try:
+        # Some models look for padding in what they are given
+        model.config.pad_token_id = None
+        model(torch.zeros(1, 1, dtype=torch.long, device="meta"), **as_argument(cache), use_cache=True)
+    except NO_DATA_ERRORS as error:
+        raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
+    finally:
+        model.config.pad_token_id = padding
+    if not any(cache.calls):
+        raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
+    return cache.calls
+
+
+# Tokens: a multiple of every size of group, page and tile that there is, and of hundredths of which there are a
+# whole number
+PERIOD = 1024 * 25
+
+
+def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryReport | None:
+    """
+    Extrapolates the bytes of a long prompt linearly from those of three shorter ones.
+
+    Bytes of a prompt go by groups, pages and tiles of tokens, and by shares of their number. Prompts whose lengths
+    differ by a multiple of all of these differ by the same bytes in each part. A cache is of that kind if the second
+    step is like the first in every part; else nothing is told.
+
+    Args:
+        reports (`Sequence[MemoryReport]`): of one, two and three periods and the same rest.
+        num_periods (`int`): periods of the long prompt, beside the same rest.
+
+    Returns:
+        `MemoryReport`, *optional*: `None` if the three are not linear.
+    """
+    parts = _extrapolate([report.parts for report in reports], num_periods)
+    devices = _extrapolate([report.devices for report in reports], num_periods)
+    sizes = _extrapolate(
+        [{"dense_bytes": report.dense_bytes, "num_values": report.num_values} for report in reports], num_periods
+    )
+    if parts is None or devices is None or sizes is None:
+        return None
+    return MemoryReport(parts=parts, devices=devices, shared=reports[-1].shared, **sizes)
+
+
+def _extrapolate(sizes: Sequence[Mapping[str, int]], num_periods: int) -> dict[str, int] | None:
+    first, second, third = sizes
+    if not first.keys() == second.keys() == third.keys():
+        return None
+    steps = {name: second[name] - first[name] for name in first}
+    if any(third[name] - second[name] != step for name, step in steps.items()):
+        return None
+    return {name: first[name] + (num_periods - 1) * step for name, step in steps.items()}
 
 
 DEVICES = ("cuda", "cpu")
@@ -60,7 +244,7 @@ def predict_memory(
     device: str = "cuda",
 ) -> MemoryReport:
     """
-    What a cache would hold: the report of its `memory()` after such a run, without weights and without the run.
+    Predicts the report of a cache's `memory()` after a run, without weights and without the run.
 
     Args:
         model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`):
@@ -140,17 +324,17 @@ class CacheSizer:
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def measure(self, cache: str, context: int, *, batch_size: int = 1, new_tokens: int = 0) -> MemoryReport:
-        """What a cache would hold: see `predict_memory`."""
+        """Predicts the memory of a cache: see `predict_memory`."""
         check_counts(context, batch_size, new_tokens)
         name, options = parse_cache_spec(cache)
         # Values are what a `CacheSizingError` is about
         check_cache(name).check_options(options)
         num_periods, rest = divmod(context - new_tokens, PERIOD)
         if num_periods > 3:
-            # Three shorter prompts tell whether bytes go along a straight line, and where it ends
+            # Three shorter prompts tell whether bytes are linear
             lengths = (count * PERIOD + rest + new_tokens for count in (1, 2, 3))
             reports = [self._run(cache, length, batch_size, new_tokens) for length in lengths]
-            found = continue_line(reports, num_periods)
+            found = extrapolate(reports, num_periods)
             if found is not None:
                 return found
         return self._run(cache, context, batch_size, new_tokens)
@@ -216,7 +400,7 @@ def check_counts(context: int, batch_size: int, new_tokens: int) -> None:
 
 
 def _state_of(cache: Cache, layer_idx: int) -> object:
-    """What tells an empty layer from others; `None` if it cannot be told."""
+    """Returns a key that only like layers share while they are empty; `None` if it cannot be told."""
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if any(type(each).__module__.partition(".")[0] not in _KNOWN_PACKAGES for each in (cache, layer)):
         return None

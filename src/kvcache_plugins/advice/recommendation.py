@@ -12,11 +12,122 @@ import torch
 
 from kvcache_plugins.gear.transform.calibrations import AUTO
 from kvcache_plugins.registry import describe_caches, list_caches
+from kvcache_plugins.reports.memory import MemoryReport
 
 from .byte_sizes import in_thousands, parse_bytes, show_bytes
-from .memory_prediction import CacheSizer, CacheSizingError, check_counts
-from .models_without_weights import ModelSource
-from .search import CacheFit, Search
+from .memory_prediction import CacheSizer, CacheSizingError, ModelSource, check_counts
+
+
+# Where searches end
+MAX_CONTEXT = 2**24
+MAX_BATCH_SIZE = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFit:
+    """
+    One cache beside a budget.
+
+    Attributes:
+        cache (`str`): a name, or `name:key=value,...` with options.
+        memory (`MemoryReport`): what it would hold.
+        device_bytes (`int`): of that, where the model is, and what all caches of the model share there.
+        host_bytes (`int`): of that, in host memory while the model is on a GPU.
+        fits (`bool`): whether both are within their budgets.
+        largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
+            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. A cache that compresses
+            whole groups may hold some tokens less than a group in exact form: so nearby contexts of less than a group
+            more may fit again, or of less not.
+        largest_batch_size (`int`, *optional*): the same of sequences at the same context; `None` if `MAX_BATCH_SIZE`
+            do.
+    """
+
+    cache: str
+    memory: MemoryReport
+    device_bytes: int
+    host_bytes: int
+    fits: bool
+    largest_context: int | None
+    largest_batch_size: int | None
+
+
+def fit_cache(
+    sizer: CacheSizer,
+    spec: str,
+    context: int,
+    batch_size: int,
+    new_tokens: int,
+    device_budget: int,
+    host_budget: int | None,
+) -> CacheFit:
+    """Sizes a cache beside a budget, and searches the largest context and batch for which it fits."""
+
+    def measure(context: int, batch_size: int) -> MemoryReport:
+        # There is a prompt of one token at least
+        return sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
+
+    def device_bytes(report: MemoryReport) -> int:
+        # What all caches share has to be there too
+        return report.devices[sizer.device] + sum(report.shared.values())
+
+    def host_bytes(report: MemoryReport) -> int:
+        return sum(size for device, size in report.devices.items() if device != sizer.device)
+
+    def load(report: MemoryReport) -> float:
+        """Returns the share of the scarcer budget that a cache takes."""
+        on_device = device_bytes(report) / max(device_budget, 1)
+        return on_device if host_budget is None else max(on_device, host_bytes(report) / host_budget)
+
+    memory = measure(context, batch_size)
+    return CacheFit(
+        cache=spec,
+        memory=memory,
+        device_bytes=device_bytes(memory),
+        host_bytes=host_bytes(memory),
+        fits=load(memory) <= 1,
+        largest_context=find_largest(lambda number: load(measure(number, batch_size)), context, MAX_CONTEXT),
+        largest_batch_size=find_largest(lambda number: load(measure(context, number)), batch_size, MAX_BATCH_SIZE),
+    )
+
+
+def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
+    """
+    A number that is not too much, while the next one is.
+
+    Args:
+        load (`Callable[[int], float]`): what a number from 1 on takes of what there is; more than 1 is too much. It
+            grows, all in all, along a line.
+        start (`int`): the first that is tried.
+        limit (`int`): the last.
+
+    Returns:
+        `int`, *optional*: the number; 0 if 1 is too much, `None` if `limit` is not.
+    """
+    low, high, guess, step = 0, limit + 1, min(start, limit), 1
+    points: list[tuple[int, float]] = []
+    while True:
+        points = [*points[-1:], (guess, load(guess))]
+        if points[-1][1] <= 1:
+            low = guess
+        else:
+            high = guess
+        if high - low == 1:
+            return None if low == limit else low
+        aim = _on_line(points)
+        # Beside what is known already, further away every time
+        if aim <= low:
+            aim, step = low + step, 2 * step
+        elif aim >= high:
+            aim, step = high - step, 2 * step
+        guess = aim if low < aim < high else (low + high) // 2
+
+
+def _on_line(points: list[tuple[int, float]]) -> int:
+    """Where the line through the last two points, or through nothing and the only one, reaches 1."""
+    (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
+    slope = (last_load - first_load) / (last - first)
+    # A load that does not grow reaches it nowhere
+    return last + int((1 - last_load) // slope) if slope > 0 else 0
 
 
 # The most faithful first, with their KL to the dense cache behind a prompt of 1024 tokens (SmolLM2, WikiText-2): of
@@ -180,7 +291,6 @@ def recommend(
     check_counts(context, batch_size, new_tokens)
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _weights_bytes(sizer) if with_weights else budget
-    search = Search(sizer, context, batch_size, new_tokens, max(available, 0), host_budget)
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
     without_calibration = [] if sizer.is_calibrated else calibrated_caches()
@@ -191,7 +301,7 @@ def recommend(
             not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
             continue
         try:
-            fits.append(search.fit(spec))
+            fits.append(fit_cache(sizer, spec, context, batch_size, new_tokens, max(available, 0), host_budget))
         except (CacheSizingError, ImportError) as error:
             if caches:
                 raise

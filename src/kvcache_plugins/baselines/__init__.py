@@ -1,4 +1,4 @@
-"""What other methods are measured against: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
+"""Baselines of other methods: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["H2OCache", "LlamaCppCache", "TurboQuantCache"]
 
+_H2O = "kvcache_plugins.baselines.h2o:H2OCache"
+_LLAMACPP = "kvcache_plugins.baselines.llamacpp:LlamaCppCache"
+_TURBOQUANT = "kvcache_plugins.baselines.turboquant:TurboQuantCache"
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
-        "H2OCache": "kvcache_plugins.baselines.h2o:H2OCache",
-        "LlamaCppCache": "kvcache_plugins.baselines.llamacpp:LlamaCppCache",
-        "TurboQuantCache": "kvcache_plugins.baselines.turboquant:TurboQuantCache",
+        "H2OCache": _H2O,
+        "LlamaCppCache": _LLAMACPP,
+        "TurboQuantCache": _TURBOQUANT,
     },
 )
 
@@ -32,9 +35,9 @@ _HQQ: dict[str, Any] = {"summary": "Transformers' QuantizedCache on hqq", "requi
 
 register_cache(
     "h2o",
-    "kvcache_plugins.baselines.h2o_factory:create_h2o",
+    _H2O,
     # Made without a model it has checked its options
-    check="kvcache_plugins.baselines.h2o:H2OCache",
+    check=_H2O,
     summary="H2O: heavy hitters and newest tokens, the others dropped",
 )
 register_cache(
@@ -61,20 +64,19 @@ register_cache(
     summary="Transformers' QuantizedCache, 8-bit floats with one scale a tensor",
     requires="transformers>=5.21",
 )
-_PEERS = "kvcache_plugins.baselines.peer_factories"
 for _nbits in (2, 3, 4):
     register_cache(
         f"turboquant-{_nbits}bit",
-        f"{_PEERS}:create_turboquant",
-        check="kvcache_plugins.baselines.turboquant:TurboQuantCache",
+        _TURBOQUANT,
+        check=_TURBOQUANT,
         summary=f"TurboQuant: rotated unit vectors in {_nbits}-bit Lloyd-Max codes",
         nbits=_nbits,
     )
 for _type in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"):
     register_cache(
         f"llamacpp-{_type}",
-        f"{_PEERS}:create_llamacpp",
-        check="kvcache_plugins.baselines.llamacpp:LlamaCppCache",
+        _LLAMACPP,
+        check=_LLAMACPP,
         summary=f"llama.cpp's cache type {_type}, rotated as there",
         type=_type,
     )

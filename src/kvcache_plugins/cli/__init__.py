@@ -1,7 +1,7 @@
-"""The commands of `kvcache-plugins`: their options and help, and what of a command is neither measuring nor drawing.
+"""Commands of `kvcache-plugins`. What exit codes mean stands in `console.command_group`.
 
-A module holds one command. It imports what it needs in the function that runs, so that help needs neither Torch nor
-Transformers; `console.lazy_group` says how. What exit codes mean stands in `console.command_group`.
+A command is a function whose signature declares its options and whose docstring is its help: in a module here, or
+where it measures, in `kvcache_plugins.eval`. Help imports neither Torch nor Transformers: see `console.lazy_group`.
 """
 
 import sys

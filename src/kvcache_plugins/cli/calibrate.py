@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
+from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
 from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.console.run_report import provenance
-
-from .options import DeviceOption, DtypeOption, ModelOption
 
 
 if TYPE_CHECKING:

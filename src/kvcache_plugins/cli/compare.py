@@ -6,12 +6,7 @@ import typer
 
 from kvcache_plugins.console.command_group import FAILED
 from kvcache_plugins.console.json_output import JsonOption, print_json
-from kvcache_plugins.console.prompts import encode_prompt, read_prompt
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import check_caches
-
-from .options import (
+from kvcache_plugins.console.options import (
     ChatOption,
     DeviceOption,
     DtypeOption,
@@ -21,6 +16,10 @@ from .options import (
     PromptOption,
     SeedOption,
 )
+from kvcache_plugins.console.prompts import encode_prompt, read_prompt
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.models.packaged_models import check_model_name
+from kvcache_plugins.registry import check_caches
 
 
 DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache_plugins.console.json_output import JsonOption, free_stdout, print_json
-from kvcache_plugins.console.prompts import encode_prompt, read_prompt
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
-
-from .options import (
+from kvcache_plugins.console.options import (
     ChatOption,
     DeviceOption,
     DtypeOption,
@@ -23,6 +18,10 @@ from .options import (
     PromptOption,
     SeedOption,
 )
+from kvcache_plugins.console.prompts import encode_prompt, read_prompt
+from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.models.packaged_models import check_model_name
+from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
 
 if TYPE_CHECKING:

@@ -8,32 +8,24 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.lazy_group import LazyCommand, LazyGroup, make_app
+from kvcache_plugins.console.lazy_group import LazyGroup, make_app
 
 
 class RootGroup(LazyGroup):
-    """What `kvcache-plugins` is followed by."""
+    """Commands of `kvcache-plugins`."""
 
     lazy_commands = {
-        "list": LazyCommand("kvcache_plugins.cli.list_caches:main", "List the caches that --cache takes."),
-        "doctor": LazyCommand(
-            "kvcache_plugins.cli.doctor:main", "Show versions, devices, kernels and models, and what is missing."
-        ),
-        "models": LazyCommand(
-            "kvcache_plugins.cli.models:main", "Try caches on a tiny random model of every decoder family."
-        ),
-        "generate": LazyCommand("kvcache_plugins.cli.generate:main", "Continue a prompt through a cache."),
-        "store": LazyCommand("kvcache_plugins.cli.store:app", "Show, check and clear the prompts that are kept."),
-        "compare": LazyCommand("kvcache_plugins.cli.compare:main", "Run several caches on one prompt, side by side."),
-        "calibrate": LazyCommand(
-            "kvcache_plugins.cli.calibrate:main", "Calibrate InfiniGen or GEAR's transform coding."
-        ),
-        "plan": LazyCommand("kvcache_plugins.cli.plan:main", "Plan the slices of a prompt for KV-Runahead's ranks."),
-        "recommend": LazyCommand("kvcache_plugins.cli.recommend:main", "Tell which caches fit a memory budget."),
-        "bench": LazyCommand(
-            "kvcache_plugins.cli.bench:app", "Benchmarks of attention, decode steps, memory and prefixes."
-        ),
-        "eval": LazyCommand("kvcache_plugins.cli.evaluate:app", "Evaluation with the cache in the loop."),
+        "list": "kvcache_plugins.cli.list_caches:main",
+        "doctor": "kvcache_plugins.cli.doctor:main",
+        "models": "kvcache_plugins.eval.families.command:survey_families",
+        "generate": "kvcache_plugins.cli.generate:main",
+        "store": "kvcache_plugins.cli.store:app",
+        "compare": "kvcache_plugins.cli.compare:main",
+        "calibrate": "kvcache_plugins.cli.calibrate:main",
+        "plan": "kvcache_plugins.cli.plan:main",
+        "recommend": "kvcache_plugins.cli.recommend:main",
+        "bench": "kvcache_plugins.cli.bench:app",
+        "eval": "kvcache_plugins.cli.evaluate:app",
     }
 
 

@@ -11,7 +11,7 @@ import typer
 
 from kvcache_plugins.console.command_group import FAILED
 from kvcache_plugins.console.json_output import JsonOption, print_json
-from kvcache_plugins.console.lazy_group import LazyCommand, LazyGroup, make_app
+from kvcache_plugins.console.lazy_group import LazyGroup, make_app
 
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ StoreOption = Annotated[Path | None, typer.Option(help="The folder; by default i
 
 
 class StoreGroup(LazyGroup):
-    """What `kvcache-plugins store` is followed by."""
+    """Commands of `kvcache-plugins store`."""
 
     lazy_commands = {
-        "list": LazyCommand("kvcache_plugins.cli.store:list_kept", "List the prompts that are kept."),
-        "show": LazyCommand("kvcache_plugins.cli.store:show", "Show all that is known of one prompt."),
-        "clear": LazyCommand("kvcache_plugins.cli.store:clear_kept", "Remove all prompts but those in use."),
-        "verify": LazyCommand("kvcache_plugins.cli.store:verify", "Read every file and name those that are damaged."),
+        "list": "kvcache_plugins.cli.store:list_kept",
+        "show": "kvcache_plugins.cli.store:show",
+        "clear": "kvcache_plugins.cli.store:clear_kept",
+        "verify": "kvcache_plugins.cli.store:verify",
     }
 
 

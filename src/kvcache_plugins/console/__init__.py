@@ -1,1 +1,1 @@
-"""What the commands of `kvcache-plugins` share: options, tables, JSON, progress and exit codes."""
+"""Options, tables, JSON, progress and exit codes that the commands of `kvcache-plugins` share."""

@@ -1,4 +1,4 @@
-"""What every command has in common: help without arguments, errors in one line, and exit codes that mean something.
+"""Help without arguments, errors in one line, and exit codes that mean something, alike for every command.
 
 | exit code | meaning |
 |---|---|

@@ -1,4 +1,4 @@
-"""What a user can cause, as one line on standard error and exit code 2."""
+"""Errors that a user can cause, as one line on standard error and exit code 2."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,8 +1,7 @@
 """How `kvcache-plugins recommend` shows what `advice.recommendation` finds."""
 
 from kvcache_plugins.advice.byte_sizes import show_bytes
-from kvcache_plugins.advice.recommendation import MEASURED_KL, Recommendation
-from kvcache_plugins.advice.search import MAX_BATCH_SIZE, MAX_CONTEXT, CacheFit
+from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL, CacheFit, Recommendation
 
 from .tables import make_table, open_console
 

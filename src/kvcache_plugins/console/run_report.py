@@ -1,4 +1,4 @@
-"""What every evaluation writes beside its numbers: commit, date, device and versions."""
+"""Provenance that every evaluation writes beside its numbers: commit, date, device and versions."""
 
 from __future__ import annotations
 

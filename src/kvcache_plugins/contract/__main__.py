@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import CacheEntry, create_cache, describe_caches
 
+from .check import ContractCheck
 from .models import tiny_models
-from .runner import CONTRACT, CheckResult, ContractCheck, render_grid, run_contract
+from .runner import CONTRACT, CheckResult, render_grid, run_contract
 from .subject import Tokenizer
 
 

@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache
 
+from .check import contract_check
 from .comparison import distance, require, require_close, require_same_tokens
 from .subject import LONG_APPEND, LONG_CONTEXT, Subject
 
@@ -19,6 +20,7 @@ _LENGTHS = (LONG_CONTEXT, 137, 70)
 _LENGTHS_WITH_SHORT_ROW = (LONG_CONTEXT, 137, 11)
 
 
+@contract_check("`reorder_cache` moves all of a row")
 def check_reorder(subject: Subject) -> None:
     reordered, direct, dense = _cache_with_rows(subject), _cache_with_rows(subject), _cache_with_rows(subject.dense)
     sources = torch.arange(NUM_ROWS, device=subject.model.device)
@@ -42,6 +44,7 @@ def check_reorder(subject: Subject) -> None:
     require_close(logits, expected[sources], limit, f"reordered rows after {LONG_APPEND} more tokens")
 
 
+@contract_check("`batch_repeat_interleave` gives independent copies")
 def check_repeat_interleave(subject: Subject) -> None:
     for num_rows in (1, 2):
         repeated = _cache_with_rows(subject, num_rows)
@@ -55,6 +58,7 @@ def check_repeat_interleave(subject: Subject) -> None:
             require_close(logits[repeat::NUM_REPEATS], expected, subject.rounding, what)
 
 
+@contract_check("`batch_select_indices` keeps the rows asked for")
 def check_select_indices(subject: Subject) -> None:
     selected, direct = _cache_with_rows(subject), _cache_with_rows(subject)
     sources = torch.arange(NUM_ROWS, device=subject.model.device)
@@ -67,14 +71,17 @@ def check_select_indices(subject: Subject) -> None:
         require_close(logits, expected[sources], subject.rounding, f"rows {sources.tolist()} of {NUM_ROWS}")
 
 
+@contract_check("a padded row gives what it gives alone")
 def check_left_padding(subject: Subject) -> None:
     _check_padded(subject, _LENGTHS)
 
 
-def check_left_padding_short_row(subject: Subject) -> None:
+@contract_check("the same with a row of a few tokens")
+def check_left_padding_short(subject: Subject) -> None:
     _check_padded(subject, _LENGTHS_WITH_SHORT_ROW)
 
 
+@contract_check("a row depends on no other, bit for bit")
 def check_row_isolation(subject: Subject) -> None:
     # Several rows beside several others, one of them the same token again and again: a range taken over the whole
     # batch need not change with every neighbour

@@ -5,6 +5,7 @@ import copy
 import torch
 from transformers import Cache, PreTrainedModel
 
+from .check import contract_check
 from .comparison import distance, require, require_length, require_same_tokens
 from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, Trace, pick_sampled
 
@@ -19,6 +20,7 @@ _CHUNK_SIZES = {"a short context": 5, "a long context": 48}
 _NEARER_THAN = 0.6
 
 
+@contract_check("what single steps give, near to `DynamicCache`")
 def check_greedy(subject: Subject) -> None:
     for context, length in _CONTEXTS.items():
         prompt = subject.prompt(length, seed=1)
@@ -32,15 +34,18 @@ def check_greedy(subject: Subject) -> None:
             require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
 
 
+@contract_check("the same seed gives the same tokens")
 def check_sampling(subject: Subject) -> None:
     for context in _CONTEXTS:
         _check_sampling(subject, context, num_sequences=1)
 
 
+@contract_check("several samples of one prompt")
 def check_num_return_sequences(subject: Subject) -> None:
     _check_sampling(subject, "a long context", num_sequences=3)
 
 
+@contract_check("beams as if recomputed at every step")
 def check_beam_search(subject: Subject) -> None:
     options = {"num_beams": NUM_BEAMS, "num_return_sequences": NUM_BEAMS}
     for context, length in _CONTEXTS.items():
@@ -55,14 +60,17 @@ def check_beam_search(subject: Subject) -> None:
             require_same_tokens(tokens, expected, f"exact in {context}, but not the beams of `DynamicCache`")
 
 
+@contract_check("rejected drafts leave no trace")
 def check_prompt_lookup(subject: Subject) -> None:
     _check_drafting(subject, prompt_lookup_num_tokens=NUM_DRAFTED)
 
 
+@contract_check("drafts of an assistant model leave no trace")
 def check_assisted(subject: Subject) -> None:
     _check_drafting(subject, assistant_model=_assistant_of(subject.model))
 
 
+@contract_check("a second `generate` goes on from the first")
 def check_multi_turn(subject: Subject) -> None:
     for context, length in _CONTEXTS.items():
         first = subject.prompt(length, seed=5)
@@ -83,6 +91,7 @@ def check_multi_turn(subject: Subject) -> None:
             require_same_tokens(tokens, expected, f"exact in {context}, but not the second turn of `DynamicCache`")
 
 
+@contract_check("`prefill_chunk_size` gives what chunks by hand give")
 def check_chunked_prefill(subject: Subject) -> None:
     for context, length in _CONTEXTS.items():
         prompt, chunk_size = subject.prompt(length, seed=7), _CHUNK_SIZES[context]

@@ -10,6 +10,7 @@ from accelerate.hooks import (  # type: ignore[import-untyped]
 )
 from transformers import PreTrainedModel
 
+from .check import contract_check
 from .checks_batch import check_left_padding, check_reorder
 from .checks_generation import check_greedy, check_prompt_lookup
 from .checks_state import check_crop_recent, check_lengths, check_reset
@@ -29,6 +30,7 @@ if RECORDS_PAST:
     _HYBRID_CHECKS |= {"prompt lookup": check_prompt_lookup, "crop": check_crop_recent, "reset": check_reset}
 
 
+@contract_check("`eager` attention gives what `sdpa` gives")
 def check_eager(subject: Subject) -> None:
     for length in (SHORT_CONTEXT, LONG_CONTEXT):
         with _attention("sdpa", subject.model):
@@ -50,14 +52,17 @@ def check_eager(subject: Subject) -> None:
         require_close(logits, expected, limit, f"`eager` and `sdpa` at {length} tokens")
 
 
+@contract_check("a model in bfloat16")
 def check_bfloat16(subject: Subject) -> None:
     _check_dtype(subject, torch.bfloat16)
 
 
+@contract_check("a model in float16")
 def check_float16(subject: Subject) -> None:
     _check_dtype(subject, torch.float16)
 
 
+@contract_check("a model with sliding-window layers", on_hybrid=True)
 def check_hybrid(subject: Subject) -> None:
     for name, check in _HYBRID_CHECKS.items():
         try:
@@ -66,6 +71,7 @@ def check_hybrid(subject: Subject) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
+@contract_check("a model with Accelerate's hooks")
 def check_device_map(subject: Subject) -> None:
     prompt, steps = subject.rows(LONG_CONTEXT, 2, seed=92), subject.rows(NUM_STEPS, 2, seed=98)
     expected = subject.generate(subject.make_cache(), prompt, NUM_STEPS, num_beams=2)

@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.reports.memory import MemoryReport, StatValue
 
+from .check import contract_check
 from .comparison import distance, require, require_close, require_length
 from .reachable import reachable_bytes
 from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject
@@ -42,6 +43,7 @@ class SavableCache(Protocol):
     def load(cls, path: Path, model: PreTrainedModel) -> Cache: ...
 
 
+@contract_check("`crop(-n)` of what was just appended")
 def check_crop_recent(subject: Subject) -> None:
     drafted = subject.prompt(NUM_ROUNDS * NUM_DRAFTED, seed=12).split(NUM_DRAFTED, dim=1)
     kept = tuple(chunk[:, :-NUM_REJECTED] for chunk in drafted)
@@ -58,6 +60,7 @@ def check_crop_recent(subject: Subject) -> None:
         _check_crop_rhythm(subject, prompt, drafted, kept, continuation)
 
 
+@contract_check("`crop(-n)` deep into the prompt, and to nothing")
 def check_crop_prompt(subject: Subject) -> None:
     prompt, steps = subject.prompt(LONG_CONTEXT, seed=14), subject.prompt(NUM_STEPS, seed=15)
     continuation, more = subject.prompt(NUM_STEPS, seed=16), subject.prompt(LONG_APPEND, seed=17)
@@ -78,6 +81,7 @@ def check_crop_prompt(subject: Subject) -> None:
     require_close(again, expected, subject.rounding, "a cache cropped to nothing and used again, and a fresh one")
 
 
+@contract_check("`crop(0)` changes nothing")
 def check_crop_zero(subject: Subject) -> None:
     prompt = subject.prompt(LONG_CONTEXT, seed=18)
     # To older releases of Transformers it meant a length of 0
@@ -93,6 +97,7 @@ def check_crop_zero(subject: Subject) -> None:
         require_close(logits, expected, subject.rounding, "with and without `crop(0)` before every forward")
 
 
+@contract_check("`crop(n)` raises and changes nothing")
 def check_crop_positive(subject: Subject) -> None:
     prompt, steps = subject.prompt(LONG_CONTEXT, seed=20), subject.prompt(NUM_STEPS, seed=21)
     # To older releases of Transformers it meant a length of 3
@@ -104,6 +109,7 @@ def check_crop_positive(subject: Subject) -> None:
     require_close(logits, expected, subject.rounding, "after `crop(3)` was refused")
 
 
+@contract_check("a reset cache is a fresh one")
 def check_reset(subject: Subject) -> None:
     cache = subject.cache(subject.rows(LONG_CONTEXT, 2, seed=22), subject.rows(LONG_APPEND, 2, seed=24))
     # Shorter than the first history and of another batch size, then longer again, then too short to be compressed
@@ -116,6 +122,7 @@ def check_reset(subject: Subject) -> None:
         require_close(logits, expected, subject.rounding, what)
 
 
+@contract_check("a copy and its original go on independently")
 def check_deepcopy(subject: Subject) -> None:
     prompt = subject.rows(LONG_CONTEXT, 2, seed=29)
     original = subject.cache(prompt)
@@ -139,6 +146,7 @@ def check_deepcopy(subject: Subject) -> None:
     require_close(logits, expected, subject.rounding, "the original after the reset of its copy")
 
 
+@contract_check("lengths and mask sizes agree at every step")
 def check_lengths(subject: Subject) -> None:
     cache = subject.make_cache()
     returned = _record_returned_lengths(cache)
@@ -156,6 +164,7 @@ def check_lengths(subject: Subject) -> None:
     require(cache.is_initialized, "`is_initialized` is False after several forwards")
 
 
+@contract_check("`memory()` is what the tensors have, `stats()` counts")
 def check_memory(subject: Subject) -> None:
     cache = subject.make_cache()
     if not isinstance(cache, ReportingCache):
@@ -174,6 +183,7 @@ def check_memory(subject: Subject) -> None:
     _require_memory(cache, "after reset")
 
 
+@contract_check("a saved cache goes on after loading")
 def check_save_load(subject: Subject) -> None:
     history = [subject.rows(length, 2, seed=37 + length) for length in (LONG_CONTEXT, LONG_APPEND, 1, NUM_STEPS)]
     cache = subject.cache(*history)

@@ -12,8 +12,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from . import checks_batch, checks_generation, checks_model, checks_state
+from .check import CHECKS, ContractCheck
 from .models import tiny_models
-from .subject import CacheMaker, Subject, Tokenizer
+from .subject import Tokenizer
 
 
 Status = Literal["pass", "fail", "unsupported"]
@@ -38,34 +39,9 @@ _NOT_RUN = "-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContractCheck:
-    """
-    One item of the contract.
-
-    Args:
-        name (`str`): The row of the grid and the id in tests.
-        summary (`str`): What has to hold.
-        function (`Callable`): Takes a `Subject` and raises if it does not hold.
-        on_hybrid (`bool`): Whether it is about models with sliding-window layers, and runs on one of those.
-    """
-
-    name: str
-    summary: str
-    function: Callable[[Subject], None]
-    on_hybrid: bool = False
-
-    def run(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, make_cache: CacheMaker, make_reference: CacheMaker
-    ) -> None:
-        """Raises whatever the check or the cache raises. `run_check` makes a `CheckResult` of it."""
-        subject = Subject(model=model, tokenizer=tokenizer, make_cache=make_cache, make_reference=make_reference)
-        self.function(subject)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     """
-    What a check found.
+    Result of a check.
 
     Args:
         name (`str`): The check's.
@@ -78,105 +54,9 @@ class CheckResult:
     detail: str = ""
 
 
-CONTRACT: tuple[ContractCheck, ...] = (
-    ContractCheck(
-        name="greedy",
-        summary="what single steps give, near to `DynamicCache`",
-        function=checks_generation.check_greedy,
-    ),
-    ContractCheck(
-        name="sampling", summary="the same seed gives the same tokens", function=checks_generation.check_sampling
-    ),
-    ContractCheck(
-        name="num-return-sequences",
-        summary="several samples of one prompt",
-        function=checks_generation.check_num_return_sequences,
-    ),
-    ContractCheck(
-        name="beam-search",
-        summary="beams as if recomputed at every step",
-        function=checks_generation.check_beam_search,
-    ),
-    ContractCheck(
-        name="prompt-lookup", summary="rejected drafts leave no trace", function=checks_generation.check_prompt_lookup
-    ),
-    ContractCheck(
-        name="assisted",
-        summary="drafts of an assistant model leave no trace",
-        function=checks_generation.check_assisted,
-    ),
-    ContractCheck(
-        name="multi-turn",
-        summary="a second `generate` goes on from the first",
-        function=checks_generation.check_multi_turn,
-    ),
-    ContractCheck(
-        name="chunked-prefill",
-        summary="`prefill_chunk_size` gives what chunks by hand give",
-        function=checks_generation.check_chunked_prefill,
-    ),
-    ContractCheck(
-        name="crop-recent", summary="`crop(-n)` of what was just appended", function=checks_state.check_crop_recent
-    ),
-    ContractCheck(
-        name="crop-prompt",
-        summary="`crop(-n)` deep into the prompt, and to nothing",
-        function=checks_state.check_crop_prompt,
-    ),
-    ContractCheck(name="crop-zero", summary="`crop(0)` changes nothing", function=checks_state.check_crop_zero),
-    ContractCheck(
-        name="crop-positive", summary="`crop(n)` raises and changes nothing", function=checks_state.check_crop_positive
-    ),
-    ContractCheck(name="reset", summary="a reset cache is a fresh one", function=checks_state.check_reset),
-    ContractCheck(name="reorder", summary="`reorder_cache` moves all of a row", function=checks_batch.check_reorder),
-    ContractCheck(
-        name="repeat-interleave",
-        summary="`batch_repeat_interleave` gives independent copies",
-        function=checks_batch.check_repeat_interleave,
-    ),
-    ContractCheck(
-        name="select-indices",
-        summary="`batch_select_indices` keeps the rows asked for",
-        function=checks_batch.check_select_indices,
-    ),
-    ContractCheck(
-        name="deepcopy", summary="a copy and its original go on independently", function=checks_state.check_deepcopy
-    ),
-    ContractCheck(
-        name="left-padding", summary="a padded row gives what it gives alone", function=checks_batch.check_left_padding
-    ),
-    ContractCheck(
-        name="left-padding-short",
-        summary="the same with a row of a few tokens",
-        function=checks_batch.check_left_padding_short_row,
-    ),
-    ContractCheck(
-        name="row-isolation",
-        summary="a row depends on no other, bit for bit",
-        function=checks_batch.check_row_isolation,
-    ),
-    ContractCheck(
-        name="lengths", summary="lengths and mask sizes agree at every step", function=checks_state.check_lengths
-    ),
-    ContractCheck(
-        name="eager", summary="`eager` attention gives what `sdpa` gives", function=checks_model.check_eager
-    ),
-    ContractCheck(name="bfloat16", summary="a model in bfloat16", function=checks_model.check_bfloat16),
-    ContractCheck(name="float16", summary="a model in float16", function=checks_model.check_float16),
-    ContractCheck(
-        name="hybrid", summary="a model with sliding-window layers", function=checks_model.check_hybrid, on_hybrid=True
-    ),
-    ContractCheck(
-        name="device-map", summary="a model with Accelerate's hooks", function=checks_model.check_device_map
-    ),
-    ContractCheck(
-        name="memory",
-        summary="`memory()` is what the tensors have, `stats()` counts",
-        function=checks_state.check_memory,
-    ),
-    ContractCheck(
-        name="save-load", summary="a saved cache goes on after loading", function=checks_state.check_save_load
-    ),
+_MODULES = (checks_generation, checks_state, checks_batch, checks_model)
+CONTRACT: tuple[ContractCheck, ...] = tuple(
+    check for module in _MODULES for check in CHECKS if check.function.__module__ == module.__name__
 )
 """All items, in the order of the grid."""
 

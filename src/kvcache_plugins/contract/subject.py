@@ -85,7 +85,7 @@ class Subject:
 
     @property
     def dense(self) -> "Subject":
-        """The same with the reference as the cache."""
+        """Subject whose cache is the reference."""
         return replace(self, make_cache=self.make_reference)
 
     @property
@@ -156,7 +156,7 @@ class Subject:
         pick: Picker = pick_greedy,
         mask: torch.Tensor | None = None,
     ) -> Trace:
-        """What `generate` should do, as a plain loop: the prompt in `chunks`, then a forward a token."""
+        """Decodes as `generate` should, in a plain loop: the prompt in `chunks`, then a forward a token."""
         for chunk in chunks:
             logits = self.feed(cache, chunk, mask)[:, -1:]
         tokens, seen = [pick(logits[:, -1])[:, None]], [logits]

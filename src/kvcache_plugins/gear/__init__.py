@@ -23,24 +23,24 @@ __getattr__, __dir__ = lazy_attributes(
     },
 )
 
-_FACTORY = "kvcache_plugins.gear.cache:create_gear"
+_CACHE = "kvcache_plugins.gear.cache:GEARCache"
 # Made without a model it has checked its options
 _CHECK = "kvcache_plugins.gear.cache:check_gear"
 _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 for _nbits in (4, 2):
     register_cache(
         f"gear-{_nbits}bit",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary="GEAR: quantized backbone, low rank and outliers",
         nbits=_nbits,
     )
     register_cache(
-        f"gear-l-{_nbits}bit", _FACTORY, check=_CHECK, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0
+        f"gear-l-{_nbits}bit", _CACHE, check=_CHECK, summary="GEAR without outliers", nbits=_nbits, sparsity=0.0
     )
     register_cache(
         f"kivi-{_nbits}bit",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary="KIVI's grouping alone",
         nbits=_nbits,
@@ -49,7 +49,7 @@ for _nbits in (4, 2):
     )
     register_cache(
         f"per-token-{_nbits}bit",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary="Per-token grouping alone (FlexGen)",
         nbits=_nbits,
@@ -65,7 +65,7 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
         _bits["value_nbits"] = _value_nbits
     register_cache(
         f"gear-k{_key_nbits}v{_value_nbits}",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary=f"Keys in {_key_nbits} bits, rotated values in {_value_nbits}, sink tokens exact",
         **_bits,
@@ -73,11 +73,11 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (3, 2), (2, 2)):
     )
 # What `GEARCache()` is
 register_cache(
-    "gear", _FACTORY, check=_CHECK, summary="The default: gear-t25, in calibrated bases if you have made them"
+    "gear", _CACHE, check=_CHECK, summary="The default: gear-t25, in calibrated bases if you have made them"
 )
 register_cache(
     "gear-k4v4-g32",
-    _FACTORY,
+    _CACHE,
     check=_CHECK,
     summary="As gear-k4v4, in groups of 32: nearest to the dense cache",
     nbits=4,
@@ -95,7 +95,7 @@ _OF_PROMPTS: dict[int, dict[str, Any]] = {
 for _percent, _bits in _OF_PROMPTS.items():
     register_cache(
         f"gear-t{_percent}",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary=f"Transform-coded, tokens one by one: {_percent} % of 16 bits",
         backbone="transform",
@@ -109,7 +109,7 @@ _IN_TRELLIS: dict[int, dict[str, Any]] = {
 for _percent, _bits in _IN_TRELLIS.items():
     register_cache(
         f"gear-t{_percent}-trellis",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary=f"Transform-coded in trellis codes: {_percent} % of 16 bits, coded twice as long",
         backbone="transform",
@@ -120,7 +120,7 @@ for _percent, _bits in _IN_TRELLIS.items():
 for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (18, 2.55), (20, 2.87), (28, 4.15)):
     register_cache(
         f"gear-c{_percent}",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary=f"Transform-coded in calibrated bases: {_percent} % of 16 bits",
         backbone="transform",
@@ -130,7 +130,7 @@ for _percent, _mean_nbits in ((12, 1.59), (16, 2.23), (18, 2.55), (20, 2.87), (2
 for _percent, _mean_nbits in ((10, 1.27), (12, 1.59), (16, 2.23)):
     register_cache(
         f"gear-c{_percent}-trellis",
-        _FACTORY,
+        _CACHE,
         check=_CHECK,
         summary=f"Calibrated bases, in trellis codes: {_percent} % of 16 bits, coded three times as long",
         backbone="transform",
@@ -138,4 +138,4 @@ for _percent, _mean_nbits in ((10, 1.27), (12, 1.59), (16, 2.23)):
         calibration="auto",
         quantizer="trellis",
     )
-register_cache("kcvt-4bit", _FACTORY, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)
+register_cache("kcvt-4bit", _CACHE, check=_CHECK, summary="KCVT grouping alone", nbits=4, backbone="kcvt", **_PLAIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -415,17 +414,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
                     cache.layers.append(cache._next_layer())
             snapshot.fill(cache.layers, torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device)
         return cache
-
-
-def create_gear(model: PreTrainedModel | PreTrainedConfig | None = None, **options: object) -> GEARCache:
-    """GEAR: transform coding, or a quantized backbone with low rank and outliers"""
-    if model is not None:
-        get_config(model)
-    return GEARCache(model, **options)  # type: ignore[arg-type]
-
-
-# The options are the class's own, so that a misspelt one is named before anything is built
-create_gear.__signature__ = inspect.signature(GEARCache)  # type: ignore[attr-defined]
 
 
 def check_gear(*, calibration: object = None, **options: Any) -> None:

@@ -22,18 +22,18 @@ __getattr__, __dir__ = lazy_attributes(
     },
 )
 
-_FACTORY = "kvcache_plugins.infinigen.factory:create_infinigen"
-_CHECK = "kvcache_plugins.infinigen.factory:check_infinigen"
+_CACHE = "kvcache_plugins.infinigen.cache:InfiniGenCache"
+_CHECK = "kvcache_plugins.infinigen.config:check_options"
 
 register_cache(
     "infinigen",
-    _FACTORY,
+    _CACHE,
     check=_CHECK,
     summary="InfiniGen: in host memory, important tokens fetched",
 )
 register_cache(
     "infinigen-paper",
-    _FACTORY,
+    _CACHE,
     check=_CHECK,
     summary="InfiniGen by the paper's rule and partial keys",
     alpha=4.0,

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,3 +135,10 @@ class InfiniGenConfig:
     def rule(self) -> str:
         """Which of `min_weight`, `alpha`, `share` and `mass` decides."""
         return next(name for name in ("min_weight", "alpha", "share", "mass") if getattr(self, name) is not None)
+
+
+def check_options(*, calibration: object = None, attention_mask: object = None, **options: Any) -> None:
+    """Raises a `ValueError` for options of an `InfiniGenCache` that no model makes right."""
+    InfiniGenConfig(**options)
+    if isinstance(calibration, str | Path) and not Path(calibration).is_file():
+        raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")

@@ -143,13 +143,13 @@ class InfiniGenLayer(PromptLayer):
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         window = self.tokens.window
-        return None if self.pool is not None or window is None else window.everything()
+        return None if self.pool is not None or window is None else (window.keys, window.values)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         tokens = self.tokens
         if self.pool is not None or tokens.window is None or tokens.is_window_full:
             return None
-        return tokens.window.append_to_all(keys, values)
+        return tokens.window.append_exactly(keys, values)
 
     def _before_update(self) -> None:
         self._step = None

@@ -18,7 +18,7 @@ __getattr__, __dir__ = lazy_attributes(
 
 register_cache(
     "infinigen-gear",
-    "kvcache_plugins.infinigen_gear.cache:create_infinigen_gear",
-    check="kvcache_plugins.infinigen_gear.cache:check_infinigen_gear",
+    "kvcache_plugins.infinigen_gear.cache:InfiniGenGEARCache",
+    check="kvcache_plugins.infinigen_gear.config:check_options",
     summary="InfiniGen with keys and values in codes",
 )

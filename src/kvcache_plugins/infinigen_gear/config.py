@@ -1,10 +1,12 @@
-"""Options of `InfiniGenGEARCache` that say what it compresses to, validated once and immutable afterwards."""
+"""Options of how an `InfiniGenGEARCache` codes, validated once and immutable afterwards."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache_plugins.codecs.groups import SideCodec
 from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
 from kvcache_plugins.gear.config import largest_divisor
+from kvcache_plugins.infinigen import config as infinigen
 from kvcache_plugins.option_checks import check_choice, check_integer
 
 
@@ -55,3 +57,11 @@ class CodingConfig:
                 "or None"
             )
         return size
+
+
+def check_options(
+    *, key_nbits: int = 4, value_nbits: int = 4, q_group_size: int | None = None, **options: Any
+) -> None:
+    """Raises a `ValueError` for options of an `InfiniGenGEARCache` that no model makes right."""
+    CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
+    infinigen.check_options(**options)

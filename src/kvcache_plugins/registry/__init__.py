@@ -1,11 +1,11 @@
 """Caches by name: the one table that `create_cache`, the console script and the evaluations read.
 
-A cache is registered as a factory, `factory(model_or_config_or_None, **options) -> Cache`, and the options that its
-name stands for. Options are checked against the factory's signature before it is called, so a misspelt one is an error
-that names the accepted ones, never silently dropped. Registration is explicit: each method registers its own names
-when it is imported, and third parties name theirs in the entry-point group `kvcache_plugins.caches`, which is read on
-first use and whose code is loaded only when its cache is asked for. So is that of a factory that is registered as
-`module:attribute`: names can be listed without Torch or Transformers.
+A cache is registered as a class or another factory, `factory(model_or_config_or_None, **options) -> Cache`, and the
+options that its name stands for. Options are checked against the factory's signature before it is called, so a
+misspelt one is an error that names the accepted ones, never silently dropped. Registration is explicit: each method
+registers its own names when it is imported, and third parties name theirs in the entry-point group
+`kvcache_plugins.caches`, which is read on first use and whose code is loaded only when its cache is asked for. So is
+that of a factory that is registered as `module:attribute`: names can be listed without Torch or Transformers.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ def register_cache(
         name (`str`): A word such as `mine-4bit`.
         factory (`Callable` or `str`):
             Called as `factory(model, **options)` with a `PreTrainedModel`, a `PreTrainedConfig` or `None`; returns a
-            fresh `Cache`. Or `module:attribute`, which is imported when it is needed. A cache class whose first
-            argument is the config needs `lambda model, **options: MyCache(get_config(model), **options)`, or better a
-            function that names its options.
+            fresh `Cache`, as the class itself does that takes any of the three first. Or `module:attribute`, which is
+            imported when it is needed.
         summary (`str`, *optional*): One line for `kvcache-plugins list`; by default the factory's docstring's first.
         requires (`str`, *optional*): What has to be installed first, such as `hqq` or `hqq>=0.2`.
         check (`Callable` or `str`, *optional*):
@@ -154,8 +153,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     from transformers import Cache
 
     entry = _find_entry(name, options)
-    if isinstance(model, torch.nn.Module):
-        model = unwrap_model(model)
+    model = unwrap_model(model) if isinstance(model, torch.nn.Module) else get_config(model)
     cache = entry.load_factory()(model, **{**entry.options, **options})
     if not isinstance(cache, Cache):
         raise TypeError(f"The factory of the cache `{name}` must return a Transformers `Cache`, but got {type(cache)}")

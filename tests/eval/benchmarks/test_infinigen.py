@@ -5,9 +5,12 @@ import json
 import torch
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.cli.bench import infinigen as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import infinigen as benchmark_infinigen
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
+
+
+command = with_results(benchmark_infinigen.benchmark_infinigen)
 
 
 def test_parts_add_up_to_the_step(tiny_model) -> None:
@@ -34,7 +37,7 @@ def test_writes_rows(tiny_model, tmp_path, monkeypatch) -> None:
         benchmark_infinigen, "load_for_evaluation", lambda name: (model, lambda text, return_tensors: Tokens)
     )
     (tmp_path / "text.txt").write_text("text", encoding="utf-8")
-    command.main(
+    command(
         text_file=tmp_path / "text.txt",
         cache=["dynamic", "infinigen:share=0.1"],
         context=250,

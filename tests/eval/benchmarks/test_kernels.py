@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 
-from kvcache_plugins.cli.bench import kernels as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import contest
 from kvcache_plugins.eval.benchmarks import kernels as benchmark_kernels
+
+
+command = with_results(benchmark_kernels.benchmark_kernels)
 
 
 SMALL = {
@@ -25,7 +28,7 @@ SMALL = {
 
 def test_writes_rows_with_their_provenance(tmp_path):
     path = tmp_path / "kernels.json"
-    command.main(**SMALL, out=path)
+    command(**SMALL, out=path)
     content = json.loads(path.read_text())
     rows = {row["name"]: row for row in content["rows"]}
     assert content["settings"]["kernel"] == "compiled"
@@ -46,7 +49,7 @@ def test_nothing_is_timed_on_a_mismatch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(contest, "attend", wrong)
     with pytest.raises(RuntimeError, match=r"gear-2bit by the `compiled` kernel is wrong by .*: not timed"):
-        command.main(**SMALL, out=tmp_path / "kernels.json")
+        command(**SMALL, out=tmp_path / "kernels.json")
     assert not (tmp_path / "kernels.json").exists()
 
 
@@ -65,9 +68,9 @@ def test_a_dense_kernel_can_be_named():
 
 def test_tokens_that_stay_exact_are_refused():
     with pytest.raises(ValueError, match="`context` has to be a multiple of 64 for `gear-2bit`"):
-        command.main(**{**SMALL, "context": 130}, out=None)
+        command(**{**SMALL, "context": 130}, out=None)
     with pytest.raises(ValueError, match="`context` has to be at least 64 for `gear-t16`"):
-        command.main(**{**SMALL, "context": 63}, cache=["gear-t16"], out=None)
+        command(**{**SMALL, "context": 63}, cache=["gear-t16"], out=None)
 
 
 def test_a_wrong_kernel_for_rows_is_not_timed(monkeypatch):
@@ -79,4 +82,4 @@ def test_a_wrong_kernel_for_rows_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(contest, "attend_coded", wrong)
     with pytest.raises(RuntimeError, match=r"gear-t16 by the `compiled` kernel is wrong by .*: not timed"):
-        command.main(**SMALL, cache=["gear-t16"], out=None)
+        command(**SMALL, cache=["gear-t16"], out=None)

@@ -5,9 +5,13 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.cli.bench import llama_cpp as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import llama_cpp as benchmark
+from kvcache_plugins.eval.benchmarks.llama_cpp import benchmark_llama_cpp
 from kvcache_plugins.gear.kernel_check import MismatchError
+
+
+command = with_results(benchmark_llama_cpp)
 
 
 OPTIONS = {
@@ -39,13 +43,13 @@ def without_llama_cpp(monkeypatch):
 
 def test_the_extra_is_named_where_it_is_missing(without_llama_cpp):
     with pytest.raises(ImportError, match=r"`pip install kvcache-plugins\[llama-cpp\]`"):
-        command.main(**OPTIONS)
+        command(**OPTIONS)
 
 
 @pytest.mark.parametrize(("option", "value"), [("part", "prefill"), ("kv_type", "q2_K"), ("cache", "gear-k9v9")])
 def test_wrong_names_are_refused_first(option, value, without_llama_cpp):
     with pytest.raises(ValueError, match=value):
-        command.main(**{**OPTIONS, option: [value]})
+        command(**{**OPTIONS, option: [value]})
 
 
 def test_bytes_are_those_of_blocks_of_32():

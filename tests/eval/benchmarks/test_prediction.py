@@ -5,9 +5,13 @@ import json
 import pytest
 import torch
 
-from kvcache_plugins.cli.bench import predict as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import prediction
 from kvcache_plugins.eval.benchmarks.contest import Contest, Shape
+from kvcache_plugins.eval.benchmarks.prediction import benchmark_prediction
+
+
+command = with_results(benchmark_prediction)
 
 
 SHAPE = Shape(batch_size=3, context=128, num_heads=2, groups=2, head_dim=64)
@@ -33,7 +37,7 @@ def test_times_are_bytes_over_bandwidth():
 
 def test_a_result_is_marked_as_a_prediction(tmp_path, capsys):
     options = {"shape": ["1x64", "2x128"], "cache": ["kivi-2bit"], "num_heads": 1, "head_dim": 64, "dtype": "bfloat16"}
-    command.main(bandwidth=100.0, **options, out=tmp_path / "p.json")
+    command(bandwidth=100.0, **options, out=tmp_path / "p.json")
     content = json.loads((tmp_path / "p.json").read_text())
     assert content["benchmark"] == "prediction"
     assert content["device"] == "predicted, not measured"
@@ -48,9 +52,9 @@ def test_a_result_is_marked_as_a_prediction(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["16", "x128", "0x128", "16x", "ax1", "1x2x3"])
 def test_a_shape_without_two_numbers_is_refused(text):
     with pytest.raises(ValueError, match="`shape` has the form BATCHxTOKENS"):
-        command.main(bandwidth=1.0, shape=[text])
+        command(bandwidth=1.0, shape=[text])
 
 
 def test_a_bandwidth_is_above_zero():
     with pytest.raises(ValueError, match="`bandwidth` must be above 0"):
-        command.main(bandwidth=0.0)
+        command(bandwidth=0.0)

@@ -7,8 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.cli.bench import prompts as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import prompts
+
+
+command = with_results(prompts.benchmark_prompts)
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def test_rows_of_every_case(network, monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text("As any text would do. " * 20, encoding="utf-8")
     out = tmp_path / "prompts.json"
     caches = ["dynamic", "kcvt-4bit"]
-    command.main(**OPTIONS, cache=caches, text_file=tmp_path / "text.txt", num_threads=None, out=out)
+    command(**OPTIONS, cache=caches, text_file=tmp_path / "text.txt", num_threads=None, out=out)
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     cases = [("prompt", 0, 130, 130), ("chunks", 0, 130, 50), ("behind", 130, 17, 17)]
     assert [(row["what"], row["context"], row["new_tokens"], row["chunk"], row["cache"]) for row in rows] == [

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from kvcache_plugins.cli.bench import shapes as command
+from kvcache_plugins.console.json_output import with_results
 from kvcache_plugins.eval.benchmarks import shapes
+from kvcache_plugins.eval.benchmarks.shapes import benchmark_shapes
+
+
+command = with_results(benchmark_shapes)
 
 
 OPTIONS = {
@@ -29,7 +33,7 @@ def small_models(monkeypatch):
 
 
 def test_rows_of_every_place(tmp_path):
-    command.main(**OPTIONS, out=tmp_path / "shapes.json")
+    command(**OPTIONS, out=tmp_path / "shapes.json")
     content = json.loads((tmp_path / "shapes.json").read_text(encoding="utf-8"))
     places = [(row["part"], row["batch_size"], row["context"], row["cache"]) for row in content["rows"]]
     steps = [
@@ -47,7 +51,7 @@ def test_rows_of_every_place(tmp_path):
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):
-    command.main(**{**OPTIONS, "part": ["step"], "max_gigabytes": 1e-5}, out=tmp_path / "shapes.json")
+    command(**{**OPTIONS, "part": ["step"], "max_gigabytes": 1e-5}, out=tmp_path / "shapes.json")
     content = json.loads((tmp_path / "shapes.json").read_text(encoding="utf-8"))
     assert {row["context"] for row in content["rows"]} == {1}
     assert [each["what"] for each in content["failures"]] == [
@@ -57,7 +61,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
 
 
 def test_without_time_left_every_place_is_named(tmp_path):
-    command.main(**{**OPTIONS, "limit": 0}, out=tmp_path / "shapes.json")
+    command(**{**OPTIONS, "limit": 0}, out=tmp_path / "shapes.json")
     content = json.loads((tmp_path / "shapes.json").read_text(encoding="utf-8"))
     assert content["rows"] == [] and len(content["failures"]) == 4
 
@@ -65,4 +69,4 @@ def test_without_time_left_every_place_is_named(tmp_path):
 @pytest.mark.parametrize(("option", "value"), [("part", "kernel"), ("shape", "gqa-5"), ("dtype", "int4")])
 def test_wrong_names_are_refused(option, value):
     with pytest.raises(ValueError, match=f"`{option}` (must|has to) be one of"):
-        command.main(**{**OPTIONS, option: [value]})
+        command(**{**OPTIONS, option: [value]})

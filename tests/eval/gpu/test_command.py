@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.cli.bench import gpu as gpu_command
 from kvcache_plugins.eval.gpu import command, parts
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
 from kvcache_plugins.eval.gpu.plan import FULL, TINY
@@ -41,7 +40,7 @@ def replace_children(monkeypatch):
 
 
 def run_tiny(part: str, folder: Path) -> None:
-    gpu_command.main(out=folder, limit=300.0, tiny=True, part=part)
+    command.run_on_gpu(out=folder, limit=300.0, tiny=True, part=part)
 
 
 def test_attention_alone(tmp_path, triton_kernels):
@@ -60,7 +59,7 @@ def test_every_preset_is_checked(tmp_path, triton_kernels):
     assert content["failures"] == []
     assert [row["cache"] for row in content["rows"]] == list(TINY.presets)
     assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
-    ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith("create_gear")]
+    ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
     assert sorted(FULL.presets) == sorted(ours)
 
 
@@ -160,7 +159,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
             raise subprocess.CalledProcessError(-11, command)
 
     replace_children(run)
-    gpu_command.main(out=tmp_path, limit=500.0, tiny=True)
+    command.run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
     assert [command[command.index("--part") + 1] for command in commands] == list(parts.PARTS)
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run")
@@ -201,6 +200,6 @@ def test_the_tests_that_are_run_are_there():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_whole_run_wants_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
-        gpu_command.main(out=tmp_path)
+        command.run_on_gpu(out=tmp_path)
     with pytest.raises(ValueError, match="`part` must be one of"):
-        gpu_command.main(out=tmp_path, part="nonsense")
+        command.run_on_gpu(out=tmp_path, part="nonsense")

@@ -7,7 +7,7 @@
 
 from typing import Any
 
-from kvcache_plugins.console.lazy_group import LazyCommand, LazyGroup, make_app
+from kvcache_plugins.console.lazy_group import LazyGroup, make_app
 
 
 _HELP = """Evaluation with the cache in the loop.
@@ -24,21 +24,17 @@ Examples:
 
 
 class EvaluateGroup(LazyGroup):
-    """What `kvcache-plugins eval` is followed by; options without a command are those of `run`, as in lm-eval."""
+    """Commands of `kvcache-plugins eval`; options without a command are those of `run`, as in lm-eval."""
 
     lazy_commands = {
-        "run": LazyCommand("kvcache_plugins.cli.evaluate.lm_eval:run", "Evaluate a model on tasks."),
-        "ls": LazyCommand("kvcache_plugins.cli.evaluate.lm_eval:ls", "List lm-eval's tasks."),
-        "validate": LazyCommand("kvcache_plugins.cli.evaluate.lm_eval:validate", "Check files of tasks."),
-        "fidelity": LazyCommand(
-            "kvcache_plugins.cli.evaluate.fidelity:main", "Measure how far caches are from the dense cache on a text."
-        ),
-        "perplexity": LazyCommand("kvcache_plugins.cli.evaluate.perplexity:main", "Perplexity against position."),
-        "retrieval": LazyCommand(
-            "kvcache_plugins.cli.evaluate.retrieval:main", "Ask for one line, or one value, of a long context."
-        ),
-        "sweep": LazyCommand("kvcache_plugins.cli.evaluate.sweep:main", "Measure caches x models x tasks."),
-        "report": LazyCommand("kvcache_plugins.cli.evaluate.report:main", "Tables and figures of a result."),
+        "run": "kvcache_plugins.cli.evaluate.lm_eval:run",
+        "ls": "kvcache_plugins.cli.evaluate.lm_eval:ls",
+        "validate": "kvcache_plugins.cli.evaluate.lm_eval:validate",
+        "fidelity": "kvcache_plugins.eval.measures.fidelity_report:evaluate_fidelity",
+        "perplexity": "kvcache_plugins.eval.measures.perplexity_report:evaluate_perplexity",
+        "retrieval": "kvcache_plugins.eval.measures.retrieval_report:evaluate_retrieval",
+        "sweep": "kvcache_plugins.cli.evaluate.sweep:main",
+        "report": "kvcache_plugins.eval.report:write_report",
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.contract.families.cases import own_cases
-from kvcache_plugins.contract.families.survey import build_family, family_names, try_families, try_family
-from kvcache_plugins.contract.families.trial import generate, prompt
+from kvcache_plugins.eval.families.command import own_cases
+from kvcache_plugins.eval.families.survey import build_family, family_names, try_families, try_family
+from kvcache_plugins.eval.families.trial import generate, prompt
 from kvcache_plugins.gear.layer import GEARLayer
 
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.reports.memory import ReportingMixin
-
-from .runner import CONTRACT, run_contract
 
 
 BUFFER = 32

@@ -1,24 +1,18 @@
-"""What came out of a survey, as rows for a JSON file and as a Markdown table."""
+"""Markdown table of a survey of decoder families."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .survey import FamilyResult
+from .markdown import make_markdown_table
 
 
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 _CELLS = {"works": "works", "reads dense": "reads dense", "refuses": "refuses", "fails": "FAILS"}
 
 
-def result_rows(results: Iterable[FamilyResult]) -> list[dict[str, Any]]:
-    """A row for each family, as JSON has it."""
-    return [asdict(result) for result in results]
-
-
 def render_families(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many families do what, the families, why they refuse or fail, and which ones were not tried and why."""
+    """Counts what families do, and lists them with reasons: of refusals, failures and families not tried."""
     tried = [row for row in rows if not row["dense"]]
     caches = list(dict.fromkeys(name for row in tried for name in row["outcomes"]))
     counts = {name: Counter(row["outcomes"][name]["status"] for row in tried) for name in caches}
@@ -26,8 +20,8 @@ def render_families(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[f"`{row['family']}`", *(_CELLS[row["outcomes"][name]["status"]] for name in caches)] for row in tried]
     parts = [
         f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n",
-        _table(["cache", *_STATUSES], summary),
-        _table(["family", *(f"`{name}`" for name in caches)], lines),
+        make_markdown_table(["cache", *_STATUSES], summary),
+        make_markdown_table(["family", *(f"`{name}`" for name in caches)], lines),
         *_reasons(tried),
     ]
     untried = [f"- `{row['family']}`: {_one_line(row['dense'])}\n" for row in rows if row["dense"]]
@@ -52,7 +46,3 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))

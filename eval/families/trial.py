@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What `DynamicCache` did, and how far apart logits of another prompt are: by scenario, those that it can do."""
+    """Answers of `DynamicCache`, and how far apart logits of another prompt are: by scenario, those that it can do."""
 
     runs: dict[str, list[Run]]
     control: float

@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.contract.families import survey
-from kvcache_plugins.contract.families.cases import cases_of
-from kvcache_plugins.contract.families.survey import Case, build_family, family_names, try_families, try_family
-from kvcache_plugins.contract.families.table import render_families, result_rows
+from kvcache_plugins.eval.families import survey
+from kvcache_plugins.eval.families.command import cases_of, result_rows
+from kvcache_plugins.eval.families.survey import Case, build_family, family_names, try_families, try_family
+from kvcache_plugins.eval.tables.families import render_families
 
 
 class ShiftedLayer(DynamicLayer):
