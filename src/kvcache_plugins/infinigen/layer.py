@@ -11,7 +11,6 @@ account of on the host, which waits for every choice.
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -20,6 +19,7 @@ from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.user_warnings import warn_user
 
 from .config import InfiniGenConfig
 from .counters import DeviceCounters, TransferTimes
@@ -390,8 +390,7 @@ class InfiniGenLayer(PromptLayer):
 
 
 def _warn_of_all() -> None:
-    warnings.warn(
+    warn_user(
         "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
-        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less",
-        stacklevel=3,
+        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less"
     )
