@@ -23,7 +23,7 @@ _LAZY = re.compile(rf"{ROOT_PACKAGE}(\.\w+)+:\w+")
 # Floors from the ground up.
 METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
-    {"files", "option_checks", "lazy_imports"},
+    {"files", "option_checks", "lazy_imports", "user_warnings"},
     {"registry", "models"},
     {"ops", "codecs", "kernels", "triton_kernels"},
     {"layers"},

@@ -45,3 +45,40 @@ def test_another_model_that_caches_listen_to_is_refused(tiny_model) -> None:
     gc.collect()
     with pytest.raises(ValueError, match="made for another model than the one"):
         logits(other, cache, tokens(1))
+
+
+@pytest.mark.parametrize("others_listen", [False, True])
+def test_another_model_is_refused_after_detaching(tiny_model, others_listen: bool) -> None:
+    own, other = (tiny_model("llama", num_hidden_layers=4, seed=seed) for seed in (1, 2))
+    cache, expected = InfiniGenCache(own), InfiniGenCache(own)
+    listening = [InfiniGenCache(model) for model in (own, other) if others_listen]
+    for each in (cache, expected):
+        logits(own, each, tokens(150))
+    cache.detach()
+    if not others_listen:
+        expected.detach()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in own.modules())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="made for another model than the one"):
+            logits(other, cache, tokens(1))
+        torch.testing.assert_close(logits(own, cache, tokens(1)), logits(own, expected, tokens(1)))
+    assert cache.get_seq_length() == 152
+    cache.reset()
+    with pytest.raises(ValueError, match="made for another model than the one"):
+        logits(other, cache, tokens(20))
+    assert cache.get_seq_length() == 0
+    del listening
+
+
+def test_a_model_that_is_not_known_is_told_from_another(tiny_model) -> None:
+    """Attention that looks up positions itself announces nothing."""
+    own, other = (tiny_model("opt", seed=seed) for seed in (1, 2))
+    for is_detached in (False, True):
+        cache = InfiniGenCache(own, full_layers=())
+        logits(own, cache, tokens(150))
+        if is_detached:
+            cache.detach()
+        with pytest.raises(ValueError, match="made for another model than the one"):
+            logits(other, cache, tokens(1))
+        logits(own, cache, tokens(1))
+        assert cache.get_seq_length() == 151

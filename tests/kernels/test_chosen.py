@@ -28,6 +28,31 @@ def test_slots_and_counts_out_of_range_read_nothing_else(monkeypatch, level, for
         assert output.isfinite().all() and (output <= 8**0.5 + 1e-5).all()
 
 
+@pytest.mark.parametrize("level", levels_here())
+def test_the_order_of_slots_does_not_matter(monkeypatch, level):
+    monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", level)
+    heads, groups, dim, count = 2, 5, 20, 150
+    codes = torch.randint(0, 256, (1, heads, 16, 16, dim // 2), dtype=torch.uint8)
+    keys = KeyGroups(codes, *torch.rand(2, 1, heads, 16, dim).half(), 4, [(0, 40, 0), (40, 240, 8)])
+    numbers = torch.rand(1, heads, 240, 2).half().view(torch.uint8)
+    rows = torch.cat([torch.randint(0, 256, (1, heads, 240, dim // 2), dtype=torch.uint8), numbers], dim=3)
+    sinks = torch.randn(1, heads, 3, dim)
+    pages = [page.contiguous() for page in rows.split(120, dim=2)]
+    tokens = CodedTokens(keys, ValuePages(pages, dim, 4, dim), SinkStates(None, sinks, sinks))
+    slots = torch.stack([torch.randperm(240)[:count] for _ in range(heads)])[None]
+    query, window, of_heads = (
+        torch.randn(1, heads, groups, dim),
+        torch.randn(1, heads, 2, dim),
+        torch.full((1, heads), count),
+    )
+    outputs = [
+        attend_chosen(query, tokens, each, of_heads, window, window, 0.3, torch.randn(1, 242).mul(0), 240)
+        for each in (slots, slots.sort().values, slots.flip(2))
+    ]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
 @pytest.mark.parametrize("runs", [[(0, 65, 0)], [(0, 8, -1)], [(1, 8, 0)], [(0, 8, 0), (9, 12, 0)]], ids=str)
 def test_runs_that_do_not_follow_each_other_within_the_groups_are_refused(runs):
     with pytest.raises(ValueError, match="`runs`"):

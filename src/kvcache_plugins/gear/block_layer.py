@@ -11,18 +11,22 @@ once no query to come can see them.
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
+from kvcache_plugins.layers.contexts import in_own_context
+from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
 from kvcache_plugins.ops.parts import DensePart
 
-from .settled_parts import SettledParts, SettledPartsMixin
 from .sliding_window import SlidingWindowMixin
 from .storage import BlockT, BufferConfig, ExactPrefix, LayerState, TiledBlock, dense_tiles
 
+
+if TYPE_CHECKING:
+    from kvcache_plugins.kernels.layer import PreparedCall
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
@@ -30,9 +34,37 @@ _PROMPT_FACTOR = 4
 _MASK_STEP = 8
 
 
-class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
+class PreparedParts:
+    """
+    The parts before the buffer, where no mask is given: they stay, until the buffer is compressed.
+
+    Attributes:
+        parts (`list`): those.
+        limit (`int`): tokens that the buffer may hold before anything changes.
+        call (`PreparedCall`, *optional*): attention over them and the buffer.
+        is_tried (`bool`): whether there is a call, if there can be one.
+    """
+
+    __slots__ = ("call", "is_tried", "limit", "parts")
+
+    def __init__(self, parts: list[Any], limit: int):
+        self.parts, self.limit = parts, limit
+        self.call: PreparedCall | None = None
+        self.is_tried = False
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the layer finds its own: addresses in a call are of what was copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     """
     Mixed into a `PromptLayer` that stores a prefix, blocks and a buffer, before it.
+
+    While nothing is compressed and tokens come one by one, it is what a dense layer is: two tensors of all tokens
+    (`_plain`), of which the buffer is made when it is asked for.
 
     A subclass says how attention is computed over a block (`_block_part`, `_attend_parts`), how a block becomes dense
     (`_tiled_blocks`), how much of its beginning can be dropped (`_num_droppable`), and what goes on when the newest
@@ -42,19 +74,46 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
     config: BufferConfig
     # Whether the kernels that it runs have been compiled, or it is what compiles them
     is_warm = False
+    # Tokens before the first compression whose queries a layer that needs them is shown
+    num_heard = 0
+    # Of plain tokens: with how many there is something to be compressed, and after how many queries are shown
+    _plain_limit = _first_heard = 0
 
     def _clear(self) -> None:
         super()._clear()
         self.prefix: ExactPrefix | None = None
         self.blocks: list[BlockT] = []
-        self.buffer: ResidualBuffer | None = None
-        self._settled = None
+        self.buffer = None
+        self._prepared: PreparedParts | None = None
+
+    @property
+    def buffer(self) -> ResidualBuffer | None:
+        """The newest tokens, exact."""
+        if self._plain is not None:
+            self._end_plain(*self._plain)
+        return self._buffer
+
+    @buffer.setter
+    def buffer(self, buffer: ResidualBuffer | None) -> None:
+        self._buffer: ResidualBuffer | None = buffer
+        self._plain: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @in_own_context
+    def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes the buffer of all tokens that are not the prefix's."""
+        first = 0 if self.prefix is None else self.prefix.num_slots
+        self.buffer = ResidualBuffer(keys, values, self._buffer_limit)
+        self.buffer.append(keys[:, :, first:], values[:, :, first:])
 
     @abstractmethod
     def _attend_parts(
         self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
     ) -> tuple[torch.Tensor, str, bool]:
         """Attention over parts; the kernel that computed it, and whether another one was wanted."""
+
+    @abstractmethod
+    def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
+        """Prepares a call for tokens to come, by the C kernels, over parts of which the last one is the buffer."""
 
     @abstractmethod
     def _block_part(self, block: BlockT, mask: torch.Tensor | None) -> Any:
@@ -109,14 +168,65 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
     def _is_prompt(self, count: int) -> bool:
         return count >= _PROMPT_FACTOR * self.config.residual_length
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PromptLayer.update`: a token like the last one is stored here, if nothing more is to be done."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+            return super().update(key_states, value_states)
+        kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device
+        if kind != self._token_kind:
+            return super().update(key_states, value_states)
+        plain, prepared, buffer = self._plain, self._prepared, self._buffer
+        if plain is not None and self._length < self._plain_limit:
+            # As a dense layer does
+            states = torch.cat((plain[0], key_states), dim=-2), torch.cat((plain[1], value_states), dim=-2)
+            self._plain, self._length = states, self._length + 1
+            return states if self._length <= self._first_heard else self._lazy(*states)
+        if prepared is None or buffer is None or buffer.length >= prepared.limit:
+            return super().update(key_states, value_states)
+        newest = None
+        if prepared.call is not None and buffer.left is None and buffer.length < buffer.capacity:
+            newest = prepared.call.accept(key_states, value_states)
+        if newest is not None:
+            # The call writes it
+            buffer.left, buffer.length = newest, buffer.length + 1
+        elif torch.is_inference_mode_enabled():
+            return super().update(key_states, value_states)
+        else:
+            buffer.append(key_states, value_states)
+        self._length += 1
+        return stored_states(self, kind[0], kind[1], self._length, self.dtype, self.device)
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """See `LazyLayer.attend_again`."""
+        prepared, buffer = self._prepared, self._buffer
+        if prepared is None or prepared.call is None or buffer is None or num_tokens != self._length:
+            return None
+        if query.requires_grad:
+            return None
+        output = prepared.call.attend(query, scale, buffer.storage, buffer.length, buffer.left)
+        if output is not None:
+            # It has been written
+            buffer.left = None
+            self._counters["attend_calls"] += 1
+            self._counters["fused_calls"] += 1
+        return output
+
+    def _prepare_call(self, query: torch.Tensor, scale: float | None) -> None:
+        """Prepares a call for the tokens to come, if all that they change is the buffer."""
+        prepared, buffer = self._prepared, self.buffer
+        if prepared is None or prepared.is_tried or prepared.limit == 0 or buffer is None or self._needs_queries:
+            return
+        prepared.is_tried = True
+        if buffer.length and not torch.compiler.is_dynamo_compiling():
+            newest = DensePart(*buffer.tensors(), buffer.length, None)
+            prepared.call = self._token_call(query, [*prepared.parts, newest], scale)
+
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
         """See `LazyLayer.attend`."""
-        if attn_mask is None and not is_causal:
-            again = self._attend_again(query, scale)
-            if again is not None:
-                return again
         if is_causal:
             shape = (query.shape[2], self.lazy_length())
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -148,17 +258,16 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
     def settle_prompt(self) -> None:
         """See `PromptLayer.settle_prompt`."""
         if self._pending is not None:
-            self._settled = None
+            self._prepared = None
         super().settle_prompt()
 
     def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
         """Everything held, each token once, with its columns of the mask."""
         if attn_mask is None and self._pending is None and self.sliding_window is None:
-            if self._settled is None:
-                is_separate = self.blocks and self.buffer is not None and not self.buffer.num_in_front
-                limit = self.config.residual_length if is_separate else 0
-                self._settled = SettledParts(list(self._compressed_parts(None)), limit)
-            yield from self._settled.parts
+            if self._prepared is None:
+                limit = self._buffer_limit if self.blocks and self.buffer is not None else 0
+                self._prepared = PreparedParts(list(self._compressed_parts(None)), limit)
+            yield from self._prepared.parts
         else:
             yield from self._compressed_parts(attn_mask)
         position, first = self._exact_start, self._first_visible
@@ -210,8 +319,6 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
         return self._length - sum(length for *_, length in self._exact_tail())
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if keys.shape[2] == 1 and self._leaves(keys, values):
-            return
         if self.buffer is None:
             self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
         self.buffer.append(keys, values)
@@ -225,25 +332,24 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
             # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
             skipped = self._first_visible - self._exact_start
             return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
+        states, num_in_front = (buffer.keys, buffer.values), 0
         if prefix is not None and prefix.num_slots:
             if not prefix.is_uniform:
                 return None
-            buffer.put_in_front(prefix.keys, prefix.values)
-            prefix.keys, prefix.values = buffer.in_front()
-        return buffer.everything()
-
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `PromptLayer._append_token`."""
-        prefix, buffer = self.prefix, self.buffer
-        if self.blocks or buffer is None or self._is_buffer_full() or self._first_seen(self._length):
-            return None
-        if prefix is None or prefix.num_slots == 0:
-            return buffer.append_to_all(keys, values)
-        if prefix.num_slots != buffer.num_in_front:
-            return None
-        states = buffer.append_to_all(keys, values)
-        prefix.keys, prefix.values = buffer.in_front()
+            num_in_front = prefix.num_slots
+            states = torch.cat((prefix.keys, states[0]), dim=2), torch.cat((prefix.values, states[1]), dim=2)
+        self._plain_limit = num_in_front + self._buffer_limit
+        if self.sliding_window is not None:
+            self._plain_limit = min(self._plain_limit, self.sliding_window)
+        self._first_heard = self._plain_limit - self.num_heard * self._needs_queries
+        if self._length < self._plain_limit:
+            self._buffer, self._plain = None, states
         return states
+
+    @property
+    def _buffer_limit(self) -> int:
+        """Tokens in the buffer with which the next update compresses it."""
+        return self.config.residual_length
 
     def _release_buffer(self) -> None:
         """Lets go of the buffer's tokens, which are stored in another form."""
@@ -251,19 +357,12 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
 
     def _is_buffer_full(self) -> bool:
         """Whether the next update compresses what is in the buffer."""
-        return self.buffer is not None and self.buffer.length >= self.config.residual_length
-
-    def _separate(self) -> None:
-        """Has prefix and buffer hold tensors of their own again, as one of them is about to change."""
-        self._settled = None
-        if self.buffer is not None and self.buffer.num_in_front and self.prefix is not None:
-            self.prefix.keys, self.prefix.values = self.prefix.keys.clone(), self.prefix.values.clone()
-            self.buffer.separate()
+        return self.buffer is not None and self.buffer.length >= self._buffer_limit
 
     def _before_update(self) -> None:
         """See `PromptLayer._before_update`: compresses what has waited for long enough."""
-        if self._num_new > 1 or self._is_buffer_full() or self._settled is None:
-            self._separate()
+        if self._num_new > 1 or self._is_buffer_full():
+            self._prepared = None
         if self._is_buffer_full():
             self._compress_buffer()
         if not self.record_past:
@@ -281,7 +380,7 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
         return dense_tiles(sides, self.states_shape, *held, self.dtype, self.device, self._first_visible)
 
     def _drop_newest(self, count: int) -> None:
-        self._separate()
+        self._prepared = None
         exact_start, length = self._exact_start, self._length - count
         if self.buffer is not None:
             self.buffer.drop_last(min(count, self.buffer.length))
@@ -296,14 +395,15 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
             self.prefix.truncate(length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._settled = None
+        self._prepared = None
         for stored in (self.prefix, self.buffer, *self.blocks):
             if stored is not None:
                 stored.map(function)
 
     def _exact_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of prefix and buffer."""
-        self._separate()
+        # Which keeps some beside
+        self._prepared = None
         if self.buffer is not None:
             yield from (("residual", tensor) for tensor in self.buffer.tensors())
         if self.prefix is not None:
@@ -312,7 +412,6 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
 
     def _prefix_tensors(self) -> Iterator[torch.Tensor]:
         """What of the prefix copies may share."""
-        self._separate()
         if self.prefix is not None:
             yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
@@ -339,7 +438,6 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
     def _exact_state(self) -> dict[str, Any]:
         """The fields of its `LayerState` that every layer has; nothing is copied."""
         self.settle_prompt()
-        self._separate()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         return {
             "dtype": self.dtype,
@@ -358,7 +456,7 @@ class BlockLayerMixin(SettledPartsMixin, SlidingWindowMixin, Generic[BlockT]):
 
     def _restore_exact(self, state: LayerState) -> None:
         """Takes those fields over."""
-        self._settled = None
+        self._prepared = None
         self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}

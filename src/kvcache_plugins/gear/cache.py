@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
+from kvcache_plugins.user_warnings import warn_user
 
 from .captured_steps import CapturedSteps
 from .config import GEARConfig, PresetChoice
@@ -473,5 +473,5 @@ def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> Transf
     try:
         return find_calibration(unwrap_model(model), is_own=True)
     except ValueError as error:
-        warnings.warn(f"the cache goes without a calibration: {error}", stacklevel=5)
+        warn_user(f"the cache goes without a calibration: {error}")
         return None

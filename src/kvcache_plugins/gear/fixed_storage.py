@@ -32,12 +32,6 @@ class FixedBuffer(ResidualBuffer):
         # A few tokens at once may come on top, as in assisted decoding
         self._resize(limit + MAX_NUM_QUERIES)
 
-    @property
-    def storage(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values with all their room, `[B, H, room, D]`."""
-        self._write_left()
-        return self._keys, self._values
-
     def drop_first(self, count: int) -> None:
         """See `ResidualBuffer.drop_first`; the room stays."""
         self._write_left()
@@ -91,7 +85,7 @@ class FixedForm:
 
     def has_room(self) -> bool:
         """Whether another token is stored in the buffer, with nothing compressed before it."""
-        return self.layer.is_waiting() and self.buffer.length < self.buffer.storage[0].shape[2]
+        return self.layer.is_waiting() and self.buffer.length < self.buffer.capacity
 
     def numbers(self) -> tuple[int, int, int]:
         """Tokens of the open block, of the buffer, and of all."""
@@ -103,7 +97,7 @@ class FixedForm:
 
     def parts(self, numbers: StepNumbers) -> list[Any]:
         """All parts that attention goes over, with the token that is being stored, and lengths on the device."""
-        keys, values = self.buffer.storage
+        keys, values = self.buffer.tensors()
         newest = DensePart(keys, values, keys.shape[2], None, numbers.exact)
         return [*self.layer.step_parts(numbers.stored), newest]
 
@@ -113,4 +107,4 @@ class FixedForm:
         self.layer.move_on(buffer.ordinary() if isinstance(buffer, FixedBuffer) else buffer)
 
     def _all_places(self) -> list[object]:
-        return [*self.layer.places(), *self.buffer.storage]
+        return [*self.layer.places(), *self.buffer.tensors()]

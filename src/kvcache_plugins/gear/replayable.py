@@ -48,7 +48,6 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         Moves what is exact at the end to an empty buffer, and has room for so many tokens more in the block that they
         join, which is returned.
         """
-        self._separate()
         held = self.buffer
         if held is not None and held is not buffer and held.length:
             buffer.append(held.keys, held.values)
@@ -57,12 +56,12 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         self.blocks = [block for block in self.blocks if block.length or block is open_block]
         if open_block.room() < open_block.length + num_tokens:
             open_block.give_room(open_block.length + num_tokens)
-        self._settled = None
+        self._prepared = None
         return open_block
 
     def move_on(self, buffer: ResidualBuffer | None) -> None:
         """Gives the room of blocks back, and goes on with another buffer of the same tokens."""
-        self._separate()
+        self._prepared = None
         self.buffer = buffer
         newest = self.blocks[-1] if self.blocks else None
         self.blocks = [block for block in self.blocks if block.length]

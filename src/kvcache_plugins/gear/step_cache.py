@@ -33,8 +33,8 @@ class StandIn(LazyLayer):
         self.is_initialized = True
 
     def _all_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = torch.Size(self.states_shape("keys")), torch.Size(self.states_shape("values"))
-        return stored_states(self, sizes, self.dtype, self.device, (None, None))
+        shapes = self.states_shape("keys"), self.states_shape("values")
+        return stored_states(self, *shapes, shapes[0][2], self.dtype, self.device)
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         """Tokens before the new one, on the device, as Transformers' own static layers have them for positions."""

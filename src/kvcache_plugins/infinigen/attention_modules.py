@@ -4,6 +4,7 @@ Families of models share the names of attributes; what is known to make attentio
 queries is listed here, so that it can be refused.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,17 @@ def reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: se
     softcap = first_of(module, ("attn_logit_softcapping",))
     if softcap is not None and config._attn_implementation != "sdpa":
         return f"caps attention scores: `attn_logit_softcapping` has to be `None`, but is {softcap}"
+    return None
+
+
+def calling_module() -> nn.Module | None:
+    """The innermost module that is calling; `None` if there is none, or `torch.compile` has made what calls."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            return caller
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +21,10 @@ from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
+from kvcache_plugins.user_warnings import warn_user
 
 from .attention_inputs import AttentionInputs
+from .attention_modules import calling_module
 from .calibration import Calibration, choose_full_layers, resolve_calibration
 from .config import InfiniGenConfig
 from .exact_store import ExactStore
@@ -198,6 +199,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
         self._announced: int | None = None
+        # Of those that were not announced, where a smaller one begins a forward
+        self._last_updated: int | None = None
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
@@ -205,7 +208,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         attachment = attach(model, self)
         reason = attachment.why_unknown()
         if reason is not None and self._speculates:
-            warnings.warn(unknown_queries_warning(reason), stacklevel=2)
+            warn_user(unknown_queries_warning(reason))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy needs the hooks as long as it is there itself
@@ -279,9 +282,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         self._update_order.note(layer_idx)
         announced, self._announced = self._announced, None
-        attachment = self._attachment
-        is_heard = attachment is not None and layer_idx in attachment.heard
-        if announced != layer_idx and (self._model() is None or is_heard):
+        if announced != layer_idx and self._is_of_another(layer_idx):
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
@@ -289,9 +290,21 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def _is_of_another(self, layer_idx: int) -> bool:
+        """Tell whether states of a layer that was not announced come from another model."""
+        model, attachment = self._model(), self._attachment
+        if model is None or attachment is not None and layer_idx in attachment.heard:
+            return True
+        # No hooks tell: after `detach()`, or of a model whose attention is not known. Once a forward, as it takes long
+        is_first = self._last_updated is None or layer_idx <= self._last_updated
+        self._last_updated = layer_idx
+        module = calling_module() if is_first else None
+        return module is not None and all(module is not own for own in model.modules())
+
     def reset(self) -> None:
         super().reset()
         self._update_order.restart()
+        self._last_updated = None
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
@@ -301,11 +314,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if self._is_attached or self._has_warned or not self._wants_speculation:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"this `{type(self).__name__}` is used after `detach()`, or after the end of its `with` block: results "
             "stay right, but nothing is fetched ahead, as each layer waits for its own query to choose tokens by. "
-            "Generate inside of the block, or make the cache with `speculate=False`",
-            stacklevel=3,
+            "Generate inside of the block, or make the cache with `speculate=False`"
         )
 
     def detach(self) -> None:

@@ -14,7 +14,6 @@ after attention) hands the stream to attention itself, and the two are the same.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import CACHE_NAMES
+from kvcache_plugins.user_warnings import warn_user
 
 from .attention_inputs import AttentionInputs, ForwardNotes
 from .attention_modules import find_attention_modules
@@ -258,7 +258,7 @@ class Attachment:
     def _give_up(self, index: int, reason: str) -> None:
         """Takes a layer's queries for unknown from now on."""
         if not self.unknown:
-            warnings.warn(unknown_queries_warning(reason), stacklevel=2)
+            warn_user(unknown_queries_warning(reason))
         self.projections.pop(index, None)
         self.unknown[index] = reason
 

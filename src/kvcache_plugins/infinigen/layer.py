@@ -11,7 +11,6 @@ account of on the host, which waits for every choice.
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -20,6 +19,7 @@ from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
 from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.user_warnings import warn_user
 
 from .config import InfiniGenConfig
 from .counters import DeviceCounters, TransferTimes
@@ -143,13 +143,13 @@ class InfiniGenLayer(PromptLayer):
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         window = self.tokens.window
-        return None if self.pool is not None or window is None else window.everything()
+        return None if self.pool is not None or window is None else (window.keys, window.values)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         tokens = self.tokens
         if self.pool is not None or tokens.window is None or tokens.is_window_full:
             return None
-        return tokens.window.append_to_all(keys, values)
+        return tokens.window.append_exactly(keys, values)
 
     def _before_update(self) -> None:
         self._step = None
@@ -390,8 +390,7 @@ class InfiniGenLayer(PromptLayer):
 
 
 def _warn_of_all() -> None:
-    warnings.warn(
+    warn_user(
         "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
-        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less",
-        stacklevel=3,
+        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less"
     )

@@ -53,6 +53,7 @@ class _Plane(ctypes.Structure):
 class _Chosen(ctypes.Structure):
     _fields_ = (
         ("tasks", Tasks),
+        ("threads", LONG),
         ("keys", _Keys),
         *((name, LONG) for name in ("heads", "groups", "value_dim", "num_planes")),
         ("planes", _Plane * 2),
@@ -60,7 +61,7 @@ class _Chosen(ctypes.Structure):
         *((name, LONG) for name in ("num_pages", "page_tokens", "num_sinks", "num_chosen")),
         ("scale", ctypes.c_double),
         *((name, ADDRESS) for name in ("pages", "first_sinks", "sink_keys", "sink_values")),
-        *((name, ADDRESS) for name in ("query", "result", "slots", "counts")),
+        *((name, ADDRESS) for name in ("query", "result", "slots", "counts", "coded", "ends")),
         ("window", Window),
         ("mask", Mask),
     )
@@ -115,7 +116,7 @@ class _TokenTable:
         states = [first.contiguous(), sinks.keys.contiguous(), sinks.values.contiguous()]
         self._alive = keys, pages, table, states
         self.struct = _Chosen(
-            Tasks(0, 0, 0),
+            *(Tasks(0, 0, 0), 0),
             keys.struct,
             *(
                 num_heads,
@@ -216,5 +217,10 @@ def attend_chosen(
     call.counts = address_of("count", count, torch.int64, tuple(heads))
     call.window = window_of(window_keys, window_values, window_start)
     call.mask = mask_of(mask, heads[0], window_start + window_length)
-    run(function("attend_chosen"), call, min(num_threads(), call.tasks.count))
+    threads = min(num_threads(), call.tasks.count)
+    # Slots, places and groups of tokens, twice, and ends of groups
+    coded = torch.empty((threads, 2, num_chosen, 3), dtype=torch.int64)
+    ends = torch.empty((threads, call.keys.num_groups), dtype=torch.int64)
+    call.coded, call.ends = coded.data_ptr(), ends.data_ptr()
+    run(function("attend_chosen"), call, threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)

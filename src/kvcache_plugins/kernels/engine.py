@@ -6,11 +6,12 @@ with one warning, and the caches count it.
 """
 
 import os
-import warnings
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+from kvcache_plugins.user_warnings import warn_user
 
 
 KERNELS = ("auto", "triton", "torch", "compiled")
@@ -130,10 +131,9 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     reason = _why_not(wanted, device_type)
     if reason is None:
         return wanted, False
-    warnings.warn(
+    warn_user(
         "attention over compressed or offloaded states and coding run in plain PyTorch instead of "
-        f"`{wanted}`: {reason}",
-        stacklevel=3,
+        f"`{wanted}`: {reason}"
     )
     return "torch", True
 

@@ -7,6 +7,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -166,6 +167,8 @@ class PreparedCall:
         self._alive, self._parts = (call._alive, parts), parts
         self._shape, self._dtype, self._scale = query.shape, query.dtype, call.scale
         self._threads = num_threads()
+        # What that was of
+        self._origin = torch.get_num_threads(), os.getpid()
         rows = call._groups * call._num_queries
         units = call.batch_size * call.num_heads * -(-rows // ROWS)
         tiles = sum(-(-part.length // TILE) for part in call._parts)
@@ -188,67 +191,77 @@ class PreparedCall:
         if call._exact is not None:
             stored, exact = call._exact
             self._exact = _as_numbers(stored)
-            self._keys: torch.Tensor | None = exact.keys
             self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
-            self._num_keys, self._exact_dtype = exact.keys.shape[2], exact.keys.dtype
+            self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._capacity, self._exact_dtype = 0, exact.keys.dtype
             one = call.batch_size, call.num_heads, 1
             self._newest_shapes = torch.Size((*one, call.key_dim)), torch.Size((*one, call.value_dim))
+            self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def fits(self, query: torch.Tensor, scale: float | None) -> bool:
-        """Whether queries are of the kind, and threads as many as there were."""
-        return (
-            query.dtype is self._dtype
-            and query.shape == self._shape
-            and (query.shape[3] ** -0.5 if scale is None else scale) == self._scale
-            and num_threads() == self._threads
-        )
+    def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
+        if (
+            (key.shape, value.shape) == self._newest_shapes
+            and key.dtype is value.dtype is self._exact_dtype
+            and key.is_contiguous()
+            and value.is_contiguous()
+            and key.is_cpu
+            and value.is_cpu
+        ):
+            self._accepted = key, value
+            return self._accepted
+        return None
 
     def attend(
         self,
         query: torch.Tensor,
-        exact: tuple[torch.Tensor, torch.Tensor],
+        scale: float | None,
+        storage: tuple[torch.Tensor, torch.Tensor],
         length: int,
         newest: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """
         Attention over all parts.
 
         Args:
-            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries that fit.
-            exact (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+            scale (`float`, *optional*): factor of the scores.
+            storage (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
                 now.
             length (`int`): its tokens in use, T.
             newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
-                written there.
+                written there, as `accept` returned it.
 
         Returns:
-            `torch.Tensor` of shape `[B, H * G, Q, E]`, in the queries' dtype.
+            `torch.Tensor` of shape `[B, H * G, Q, E]`, in the queries' dtype; `None` if queries, scale or threads are
+            others than the call was prepared for.
 
         Raises:
             ValueError: if exact tokens are not of the dtype and sizes that the call was prepared for.
         """
+        if (
+            query.dtype is not self._dtype
+            or query.shape != self._shape
+            or not query.is_cpu
+            or (query.shape[3] ** -0.5 if scale is None else scale) != self._scale
+            or (torch.get_num_threads(), os.getpid()) != self._origin
+        ):
+            return None
         stored = self._exact
-        if exact[0] is not self._keys:
-            keys, values = exact
-            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind:
+        if storage is not self._storage:
+            keys, values = storage
+            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
                 raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
             stored[_KEYS], stored[_KEYS + 1], stored[_CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
-            self._keys, self._num_keys = keys, min(keys.shape[2], values.shape[2])
-        if not 0 <= length <= self._num_keys:
-            raise ValueError(f"{length} tokens in use of {self._num_keys}")
+            self._storage, self._capacity = storage, keys.shape[2]
+        if not 0 <= length <= self._capacity:
+            raise ValueError(f"{length} tokens in use of {self._capacity}")
         if newest is None:
             stored[_NEWEST] = stored[_NEWEST + 1] = 0
+        elif newest is self._accepted and length > 0:
+            stored[_NEWEST], stored[_NEWEST + 1] = newest[0].data_ptr(), newest[1].data_ptr()
         else:
-            key, value = newest
-            # What tuples would be compared for, in a third of the time
-            if (
-                (key.shape, value.shape) != self._newest_shapes
-                or not (key.dtype is value.dtype is self._exact_dtype)
-                or not (key.is_contiguous() and value.is_contiguous())
-                or length == 0
-            ):
-                raise ValueError(f"the newest token has to be {self._kind}, as when the call was prepared")
-            stored[_NEWEST], stored[_NEWEST + 1] = key.data_ptr(), value.data_ptr()
+            raise ValueError("the newest token has to be one that the call has accepted")
         self._last[_LENGTH] = length
         return self.attend_now(query if query.is_contiguous() else query.contiguous())
 
@@ -259,7 +272,10 @@ class PreparedCall:
         numbers = self._numbers
         numbers[_NEXT] = numbers[_ENDED] = 0
         numbers[_QUERY], numbers[_RESULT] = query.data_ptr(), result.data_ptr()
-        run_at(self._kernel, self._address, self._running)
+        if self._running == 1:
+            self._kernel(self._address)
+        else:
+            run_at(self._kernel, self._address, self._running)
         return result
 
 

@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.user_warnings import warn_user
 
 from .agreement import Description, agree, digest
 from .call_checks import check_cache, check_prompt
@@ -151,9 +151,7 @@ def take_part(
     agree(description, group, FailureReports(rank, run))
     first = size - len(slices)
     if len(slices) == 1 and size > 1 and is_last:
-        warnings.warn(
-            f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster", stacklevel=3
-        )
+        warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
     part = Part(
         model=model,
         input_ids=input_ids,

@@ -1,13 +1,14 @@
 """Which layers of a model a method may replace: those of full attention, and of those with a window what it can take.
 Other bounded ones stay Transformers' own."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvcache_plugins.user_warnings import warn_user
 
 from .lazy_layer import LazyLayer
 from .recurrent_states import with_recurrent_states
@@ -101,8 +102,7 @@ def _warn_of_bounded(own: list[Any]) -> None:
             "`config`: none of the model's layers has attention that keeps keys and values: there is nothing that the "
             "method could be applied to"
         )
-    warnings.warn(
+    warn_user(
         f"`config`: all layers of the model attend to a window of {', '.join(map(str, windows))} tokens, and stay "
-        "Transformers' own: nothing is compressed or dropped",
-        stacklevel=4,
+        "Transformers' own: nothing is compressed or dropped"
     )

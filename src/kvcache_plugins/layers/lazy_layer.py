@@ -78,6 +78,19 @@ class LazyLayer(CacheLayerMixin):
             `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
         """
 
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """
+        Attention of `query` over everything as of the token before, with nothing hidden, in any context of PyTorch.
+
+        Args:
+            query, scale: as in `attend`.
+            num_tokens (`int`): tokens that the lazy states which are attended to report.
+
+        Returns:
+            `torch.Tensor` as `attend` returns it; `None` if nothing is prepared for that.
+        """
+        return None
+
     @abstractmethod
     def materialize(self, side: str) -> torch.Tensor:
         """

@@ -14,7 +14,8 @@ see `view_steps`. Anything else (a user's own attention) gets the dense tensor: 
 What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is the base of every layer that does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,10 +78,8 @@ class LazyStates(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """As any tensor's; models ask for it several times a layer, so it does not go through `__torch_function__`."""
-        return self._size
+    # As any tensor's; models ask for it several times a layer, so it goes through no function of Python
+    shape = property(attrgetter("_size"))  # type: ignore[assignment]
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +132,8 @@ class LazyStates(torch.Tensor):
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
 
     @classmethod
@@ -148,22 +149,28 @@ class LazyStates(torch.Tensor):
 
 def stored_states(
     layer: StatesSource,
-    sizes: tuple[torch.Size, torch.Size],
+    key_shape: Sequence[int],
+    value_shape: Sequence[int],
+    num_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-    exact: tuple[torch.Tensor | None, torch.Tensor | None],
+    exact: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[LazyStates, LazyStates]:
     """
-    All keys and all values of a layer, lazily, given their sizes; with the exact ones, where they are at hand.
+    Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given.
 
     Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
     """
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    keys: LazyStates = make(LazyStates, sizes[0], dtype=dtype, device=device)
-    values: LazyStates = make(LazyStates, sizes[1], dtype=dtype, device=device)
-    keys.layer, keys.origin, keys._size = layer, _STORED_KEYS, sizes[0]
-    values.layer, values.origin, values._size = layer, _STORED_VALUES, sizes[1]
-    if exact[0] is not None:
+    batch_size, num_heads, _, head_dim = key_shape
+    key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
+    if value_shape != key_shape:
+        value_size = torch.Size((batch_size, value_shape[1], num_tokens, value_shape[3]))
+    keys: LazyStates = make(LazyStates, key_size, dtype=dtype, device=device)
+    values: LazyStates = make(LazyStates, value_size, dtype=dtype, device=device)
+    keys.layer, keys.origin, keys._size = layer, _STORED_KEYS, key_size
+    values.layer, values.origin, values._size = layer, _STORED_VALUES, value_size
+    if exact is not None:
         keys.exact, values.exact = exact
     return keys, values
 
@@ -243,8 +250,12 @@ def _scaled_dot_product_attention(
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
         if key.layer is value.layer:
-            attend = _attend if key.num_repeats > 0 and value.num_repeats > 0 else attend_views
-            output = attend(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+            is_stored = key.num_repeats > 0 and value.num_repeats > 0
+            if is_stored and attn_mask is None and not is_causal and key.exact is None:
+                output = key.layer.attend_again(query, key._size[key.token_dim], scale)
+            if output is None:
+                attend = _attend if is_stored else attend_views
+                output = attend(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))

@@ -96,6 +96,9 @@ class ListeningLayer(DynamicLayer):
     ) -> torch.Tensor:
         raise AssertionError("its states are exact")
 
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        raise AssertionError("its states are exact")
+
     def materialize(self, side: str) -> torch.Tensor:
         states = self.keys if side == "keys" else self.values
         assert states is not None

@@ -85,12 +85,6 @@ class ModelMatchMixin(HybridLayersMixin):
             if number is not None and key_states.shape[2] == 1:
                 return stand_for(key_states, number, layer_idx), stand_for(value_states, number, layer_idx)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
-        return self._update_checked(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _update_checked(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same outside of graphs."""
         if self._update_order.is_watched:
             try:
                 self._update_order.note(layer_idx)
@@ -101,11 +95,14 @@ class ModelMatchMixin(HybridLayersMixin):
         # In order of the layers, as long as it is one forward
         if given is None or layer_idx <= self._newest[0]:
             given = self._begin_forward(layer_idx)
-        held, shape = self._num_held(layer_idx), key_states.shape
+        num_heads, count = key_states.shape[1:3]
+        # `None` of one that is Transformers' own
+        held = getattr(self.layers[layer_idx], "_length", None) if layer_idx < len(self.layers) else 0
         # Of a layer like the one before there is no more to be said
-        if held != self._newest[1] or shape[1] not in self.expected_heads or layer_idx >= len(self.layers):
+        is_known = not self.expected_heads or num_heads in self.expected_heads
+        if held != self._newest[1] or not is_known or layer_idx >= len(self.layers):
             try:
-                self._check_states(shape[1], layer_idx, held)
+                self._check_states(num_heads, layer_idx, held)
             except ValueError:
                 self._take_back()
                 raise
@@ -113,12 +110,12 @@ class ModelMatchMixin(HybridLayersMixin):
             key_states, value_states, layer_idx, *args, **kwargs
         )
         if held is not None:
-            given[layer_idx] = held, shape[2]
+            given[layer_idx] = held, count
             self._newest = layer_idx, held
         return states
 
     # Nothing that `torch.compile` could trace
-    _update_outside_of_graphs = torch.compiler.disable(_update_checked)
+    _update_outside_of_graphs = torch.compiler.disable(update)
 
     def _begin_forward(self, layer_idx: int) -> dict[int, tuple[int, int]]:
         """Looks at the last forward, as another one begins with a layer; the layers of this one have nothing yet."""
@@ -171,8 +168,7 @@ class ModelMatchMixin(HybridLayersMixin):
         if layer_idx >= len(self.layers):
             return 0
         layer = self.layers[layer_idx]
-        # What `isinstance` says, which for abstract classes takes as long as all else
-        return layer.get_seq_length() if PromptLayer in type(layer).__mro__ else None
+        return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
 
     def _is_windowed(self, layer_idx: int) -> bool:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None

@@ -60,8 +60,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self._length = 0
         # Tokens of the newest update
         self._num_new = 0
-        # What it was of, if it was one token (`_kind_of`); and whether all states were handed out exact then
-        self._is_exact = False
+        # What it was of, if it was one token
         self._token_kind: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
@@ -99,27 +98,12 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
             return self._update_outside_of_graphs(key_states, value_states)
         if is_foreign_context() or key_states.dtype is not value_states.dtype:
             return self._update_as_stored(key_states, value_states)
-        if self._token_kind == _kind_of(key_states, value_states) and not torch.is_grad_enabled():
-            states = self._append_another(key_states, value_states)
+        if self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled():
+            states = self._append_token(key_states, value_states)
             if states is not None:
+                self._length += 1
                 return states
         return self._update(key_states, value_states)
-
-    def _append_another(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`update` by another token like the last, where it is stored and nothing more; `None` if there is more."""
-        if self._is_exact:
-            # What a dense cache does
-            states = self._append_token(key_states, value_states)
-            self._length += states is not None
-            return states if states is None or not self._needs_queries else self._lazy(*states)
-        if self._pending is not None or not self._has_room():
-            return None
-        self._sides_read.clear()
-        self._append(key_states, value_states)
-        self._length += 1
-        return self._lazy(None, None)
 
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -142,7 +126,7 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         """`update` in any case."""
         if self.is_initialized and key_states.dtype is not self.dtype:
             key_states, value_states = self._as_stored(key_states, value_states)
-        self._is_exact, self._token_kind = False, None
+        self._token_kind = None
         # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -170,9 +154,8 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         if count == 1 and not is_first and not torch.is_grad_enabled():
             states = self._exact_states()
             if key_states.dtype == self.dtype:
-                self._token_kind = _kind_of(key_states, value_states)
+                self._token_kind = kind_of(key_states, value_states)
             if states is not None:
-                self._is_exact = True
                 # As attention is given them: as they are, unless the layer has to hear of the queries
                 return self._lazy(*states) if self._needs_queries else states
         return self._lazy(*exact)
@@ -182,11 +165,9 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
 
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All states, lazily; exact ones, where they are at hand."""
-        items, num_tokens, (key_shape, value_shape) = self.batch_size, self.lazy_length(), self._shapes.values()
-        size = key_size = torch.Size((items, key_shape[1], num_tokens, key_shape[3]))
-        if value_shape != key_shape:
-            size = torch.Size((items, value_shape[1], num_tokens, value_shape[3]))
-        return stored_states(self, (key_size, size), self.dtype, self.device, (keys, values))
+        exact = None if keys is None or values is None else (keys, values)
+        shapes = self.states_shape("keys"), self.states_shape("values")
+        return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """What is stored may be read by address: what is attended with has to be of its shape."""
@@ -236,12 +217,8 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         return None
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Stores a token behind exact states that were handed out, and returns all; `None` if they do not stay so."""
+        """Stores a token like the last one and returns all states; `None` if there is more to be done."""
         return None
-
-    def _has_room(self) -> bool:
-        """Whether nothing is to be done before another token is stored as the last one was."""
-        return False
 
     def _before_update(self) -> None:
         """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
@@ -418,6 +395,6 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
         self.map_tensors(lambda tensor: tensor.to(device))
 
 
-def _kind_of(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
-    """What states have to have in common with others to be stored as they were."""
-    return key_states.shape, value_states.shape, key_states.dtype, key_states.device
+def kind_of(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
+    """List all that states have to have in common with others to be stored as they were."""
+    return key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device

@@ -19,6 +19,9 @@ class StatesSource(Protocol):
     ) -> torch.Tensor:
         """Attention of `query` over everything the layer holds."""
 
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """Attention as of the token before."""
+
     def materialize(self, side: str) -> torch.Tensor:
         """All `"keys"` or `"values"`, dense."""
 

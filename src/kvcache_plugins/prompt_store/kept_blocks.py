@@ -7,11 +7,12 @@ written is not kept, and a warning says so.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvcache_plugins.user_warnings import warn_user
 
 from .block_files import PromptBlock, read_block, write_block
 from .folder import Lease, StoreFolder
@@ -75,7 +76,7 @@ class KeptBlocks:
             if damage is not None:
                 self._remove_damaged(*damage)
         except OSError as error:
-            warnings.warn(f"the prompt store cannot be read: {error}", stacklevel=4)
+            warn_user(f"the prompt store cannot be read: {error}")
         self.statistics.blocks_loaded += len(blocks)
         self.statistics.load_seconds += time.perf_counter() - started
         return blocks, lease
@@ -88,7 +89,7 @@ class KeptBlocks:
 
     def _remove_damaged(self, path: Path, inode: int, reason: str) -> None:
         self.statistics.blocks_damaged += 1
-        warnings.warn(f"{reason}; it is removed, and its tokens are read again", stacklevel=5)
+        warn_user(f"{reason}; it is removed, and its tokens are read again")
         with self.folder.writing():
             # Somebody may have replaced it meanwhile
             if path.exists() and path.stat().st_ino == inode:
@@ -145,4 +146,4 @@ class KeptBlocks:
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(reason, stacklevel=5)
+            warn_user(reason)

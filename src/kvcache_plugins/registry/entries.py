@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvcache_plugins.lazy_imports import load
+from kvcache_plugins.user_warnings import warn_user
 
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class CacheRegistry:
             try:
                 yield self.entry(name)
             except ImportError as error:
-                warnings.warn(f"Skipped: {error}", stacklevel=2)
+                warn_user(f"Skipped: {error}")
 
     def _third_party(self) -> dict[str, EntryPoint]:
         if self._entry_points is None:
@@ -174,7 +174,7 @@ class CacheRegistry:
             self._entry_points = {}
             for point in entry_points(group=ENTRY_POINT_GROUP):
                 if point.name in self._entries or point.name in self._entry_points:
-                    warnings.warn(f"The cache `{point.name}` of {_origin(point)} is ignored: taken name", stacklevel=3)
+                    warn_user(f"The cache `{point.name}` of {_origin(point)} is ignored: taken name")
                 else:
                     self._entry_points[point.name] = point
         return self._entry_points

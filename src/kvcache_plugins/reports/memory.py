@@ -128,9 +128,9 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
         for part, tensor in layer.shared_tensors() if isinstance(layer, LazyLayer) else ():
-            place = tensor.device, tensor.data_ptr(), tensor.nbytes
-            if place not in seen_shared:
-                seen_shared.add(place)
+            region = tensor.device, tensor.data_ptr(), tensor.nbytes
+            if region not in seen_shared:
+                seen_shared.add(region)
                 shared[part] += tensor.nbytes
         layer_values, itemsize = _dense_equivalent(layer, named)
         num_values += layer_values

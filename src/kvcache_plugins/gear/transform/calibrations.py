@@ -1,6 +1,5 @@
 """Where the calibrations of models are kept, and which one a cache takes."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.registry import unwrap_model
+from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import TransformCalibration
 from .config import TransformConfig
@@ -136,9 +136,8 @@ def resolve_calibration(
     found = None if isinstance(own, PreTrainedConfig) else find_calibration(own)
     if found is not None:
         return found
-    warnings.warn(
+    warn_user(
         "this model has no calibration: its prompts alone say how they are coded, and less is kept at the same bytes; "
-        "`kvcache-plugins calibrate --cache gear` makes one",
-        stacklevel=4,
+        "`kvcache-plugins calibrate --cache gear` makes one"
     )
     return None

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
+# Before a table is made of a sequence that grows token by token, tokens whose queries are heard
+_NUM_HEARD = 32
 # A prompt's own scales reach it, though deviations end with float16
 _LARGEST = 2.0**22
 
@@ -59,6 +61,7 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
     """
 
     config: TransformConfig
+    num_heard = _NUM_HEARD
     counter_names = (
         "tokens_compressed",
         "chunks_compressed",
@@ -151,9 +154,11 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         """Until there is a table."""
         return self.fixed is None and (self.codec is None or self._waiting)
 
-    def _is_buffer_full(self) -> bool:
-        # Of the first tokens no table is made until there are enough of them
-        return super()._is_buffer_full() and (self.codec is not None or self._length >= self._least_tokens)
+    @property
+    def _buffer_limit(self) -> int:
+        # Of the first tokens, all in the buffer, no table is made until there are enough of them
+        limit = self.config.residual_length
+        return limit if self.codec is not None else max(limit, self._least_tokens)
 
     @property
     def _least_tokens(self) -> int:

@@ -87,8 +87,12 @@ EXPORT(grouped_scores)(GroupedScores *call) {
 typedef struct { int64_t bits, shift, size; } Plane;
 enum { MOST_PLANES = 2, AT_ONCE = 16 };
 
+/* A token in codes: its slot, its place among the keys, and that one's group */
+typedef struct { int64_t slot, place, group; } Coded;
+
 typedef struct {
     Tasks tasks;                    /* units, see `layer.h` */
+    int64_t threads;                /* that have come */
     KeyGroups keys;
     int64_t heads, groups, value_dim;
     int64_t num_planes;             /* of values */
@@ -105,6 +109,8 @@ typedef struct {
     float *result;                  /* [B, H, G, E] */
     const int64_t *slots;           /* [B, H, K] */
     const int64_t *counts;          /* [B, H] */
+    Coded *coded;                   /* [threads, 2, K] */
+    int64_t *ends;                  /* [threads, groups of keys] */
     Window window;
     Mask mask;
 } Chosen;
@@ -162,6 +168,7 @@ static void call_for_key(const KeyGroups *keys, int64_t matrix, int64_t place, i
     int64_t at = (matrix * keys->num_groups + group) * keys->dim;
     __builtin_prefetch(codes);
     __builtin_prefetch(codes + keys->width - 1);
+    if (group < 0) return;
     call_for((const char *)(keys->scale + at), 2 * keys->dim);
     call_for((const char *)(keys->zero + at), 2 * keys->dim);
 }
@@ -226,15 +233,13 @@ static void add_exact(const Chosen *call, Unit unit, const Queries query, Tile *
     if (t + 1 == TILE) attend_exact(call, unit, query, tile, state);
 }
 /* Tokens in codes become floats a few at a time, which stay in the fastest memory */
-static void attend_codes(const Chosen *call, Unit unit, const Queries query, const int64_t *slots, int tokens, Known *known, Tile *tile, State *state) {
+static void attend_codes(const Chosen *call, Unit unit, const Queries query, const Coded *coded, int tokens, Known *known, Tile *tile, State *state) {
     int dim = (int)call->keys.dim, value_dim = (int)call->value_dim;
     ALIGNED float numbers[AT_ONCE][MOST_CHANNELS];
     const uint8_t *rows[TILE];
-    int64_t places[TILE], of_groups[TILE];
     for (int t = 0; t < tokens; t++) {
-        rows[t] = value_row(call, unit.matrix, slots[t]), tile->columns[t] = slots[t];
-        places[t] = place_of(&call->keys, slots[t]), of_groups[t] = places[t] / call->keys.group_size;
-        call_for_key(&call->keys, unit.matrix, places[t], of_groups[t]);
+        rows[t] = value_row(call, unit.matrix, coded[t].slot), tile->columns[t] = coded[t].slot;
+        call_for_key(&call->keys, unit.matrix, coded[t].place, t && coded[t].group == coded[t - 1].group ? -1 : coded[t].group);
         __builtin_prefetch(rows[t]);
         __builtin_prefetch(rows[t] + call->row_bytes - 1);
     }
@@ -245,7 +250,7 @@ static void attend_codes(const Chosen *call, Unit unit, const Queries query, con
         some.tokens = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
         for (int i = 0; i < some.tokens; i++) {
             int t = first + i;
-            decode_key(&call->keys, unit.matrix, places[t], of_groups[t], known, numbers[i]);
+            decode_key(&call->keys, unit.matrix, coded[t].place, coded[t].group, known, numbers[i]);
         }
         score_places(&some, FLOATS, unit.rows, query, scores);
         for (int r = 0; r < unit.rows; r++) memcpy(tile->scores[r] + first, scores[r], sizeof(float) * AT_ONCE);
@@ -260,10 +265,21 @@ static void attend_codes(const Chosen *call, Unit unit, const Queries query, con
         add_places(&some, FLOATS, unit.rows, weights, state->coded);
     }
 }
-static void attend_unit(const Chosen *call, Unit unit) {
+/* Puts tokens [count] in the order of their groups, of which `ends` [groups] are counted: steps are read once a group */
+static void sort_by_group(const Coded *from, int64_t count, int64_t num_groups, int64_t *ends, Coded *to) {
+    int64_t total = 0;
+    memset(ends, 0, sizeof(int64_t) * (size_t)num_groups);
+    for (int64_t k = 0; k < count; k++) ends[from[k].group]++;
+    for (int64_t g = 0; g < num_groups; g++) {
+        int64_t size = ends[g];
+        ends[g] = total, total += size;
+    }
+    for (int64_t k = 0; k < count; k++) to[ends[from[k].group]++] = from[k];
+}
+static void attend_unit(const Chosen *call, Unit unit, Coded *coded, int64_t *ends) {
     int dim = (int)call->keys.dim, value_dim = (int)call->value_dim;
     int64_t size = (int64_t)size_of_kind((int)call->window.kind), key_size = size * dim, value_size = size * value_dim;
-    int64_t count = call->counts[unit.matrix], room = call->num_pages * call->page_tokens, some = 0, own[TILE];
+    int64_t count = call->counts[unit.matrix], room = call->num_pages * call->page_tokens, some = 0;
     int64_t first_sink = call->first_sinks[unit.batch], origin = unit.matrix * call->num_sinks;
     const int64_t *slots = call->slots + unit.matrix * call->num_chosen;
     ALIGNED Queries query;
@@ -284,15 +300,16 @@ static void attend_unit(const Chosen *call, Unit unit) {
         if (number >= 0 && number < call->num_sinks)
             add_exact(call, unit, query, &tile, &state, call->sink_keys + (origin + number) * key_size,
                       call->sink_values + (origin + number) * value_size, slot);
+        else {
+            int64_t place = place_of(&call->keys, slot);
+            coded[some++] = (Coded){slot, place, place / call->keys.group_size};
+        }
     }
     if (tile.at.tokens) attend_exact(call, unit, query, &tile, &state);
-    for (int64_t k = 0; k < count; k++) {
-        int64_t slot = clamped(slots[k], room), number = slot - first_sink;
-        if (number >= 0 && number < call->num_sinks) continue;
-        own[some++] = slot;
-        if (some == TILE) attend_codes(call, unit, query, own, TILE, &known, &tile, &state), some = 0;
-    }
-    if (some) attend_codes(call, unit, query, own, (int)some, &known, &tile, &state);
+    Coded *sorted = coded + call->num_chosen;
+    sort_by_group(coded, some, call->keys.num_groups, ends, sorted);
+    for (int64_t k = 0; k < some; k += TILE)
+        attend_codes(call, unit, query, sorted + k, (int)(some - k < TILE ? some - k : TILE), &known, &tile, &state);
     float factor = 1 / sqrtf((float)call->rotation);
     for (int r = 0; r < unit.rows; r++) {
         hadamard(state.coded[r], value_dim, call->rotation);
@@ -302,6 +319,9 @@ static void attend_unit(const Chosen *call, Unit unit) {
 }
 EXPORT(attend_chosen)(Chosen *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
+    int64_t thread = __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
+    Coded *coded = call->coded + 2 * thread * call->num_chosen;
+    int64_t *ends = call->ends + thread * call->keys.num_groups;
     for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
-        attend_unit(call, unit_at(&shape, task));
+        attend_unit(call, unit_at(&shape, task), coded, ends);
 }

@@ -40,7 +40,7 @@ def attend(layer, query, keys, values, mask=None):
 def attend_anew(layer, query, keys, values):
     """The same with nothing prepared."""
     states = layer.update(keys, values)
-    layer._settled = None
+    layer._prepared = None
     return F.scaled_dot_product_attention(query, *states, enable_gqa=True)
 
 
@@ -50,9 +50,11 @@ def calls(monkeypatch):
     lengths = []
     original = PreparedCall.attend
 
-    def noting(self, query, exact, length, newest):
-        lengths.append(length)
-        return original(self, query, exact, length, newest)
+    def noting(self, query, scale, storage, length, newest):
+        output = original(self, query, scale, storage, length, newest)
+        if output is not None:
+            lengths.append(length)
+        return output
 
     monkeypatch.setattr(PreparedCall, "attend", noting)
     return lengths
@@ -144,3 +146,67 @@ def test_other_queries_and_other_threads_find_no_call(calls):
     finally:
         torch.set_num_threads(num_threads)
     assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_a_call_accepts_tokens_of_its_kind_alone(calls):
+    layer = make_layer("gear")
+    attend(layer, *tokens(PROMPT, torch.float32))
+    attend(layer, *tokens(1, torch.float32))
+    call, buffer = layer._prepared.call, layer.buffer
+    query, keys, values = tokens(1, torch.float32)
+    wide = torch.cat([values, values], dim=3)[..., ::2]
+    others = [(keys.bfloat16(), values.bfloat16()), (keys, values.half()), (keys, wide), (keys[:, :1], values[:, :1])]
+    others += [(keys.to("meta"), values.to("meta")), (torch.cat([keys, keys]), torch.cat([values, values]))]
+    assert all(call.accept(*newest) is None for newest in others)
+    accepted = call.accept(keys, values)
+    assert accepted is not None
+    # What has been accepted is not believed of another
+    for newest in ((keys, values), call.accept(keys.clone(), values) and accepted):
+        with pytest.raises(ValueError, match="accepted"):
+            call.attend(query, None, buffer.storage, buffer.length, newest)
+    with pytest.raises(ValueError, match="tokens in use"):
+        call.attend(query, None, buffer.storage, buffer.capacity + 1, None)
+    with pytest.raises(ValueError, match="when the call was prepared"):
+        call.attend(query, None, tuple(states.double() for states in buffer.storage), buffer.length, None)
+
+
+@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+def test_inference_mode_and_gradients_take_turns(preset):
+    layer, reference = make_layer(preset), make_layer(preset)
+    for start, count in enumerate([5, *[1] * 100]):
+        given = tokens(count, torch.float32)
+        with torch.no_grad():
+            expected = attend(reference, *given)
+        with (torch.inference_mode, torch.no_grad, torch.enable_grad)[start // 5 % 3]():
+            # As a model makes them there
+            found = attend(layer, *(states + 0 for states in given))
+        # Dense attention and that of the layer round differently
+        torch.testing.assert_close(found, expected)
+    assert layer.stats()["tokens_compressed"] == reference.stats()["tokens_compressed"] > 0
+    layer.crop(-1)
+    assert torch.equal(layer.materialize("keys"), reference.materialize("keys")[:, :, :-1])
+
+
+@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@torch.no_grad()
+def test_plain_tokens_are_there_for_whoever_asks(preset):
+    """Until something is compressed a layer holds two tensors, which nothing but time tells."""
+    layer, reference = make_layer(preset), make_layer(preset)
+    for step, given in enumerate([tokens(5, torch.float32), *(tokens(1, torch.float32) for _ in range(40))]):
+        expected, found = attend(reference, *given), attend(layer, *given)
+        assert torch.equal(found, expected)
+        if step % 8 == 3:
+            assert layer._plain is not None
+            held = {part: tensor.shape for part, tensor in layer.named_tensors()}
+            assert torch.equal(layer.materialize("values"), reference.materialize("values"))
+            assert layer._plain is None
+            assert held == {part: tensor.shape for part, tensor in layer.named_tensors()}
+        if step == 20:
+            layer = copy.deepcopy(layer)
+        if step == 30:
+            layer.crop(-3)
+            reference.crop(-3)
+    wrong = [torch.randn(1, HEADS + 1, 1, DIM) for _ in range(2)]
+    with pytest.raises(ValueError, match="another model"):
+        layer.update(*wrong)

@@ -1,0 +1,95 @@
+"""What holds of every cache by its name: its file, and the names of its counters."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import Cache, PreTrainedModel
+
+from kvcache_plugins import create_cache, list_caches
+
+
+# One of each kind; all names are tried in `make test-long`
+KINDS = ("dynamic", "gear", "gear-4bit", "gear-c16", "infinigen", "infinigen-gear", "h2o", "turboquant-4bit")
+NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in list_caches() if name not in KINDS)]
+PROMPT = 150
+
+
+def make(name: str, model: PreTrainedModel) -> Cache:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return create_cache(name, model)
+        except (ValueError, ImportError) as error:
+            pytest.skip(f"this model or machine cannot have it: {error}")
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Cache, *sizes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    parts = (torch.randint(3, 97, (2, size), generator=generator) for size in sizes)
+    return torch.cat([model(part, past_key_values=cache).logits[:, -1] for part in parts])
+
+
+def through_pickle(cache: Cache) -> Cache:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def through_torch(cache: Cache) -> Cache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("is_filled", [True, False], ids=["filled", "empty"])
+@pytest.mark.parametrize("through", [through_pickle, through_torch])
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_pickle_and_torch(
+    tiny_llama: PreTrainedModel, name: str, through: Callable[[Cache], Cache], is_filled: bool
+) -> None:
+    """A cache comes back as it was, or says what to use instead; neither changes it."""
+    cache = make(name, tiny_llama)
+    sizes = (PROMPT, 1, 20) if is_filled else ()
+    if is_filled:
+        logits(tiny_llama, cache, *sizes)
+    if name.startswith("infinigen"):
+        with pytest.raises(ValueError, match="cannot be pickled, .* `copy.deepcopy.*`GEARCache` and its `save`"):
+            through(cache)
+        loaded = copy.deepcopy(cache)
+    elif name == "fp8" and is_filled and through is through_pickle:
+        # PyTorch's: the FAQ says so
+        with pytest.raises(AttributeError, match="UntypedStorage"):
+            through(cache)
+        return
+    else:
+        loaded = through(cache)
+    assert loaded.get_seq_length() == cache.get_seq_length() == sum(sizes)
+    expected = logits(tiny_llama, cache, 12, 1, 1)
+    assert torch.equal(logits(tiny_llama, loaded, 12, 1, 1), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`config`. all layers of the model attend to a window")
+@pytest.mark.parametrize("name", NAMES)
+def test_counters_have_the_same_names_whatever_layers_there_are(
+    tiny_model: Callable[..., PreTrainedModel], name: str
+) -> None:
+    names = []
+    for architecture in ("llama", "gemma3-hybrid", "mistral-sliding"):
+        model = tiny_model(architecture)
+        try:
+            cache = make(name, model)
+        except pytest.skip.Exception:
+            # InfiniGen takes no model with windows alone
+            assert architecture == "mistral-sliding" or not names
+            continue
+        names.append(list(cache.stats()))
+        logits(model, cache, PROMPT, 1)
+        names.append(list(cache.stats()))
+    if not names:
+        pytest.skip("this machine cannot have it")
+    assert all(each == names[0] for each in names), names

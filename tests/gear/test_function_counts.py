@@ -1,0 +1,78 @@
+"""How many Python functions of this package a model passes a layer: in a decode step, and where a prompt is coded."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvcache_plugins
+from kvcache_plugins import GEARCache
+from kvcache_plugins.models.cache_argument import as_argument
+
+
+ROOT = Path(kvcache_plugins.__file__).parent
+# Functions and files, at most; the aim for coding is 25 in 8
+STEP, PLAIN_STEP, CODING = (14, 4), (3, 3), (130, 26)
+
+
+def functions_of_a_layer(run, layer_idx=1):
+    """Files and names of the functions that are called from the update of a layer to that of the next one."""
+    calls = []
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT):
+            calls.append((str(path.relative_to(ROOT)), frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    starts = [index for index, call in enumerate(calls) if call == ("layers/model_match.py", "ModelMatchMixin.update")]
+    return calls[starts[layer_idx] : starts[layer_idx + 1]]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)).eval()
+
+
+def count(llama, capsys, prompt, num_steps, most):
+    """Counts the last of some steps behind a prompt, or with none the prompt."""
+    cache, token_ids = GEARCache(), torch.arange(prompt)[None] % 64
+    inputs = [token_ids, *(token_ids[:, :1] for _ in range(num_steps))]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for each in inputs[:-1]:
+                llama(each, **as_argument(cache))
+            calls = functions_of_a_layer(lambda: llama(inputs[-1], **as_argument(cache)))
+    finally:
+        torch.set_num_threads(threads)
+    counts, files = Counter(calls), {path for path, _ in calls}
+    lines = [f"{len(counts)} functions in {len(files)} files, {len(calls)} calls"]
+    lines += [f"{times:3d} {path} {name}" for (path, name), times in counts.items()]
+    with capsys.disabled():
+        sys.stdout.write("\n".join(["", *lines, ""]))
+    # In a step none is called twice
+    assert len(calls if num_steps else counts) <= most[0] and len(files) <= most[1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_between_two_codings(mode, llama, capsys):
+    with mode():
+        count(llama, capsys, 200, 4, STEP)
+
+
+def test_a_step_while_nothing_is_compressed(llama, capsys):
+    count(llama, capsys, 8, 4, PLAIN_STEP)
+
+
+def test_a_prompt_that_is_coded(llama, capsys):
+    count(llama, capsys, 200, 0, CODING)
