@@ -38,6 +38,7 @@ def test_no_table(tiny_llama):
         parse_partition("half.json", tiny_llama, 2)
 
 
+@pytest.mark.long
 def test_under_torchrun(smollm2, tmp_path):
     """The last rank says what one process says, and what it took."""
     model, tokenizer = smollm2
