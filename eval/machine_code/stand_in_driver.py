@@ -40,7 +40,7 @@ class StandIn:
 
 
 class _Kernel:
-    """What Triton keeps of a compilation."""
+    """Metadata that Triton keeps of a compilation."""
 
     function = packed_metadata = None
 

@@ -33,7 +33,7 @@ _TEXT, _PROMPT, _BEHIND, _DECODED, _SCORED = "text", 400, 64, 160, 64
 def log_probabilities(
     model: PreTrainedModel, name: str, prompt: torch.Tensor, text: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    """Those of a text that follows a prompt, `chunk` tokens at a time, `[tokens, vocabulary]`."""
+    """Returns log-probabilities of a text behind a prompt, `chunk` tokens at a time: `[tokens, vocabulary]`."""
     cache = create_cache(name, model)
     model(prompt, **as_argument(cache), logits_to_keep=1)
     parts = [model(part, **as_argument(cache)).logits[0] for part in text.split(chunk, dim=1)]

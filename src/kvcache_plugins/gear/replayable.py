@@ -54,8 +54,8 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         self.buffer = buffer
         open_block = self.open_block()
         self.blocks = [block for block in self.blocks if block.length or block is open_block]
-        if open_block.room() < open_block.length + num_tokens:
-            open_block.give_room(open_block.length + num_tokens)
+        if open_block.capacity() < open_block.length + num_tokens:
+            open_block.reserve(open_block.length + num_tokens)
         self._prepared = None
         return open_block
 
@@ -67,7 +67,7 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         self.blocks = [block for block in self.blocks if block.length]
         self._after_cut(newest)
         if self.blocks:
-            self.blocks[-1].give_room(self.blocks[-1].length)
+            self.blocks[-1].reserve(self.blocks[-1].length)
 
     def places(self) -> Iterator[object]:
         """Whatever would be another if something stood elsewhere."""
@@ -89,7 +89,7 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
         """All compressed parts, the last one with all its room, of which `stored` `[1]` tokens are in use."""
         parts, block = list(self._compressed_parts(None)), self.blocks[-1]
         last = parts.pop() if block.length else self._block_part(block, None)
-        parts.append(dataclasses.replace(last, length=block.room(), num_tokens=stored, kept={}))
+        parts.append(dataclasses.replace(last, length=block.capacity(), num_tokens=stored, kept={}))
         # With all columns, so that no step makes them
         return [dataclasses.replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
 

@@ -50,11 +50,11 @@ class StoredBlock(Protocol):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it."""
 
-    def give_room(self, num_tokens: int) -> None:
-        """Moves to storage with room for so many tokens in all, and no less than are in use."""
+    def reserve(self, num_tokens: int) -> None:
+        """Moves to storage for `num_tokens` in all, and no less than are in use."""
 
-    def room(self) -> int:
-        """For how many tokens in all there is room."""
+    def capacity(self) -> int:
+        """Counts the tokens in all that fit into the storage."""
 
 
 BlockT = TypeVar("BlockT", bound=StoredBlock)
@@ -125,12 +125,12 @@ class CompressedBlock:
             kept = self.chunk_length if group is None else -(-length // group) * group
             self.keys, self.values = keep_tokens(self.keys, kept), keep_tokens(self.values, kept)
 
-    def give_room(self, num_tokens: int) -> None:
-        """Moves to storage with room for so many tokens in all, and no less than are in use."""
+    def reserve(self, num_tokens: int) -> None:
+        """Moves to storage for `num_tokens` in all, and no less than are in use."""
         self._resize(max(-(-num_tokens // self.chunk_length), self.num_chunks))
 
-    def room(self) -> int:
-        """For how many tokens in all there is room."""
+    def capacity(self) -> int:
+        """Counts the tokens in all that fit into the storage."""
         return self.keys.num_chunks * self.chunk_length
 
     def num_droppable(self, count: int) -> int:

@@ -40,12 +40,12 @@ class TokenRows:
         self.length = min(self.length, capacity)
         self.keys, self.values = (self._resized(rows, capacity) for rows in (self.keys, self.values))
 
-    def give_room(self, num_tokens: int) -> None:
-        """Moves to storage with room for so many tokens in all, and no less than are in use."""
+    def reserve(self, num_tokens: int) -> None:
+        """Moves to storage for `num_tokens` in all, and no less than are in use."""
         self.resize(max(num_tokens, self.length))
 
-    def room(self) -> int:
-        """For how many tokens in all there is room."""
+    def capacity(self) -> int:
+        """Counts the tokens in all that fit into the storage."""
         return self.keys.shape[2]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
