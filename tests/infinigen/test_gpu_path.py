@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
+from kvcache_plugins.codecs.rotation import hadamard_matrix
 from kvcache_plugins.infinigen import prefetch
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
@@ -254,6 +255,8 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     monkeypatch.setattr(prefetch, "_gather", lambda *args: transfers.append(args))
     prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))
     is_coded = "value_nbits" in options
+    # Made where a prompt is coded, which states without numbers are not
+    hadamard_matrix(meta_llama.config.head_dim, torch.device("meta"))
     with (InfiniGenGEARCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
         # Once for a model and at a prompt, queries are compared
         attachment_of(meta_llama).checked.update(range(3))

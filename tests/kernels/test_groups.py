@@ -169,11 +169,12 @@ def test_strided_states_are_copied():
 def test_prepared_calls_equal_those_made_anew(name):
     part, dense = make_part(name, rank=2, sparsity=0.02), make_dense(name, 1)
     call = prepare_tokens(make_query(name), [part, dense], None)
+    storage = dense.keys, dense.values
     for length in (1, 2, 3):
         query = make_query(name)
-        now = DensePart(dense.keys, dense.values, length, None)
+        now = DensePart(*storage, length, None)
         expected = attend(query, [part, now], CASES[name][0][1], kernel="compiled")
-        assert torch.equal(call.attend(query, (dense.keys, dense.values), length, None), expected)
+        assert torch.equal(call.attend(query, None, storage, length, None), expected)
 
 
 @pytest.mark.parametrize("offsets", [[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1], None])

@@ -105,13 +105,19 @@ def test_a_prepared_call_attends_to_tokens_to_come(wide, level):
     for length in (2, 3, 9):
         query = torch.randn(2, 6, 4, 64)
         newest = torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64)
-        output = call.attend(query, (keys, values), length, newest)
+        output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
         assert torch.equal(keys[:, :, length - 1 : length], newest[0])
         expected = attend(query, iter([part, DensePart(keys, values, length, None)]), 2, 0.125, "torch")
         torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
     for wrong in (newest[0].half(), newest[0][:1], torch.zeros(2, 2, 1, 128)[..., ::2]):
+        assert call.accept(wrong, wrong) is None
         with pytest.raises(ValueError, match="newest"):
-            call.attend(query, (keys, values), 9, (wrong, wrong))
+            call.attend(query, 0.125, (keys, values), 9, (wrong, wrong))
+    with pytest.raises(ValueError, match="in use"):
+        call.attend(query, 0.125, (keys, values), 10, None)
+    # Others than it was prepared for
+    assert call.attend(query, 0.5, (keys, values), 9, None) is None
+    assert call.attend(query.half(), 0.125, (keys, values), 9, None) is None
 
 
 def test_copies_are_not_prepared(wide):

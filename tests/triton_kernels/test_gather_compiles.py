@@ -1,7 +1,7 @@
 """The kernels that move rows and score codes compile for sm_80 and sm_90, without spills, and move 16 bytes at once.
 
-As in `test_compression_compiles.py`: the launchers are called, what they launch is compiled instead of run, in a
-process of its own without Triton's interpreter. Run as a script, with 90 behind it, this file prints the table.
+The launchers are called, what they launch is compiled instead of run, in a process of its own without Triton's
+interpreter. Run as a script, with 90 behind it, this file prints the table.
 """
 
 import re
@@ -54,46 +54,37 @@ def calls() -> dict[str, tuple[bool, Callable[[], object]]]:
     return calls
 
 
-def compile_launch(kernel: object, kwargs: dict[str, object], capability: int) -> object:
-    """Compiles a launch as Triton would on a GPU, which is told nothing of arguments that are not specialized."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import mangle_type
+def record(call: Callable[[], object]) -> list[tuple[object, dict[str, object]]]:
+    """The launches of a call: kernel and keyword arguments."""
+    from triton.runtime.jit import JITFunction
 
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = kwargs[parameter.name]
-        is_number, is_free = isinstance(value, int), parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or is_number and value == 1 and not is_free:
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        signature[parameter.name] = mangle_type(value)
-        if not is_free and (not is_number or value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    launches = []
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, kwargs))
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return launches
 
 
 def report(capability: int) -> list[str]:
     """A line per kernel compiled for a capability."""
-    # This file is run as a script, from whose folder siblings are imported
-    from test_compression_compiles import record, resources
+    from kvcache_plugins.eval.machine_code.compilation import compile_for, resources
 
     lines = []
     for name, (has_vectors, call) in calls().items():
-        ((kernel, _, kwargs),) = record(call)
-        compiled = compile_launch(kernel, kwargs, capability)
+        ((kernel, kwargs),) = record(call)
+        compiled = compile_for(kernel, kwargs, capability)
         # The least that any GPU since sm_80 has for a program
         assert compiled.metadata.shared <= 99 * 1024, name
-        registers, spilled = resources(compiled)
+        used = resources(compiled)
         # Rows that are moved, or codes that are read: at once, or one by one
         moved = "16 bytes at once" if VECTORS.search(compiled.asm["ptx"]) else "word by word"
         assert (moved == "16 bytes at once") == has_vectors, name
         lines.append(
-            f"sm_{capability} {name} ({compiled.metadata.num_warps} warps): {registers} registers, "
-            f"{spilled} bytes spilled, {compiled.metadata.shared} shared, {moved}"
+            f"sm_{capability} {name} ({compiled.metadata.num_warps} warps): {used['registers']} registers, "
+            f"{used['spilled']} bytes spilled, {compiled.metadata.shared} shared, {moved}"
         )
     return lines
 

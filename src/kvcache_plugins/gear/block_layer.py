@@ -102,8 +102,9 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Makes the buffer of all tokens that are not the prefix's."""
         first = 0 if self.prefix is None else self.prefix.num_slots
+        keys, values = keys[:, :, first:], values[:, :, first:]
         self.buffer = ResidualBuffer(keys, values, self._buffer_limit)
-        self.buffer.append(keys[:, :, first:], values[:, :, first:])
+        self.buffer.append(keys, values)
 
     @abstractmethod
     def _attend_parts(

@@ -15,7 +15,6 @@ What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is 
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -78,8 +77,10 @@ class LazyStates(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
 
-    # As any tensor's; models ask for it several times a layer, so it goes through no function of Python
-    shape = property(attrgetter("_size"))  # type: ignore[assignment]
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Tells the size as any tensor does; models ask several times a layer, and `torch.compile` traces this."""
+        return self._size
 
     @property
     def num_tokens(self) -> int:
