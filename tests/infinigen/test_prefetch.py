@@ -16,7 +16,7 @@ from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.prefetch import Prefetcher
 from kvcache_plugins.infinigen.selected_attention import attend_staged
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.ops.gather import attend_rows
+from kvcache_plugins.kernels.tokens import attend_rows
 
 
 CPU = torch.device("cpu")

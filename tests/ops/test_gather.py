@@ -9,7 +9,7 @@ import torch
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels import engine, library
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
+from kvcache_plugins.kernels.tokens import attend_rows, choose_rows_kernel, code_scores, gather_rows, largest
 
 
 KERNELS = ["torch", "compiled"]

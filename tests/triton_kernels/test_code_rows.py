@@ -11,7 +11,7 @@ from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.kernels.triton_rows import codebook_of
+from kvcache_plugins.kernels.triton import codebook_of
 
 
 # Triton reads the variable when it is imported, which is before this file is

@@ -8,6 +8,7 @@ import torch
 from transformers import Cache
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import CodedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec
@@ -15,8 +16,7 @@ from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.row_attention import CodedPart, attend
+from kvcache_plugins.kernels.attention import attend
 
 
 # Triton reads the variable when it is imported, which is before this file is

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
 from kvcache_plugins.codecs.basis import round_basis
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import CodedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.row_attention import CodedPart, attend
+from kvcache_plugins.kernels.attention import attend
 
 
 # Triton reads the variable when it is imported, which is before this file is

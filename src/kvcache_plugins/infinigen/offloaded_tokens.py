@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.masking import mask_columns, slice_mask
-from kvcache_plugins.ops.parts import DensePart
 
 from .token_store import TokenStore
 

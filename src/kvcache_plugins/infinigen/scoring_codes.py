@@ -11,7 +11,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, 
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.ops.gather import code_scores
+from kvcache_plugins.kernels.tokens import code_scores
 
 from .scoring import ScoringStates
 

@@ -63,7 +63,7 @@ def attend_staged(
     scale: float,
 ) -> torch.Tensor:
     """
-    Attention of one new token over staged rows and the window: `ops.gather.attend_rows` without the host knowing how
+    Attention of one new token over staged rows and the window: `tokens.attend_rows` without the host knowing how
     many rows there are. All shapes are those of the most that may be fetched, so an item's result does not depend on
     how many tokens its neighbours fetch; what is no row counts neither as key nor as value, whatever stands there.
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.kernels.tokens import attend_rows, choose_rows_kernel
 from kvcache_plugins.layers.left_padding import LeftPadding
-from kvcache_plugins.ops.gather import attend_rows, choose_rows_kernel
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
@@ -84,7 +84,7 @@ class TokenStore(ABC):
 
     def rows_on_host(self, selection: Selection) -> tuple[list[torch.Tensor], torch.Tensor]:
         """
-        Pages of rows as `ops.gather.attend_rows` takes them, and the slots in them of what was chosen: one page of
+        Pages of rows as `tokens.attend_rows` takes them, and the slots in them of what was chosen: one page of
         copies, where a store has nothing better.
         """
         assert self.pool is not None

@@ -11,7 +11,7 @@ window, D and E head dimensions of keys and values.
 
 import torch
 
-from kvcache_plugins.ops.slot_products import gather_weights, multiply_heads, scatter_scores
+from kvcache_plugins.kernels.attention import gather_weights, multiply_heads, scatter_scores
 
 from .counters import TransferTimes
 from .fetching import Fetch
