@@ -105,7 +105,6 @@ FULL = Plan(
         "tests/triton_kernels/test_device_lengths.py",
         "tests/gear/test_captured_on_gpu.py",
         "tests/triton_kernels/test_code_rows.py",
-        "tests/triton_kernels/test_code_basis.py",
         "tests/gear/transform/test_coding_kernels.py",
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
