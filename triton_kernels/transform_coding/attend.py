@@ -215,11 +215,6 @@ def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32
     return block_rows, *((64, 4) if is_small else (32, 8))
 
 
-def has_pairs(device_type: str) -> bool:
-    """Whether kernels are compiled for a GPU by NVIDIA, whose instructions `halves` names."""
-    return device_type == "cuda" and torch.version.hip is None and isinstance(attend_kernel, triton.JITFunction)
-
-
 @functools.cache
 def device_num_sms(device: torch.device) -> int:
     """Multiprocessors of a device, or a few where there is none."""

@@ -23,7 +23,8 @@ from kvcache_plugins.ops.kept_step import PartStep, attend_parts
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.row_attention import CodedPart
-from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, has_pairs, prepare_rows
+from kvcache_plugins.triton_kernels.dot import has_pairs
+from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, CodingLaunch, RotaryAngles
