@@ -24,7 +24,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def has_pairs(device_type: str) -> bool:
-    """Tells whether kernels for a device are compiled for NVIDIA's GPUs, whose instructions take two halves at once."""
+    """Tells whether a device takes two halves by an instruction, as NVIDIA's GPUs do, and kernels are compiled."""
     return device_type == "cuda" and torch.version.hip is None and isinstance(dot_exact, triton.JITFunction)
 
 

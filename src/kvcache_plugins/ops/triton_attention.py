@@ -7,9 +7,9 @@ import torch
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.codecs.rotation import rotate
-from kvcache_plugins.triton_kernels.dot import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.triton_kernels.dot import has_pairs
 
 from .kept_step import PartStep, attend_parts
 from .masking import slice_mask
