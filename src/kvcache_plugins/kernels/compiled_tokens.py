@@ -351,7 +351,19 @@ def attend_rows(
     positions: torch.Tensor | None,
     window_start: int,
 ) -> torch.Tensor:
-    """Computes `tokens.attend_rows`; of slots and positions beyond the rows and the mask, the last ones count."""
+    """
+    Attends over chosen rows where they stand, and the window: see `tokens.attend_staged`.
+
+    Args:
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
+            side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows: slot `i` is row `i` of all pages one behind the
+            other; of those beyond all, the last one counts.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
+            tokens have; by default the slots.
+        query, count, window_keys, window_values, scale, window_start: as there.
+    """
     sizes, value_dim, num_slots = _sizes_of(query), window_values.shape[3], slots.shape[2]
     slots, dtype = slots.contiguous(), pages[0].dtype
     result = torch.empty((*query.shape[:3], value_dim))

@@ -30,10 +30,9 @@ from kvcache_plugins.triton_kernels.attention.combine import combine, combine_ke
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
+from kvcache_plugins.triton_kernels.dot import has_pairs
 from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT, KeptLaunch, can_keep
-from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, has_pairs, prepare_rows
-from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
-from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
+from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, CodingLaunch, RotaryAngles
@@ -132,12 +131,11 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     padding, first = part.positions.padding, part.positions.first
     where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
-    prepare_coded = prepare_rows if keys.basis is None else prepare_basis
     coded_keys, coded_values = (
         CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
-    return PartStep(prepare_coded(rows, coded_keys, coded_values, angles, **where), finish)
+    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
 
 
 def _tensors(states: CompressedStates) -> CompressedTensors:
@@ -330,8 +328,6 @@ def prepare_encoding(
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
     codebook = codebook_of(table.is_weighted, states.device)
-    if table.basis is not None:
-        return prepare_basis_coding(states, table, codebook, **where)
     if table.is_rotated:
         is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
         where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
