@@ -194,7 +194,7 @@ def _num_bytes(part: CompressedPart | CodedPart) -> int:
 
 def _dequantize_then_attend(query: torch.Tensor, part: CompressedPart, dtype: torch.dtype) -> torch.Tensor:
     tiles = list(part.tiles())
-    keys, values = (torch.cat([getattr(tile, side) for tile in tiles], dim=2) for side in ("keys", "values"))
+    keys, values = (torch.cat([tile[side] for tile in tiles], dim=2) for side in (0, 1))
     return F.scaled_dot_product_attention(query, keys.to(dtype), values.to(dtype))
 
 
