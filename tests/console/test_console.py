@@ -145,7 +145,7 @@ def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
 
 def test_out_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    options = ["bench", "predict", "--bandwidth", "1"]
+    options = ["bench", "runahead-simulation", "--ranks", "2"]
     assert_one_line_error(run(*options, "--out", str(tmp_path)), "`out` is to be a file, but")
     assert_one_line_error(run(*options, "--out", str(tmp_path / "file" / "p.json")), "exists")
 

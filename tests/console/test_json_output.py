@@ -132,14 +132,12 @@ def measure(command: str, tiny_folder: str, text: Path) -> list[str]:
         "eval fidelity": [*book, *windows, "--prefix", "40", "--scored", "8"],
         "eval perplexity": [*book, *windows, "--length", "40", "--chunk", "16"],
         "bench step": [*book, "--context", "40", "--steps", "3", "--cache", "dynamic"],
-        "bench decode": [*book, "--prompt", "20", "--steps", "6", "--bin-length", "3", "--cache", "dynamic"],
         "bench prefix": [*book, "--prefix", "90", "--continuations", "3", "--new-tokens", "2"],
-        "bench predict": ["--bandwidth", "100", "--shape", "1x128", "--cache", "kivi-2bit"],
         "bench runahead-simulation": ["--ranks", "2", "--length", "4096", "--bandwidth", "10"],
     }[command]
 
 
-MEASURES = ["eval fidelity", "eval perplexity", "bench step", "bench decode", "bench prefix", "bench predict"]
+MEASURES = ["eval fidelity", "eval perplexity", "bench step", "bench prefix"]
 
 
 @pytest.mark.parametrize("command", [*MEASURES, "bench runahead-simulation"])

@@ -69,7 +69,7 @@ def make_model(*, has_windows):
 
 
 def check(name, batch_size):
-    from kvcache_plugins.eval.machine_code import stand_in_driver
+    from kvcache_plugins.eval import machine_code
     from kvcache_plugins.gear.recorded_step import RecordedStep
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.gear.transform.layer import TransformLayer
@@ -114,8 +114,8 @@ def check(name, batch_size):
     mask = torch.ones_like(ids)
     mask[0, : 3 * (batch_size - 1)] = 0
     with (
-        stand_in_driver.stand_in_driver() as stand_in,
-        patch.object(stand_in_driver._Kernel, "run", run),
+        machine_code.stand_in_driver() as stand_in,
+        patch.object(machine_code._Kernel, "run", run),
         patch.object(RecordedStep, "__call__", recorded_call),
         cache.captured_steps(model, num_tokens) as steps,
     ):

@@ -17,7 +17,7 @@ class RootGroup(LazyGroup):
     lazy_commands = {
         "list": "kvcache_plugins.cli.list_caches:main",
         "doctor": "kvcache_plugins.cli.doctor:main",
-        "models": "kvcache_plugins.eval.families.command:survey_families",
+        "models": "kvcache_plugins.eval.families:survey_families",
         "generate": "kvcache_plugins.cli.generate:main",
         "store": "kvcache_plugins.cli.store:app",
         "compare": "kvcache_plugins.cli.compare:main",

@@ -58,7 +58,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
             justify="right" if kind == "number" else "left",
             no_wrap=kind != "name",
             overflow="fold" if kind == "name" else "ellipsis",
-            min_width=MIN_NAME_WIDTH if kind == "name" else len(heading),
+            min_width=MIN_NAME_WIDTH if kind == "name" else max(map(len, heading.splitlines())),
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

@@ -30,9 +30,9 @@ class EvaluateGroup(LazyGroup):
         "run": "kvcache_plugins.cli.evaluate.lm_eval:run",
         "ls": "kvcache_plugins.cli.evaluate.lm_eval:ls",
         "validate": "kvcache_plugins.cli.evaluate.lm_eval:validate",
-        "fidelity": "kvcache_plugins.eval.measures.fidelity_report:evaluate_fidelity",
-        "perplexity": "kvcache_plugins.eval.measures.perplexity_report:evaluate_perplexity",
-        "retrieval": "kvcache_plugins.eval.measures.retrieval_report:evaluate_retrieval",
+        "fidelity": "kvcache_plugins.eval.measures.fidelity:evaluate_fidelity",
+        "perplexity": "kvcache_plugins.eval.measures.perplexity:evaluate_perplexity",
+        "retrieval": "kvcache_plugins.eval.measures.retrieval:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate.sweep:main",
         "report": "kvcache_plugins.eval.report:write_report",
     }

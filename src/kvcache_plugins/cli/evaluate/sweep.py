@@ -12,7 +12,7 @@ from kvcache_plugins.console.json_output import JsonOption, free_stdout, print_j
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.eval.sweeps.config import Run, Sweep
+    from kvcache_plugins.eval.sweep import Run, Sweep
 
 
 def main(
@@ -34,8 +34,7 @@ def main(
     """
     from kvcache_plugins.console.progress import track_progress
     from kvcache_plugins.console.tables import print_line
-    from kvcache_plugins.eval.sweeps.config import Sweep
-    from kvcache_plugins.eval.sweeps.sweep import run_sweep
+    from kvcache_plugins.eval.sweep import Sweep, run_sweep
 
     sweep = Sweep.read(config)
     runs = sweep.pending(only, again)
