@@ -19,7 +19,7 @@ from typing import Any, ParamSpec
 import torch
 import typer
 
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.registry import check_caches
 
 from .rows import Content, Failure, Found, Settings

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from kvcache_plugins.console.progress import track_progress
+from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import OptionValue, create_cache, parse_cache_spec
 

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from kvcache_plugins.advice.memory_prediction import predict_memory
-from kvcache_plugins.console.run_report import provenance, write_json
+from kvcache_plugins.console.results import provenance, write_json
 
 from .tables import read_sweep, render_result
 

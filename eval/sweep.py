@@ -28,9 +28,8 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import memory_fields, provenance, write_json
+from kvcache_plugins.console.inputs import load_for_evaluation, read_text
+from kvcache_plugins.console.results import memory_fields, provenance, write_json
 from kvcache_plugins.registry import check_caches
 
 from .harness import CACHE_FAILURES, cache_factories, encode_text, spread_windows

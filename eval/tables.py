@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.console.display import make_table, open_console
 
 from .harness import REFERENCE, stretch_stops
 

@@ -13,16 +13,21 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DtypeOption, ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import (
+    CachesOption,
+    DtypeOption,
+    ModelOption,
+    NumThreadsOption,
+    load_for_evaluation,
+    read_text,
+)
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import States, fill_cache, make_cache, read_states, read_tokens
 from kvcache_plugins.eval.rows import Content, Found
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
+from kvcache_plugins.infinigen.scoring import ScoringCodes
+from kvcache_plugins.infinigen.tokens import OffloadedTokens
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import create_cache, parse_cache_spec
@@ -38,7 +43,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "choice": (InfiniGenLayer, "_start_fetch"),
     "speculation": (InfiniGenLayer, "speculate"),
     "scoring": (ScoringCodes, "scores"),
-    "attention": (layer_module, "attend_selected"),
+    "attention": (OffloadedTokens, "attend"),
 }
 
 

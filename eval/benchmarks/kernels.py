@@ -18,19 +18,16 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.console.compilation import announce_compilation
-from kvcache_plugins.console.loading import parse_device, parse_dtype
-from kvcache_plugins.console.options import NumThreadsOption
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
+from kvcache_plugins.console.display import announce_compilation
+from kvcache_plugins.console.inputs import NumThreadsOption, parse_device, parse_dtype
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
-from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import CodedPart
-from kvcache_plugins.ops.row_attention import attend as attend_coded
 from kvcache_plugins.registry import check_caches, create_cache
 
 
@@ -118,7 +115,7 @@ class Contest:
         """
         part = _compressed_part(cache_name, self.keys, self.values)
         function, expected = (
-            _attention(query, part, self.shape.num_heads, kernel)
+            partial(attend, query, [part], self.shape.num_heads, None, kernel)
             for query, kernel in ((self.query, self.kernel), (self.query.float(), "torch"))
         )
         error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
@@ -191,14 +188,6 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
     return CompressedPart(block.keys, block.values, block.length, None)
 
 
-def _attention(
-    query: torch.Tensor, part: CompressedPart | CodedPart, num_heads: int, kernel: str
-) -> Callable[[], torch.Tensor]:
-    if isinstance(part, CodedPart):
-        return partial(attend_coded, query, [part], num_heads, None, kernel)
-    return partial(attend, query, [part], num_heads, None, kernel)
-
-
 def _num_bytes(part: CompressedPart | CodedPart) -> int:
     if isinstance(part, CodedPart):
         return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.codec.tensors()))
@@ -206,8 +195,9 @@ def _num_bytes(part: CompressedPart | CodedPart) -> int:
 
 
 def _dequantize_then_attend(query: torch.Tensor, part: CompressedPart, dtype: torch.dtype) -> torch.Tensor:
-    tiles = list(part.tiles())
-    keys, values = (torch.cat([getattr(tile, side) for tile in tiles], dim=2) for side in ("keys", "values"))
+    keys, values = (
+        torch.cat(sides, dim=2) for sides in zip(*((tile[0], tile[1]) for tile in part.tiles()), strict=True)
+    )
     return F.scaled_dot_product_attention(query, keys.to(dtype), values.to(dtype))
 
 

@@ -18,9 +18,7 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import (
     States,

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DeviceOption, DtypeOption, ModelOption
-from kvcache_plugins.console.progress import Announce, track_progress
+from kvcache_plugins.console.display import Announce, track_progress
+from kvcache_plugins.console.inputs import CachesOption, DeviceOption, DtypeOption, ModelOption, load_for_evaluation
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Found

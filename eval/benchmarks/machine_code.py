@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
@@ -26,8 +27,6 @@ from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.storage import CodedBlock
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .kernels import Shape, random_states
@@ -82,12 +81,10 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
     """Counts the instructions of decode attention a cached number: a row but for its cache."""
     # Imported late, as Triton need not be there
-    from kvcache_plugins.kernels.triton_rows import prepare_part as prepare_rows
-    from kvcache_plugins.ops.triton_attention import prepare_part
+    from kvcache_plugins.kernels.triton import prepare_part
 
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
-    is_coded = isinstance(part, CodedPart)
-    launch: Any = (prepare_rows if is_coded else prepare_part)(query, part, 1.0, packed=True).launch  # type: ignore
+    launch: Any = prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(disassemble(compiled))
     if isinstance(part, CodedPart):
@@ -121,7 +118,7 @@ def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> C
 
 def count_coding(part: CodedPart, head_dim: int, capability: int) -> Iterator[dict[str, Any]]:
     """Counts the instructions of coding a number of keys and of values, but for a trellis, which no kernel codes."""
-    from kvcache_plugins.kernels.triton_rows import prepare_encoding
+    from kvcache_plugins.kernels.triton import prepare_encoding
 
     assert isinstance(part.codec, RowCodec)
     tables = part.codec.tables()

@@ -16,10 +16,8 @@ import torch
 import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.console.interrupts import interrupts_are_ours
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, ModelOption
-from kvcache_plugins.console.prompts import read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import make_cache, read_tokens
 from kvcache_plugins.eval.rows import Found

@@ -22,9 +22,14 @@ from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DtypeOption, ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import (
+    CachesOption,
+    DtypeOption,
+    ModelOption,
+    NumThreadsOption,
+    load_for_evaluation,
+    read_text,
+)
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import REFERENCE, cache_factories, make_cache, read_tokens, spread, time_call
 from kvcache_plugins.eval.rows import Found
@@ -323,9 +328,9 @@ def benchmark_prefix(
 ) -> Iterator[Found]:
     """Compare ways to continue one prefix many times.
 
-    Reading it again, deepcopy, forks, and forks of a saved cache. Every cache stays to the end, when the bytes of all of them together are measured: what forks share counts once.
-    The dense copies are all held too: 16 of 8000 tokens of SmolLM2 take 6 GB in float32. Prefilling again takes so
-    long that only some rounds of it are measured; what all would take is then marked.
+    Reading it again, deepcopy, forks, and forks of a saved cache. Every cache stays to the end, when the bytes of all
+    are measured: what forks share counts once, and the dense copies are all held too (16 of 8000 tokens of SmolLM2
+    take 6 GB in float32). Of prefilling again only some rounds are measured; what all would take is then marked.
 
     \b
     Examples:

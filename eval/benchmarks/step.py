@@ -20,9 +20,7 @@ import torch
 import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from kvcache_plugins.console.loading import load_for_evaluation, parse_dtype
-from kvcache_plugins.console.options import CachesOption, ModelOption
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, parse_dtype, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import (
     REFERENCE,

@@ -40,9 +40,7 @@ from transformers import (
 )
 
 from kvcache_plugins import PromptStore
-from kvcache_plugins.console.loading import default_device
-from kvcache_plugins.console.options import ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, default_device, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.rows import Content, Found
 from kvcache_plugins.models.cache_argument import as_argument

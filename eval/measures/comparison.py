@@ -16,7 +16,7 @@ from textwrap import shorten
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.console.display import make_table, open_console
 from kvcache_plugins.eval.harness import CACHE_FAILURES, REFERENCE, cache_factories, with_reference
 from kvcache_plugins.gear.config import PresetChoice
 

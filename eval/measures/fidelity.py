@@ -31,11 +31,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DeviceOption, DtypeOption, ModelOption, SeedOption
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import (
+    CachesOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    load_for_evaluation,
+    read_text,
+)
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.harness import (
     CacheFactory,
@@ -47,7 +53,7 @@ from kvcache_plugins.eval.harness import (
     spread_windows,
 )
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.infinigen.attention_modules import find_attention_modules
+from kvcache_plugins.infinigen.queries import find_attention_modules
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 

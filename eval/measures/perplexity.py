@@ -15,11 +15,9 @@ import typer
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.harness import (
     CacheFactory,

@@ -15,10 +15,8 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
 from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference

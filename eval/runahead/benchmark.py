@@ -13,15 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.options import ModelOption
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.kv_runahead.cost import Link
-from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
-from kvcache_plugins.kv_runahead.table import PartitionTable
+from kvcache_plugins.kv_runahead.planner import Link, PartitionTable, even, predicted, resolve_partition
 
 from .isolated_network import IsolatedNetwork
 from .measure import (

@@ -17,8 +17,7 @@ import typer
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.eval.tables import Table, name, number, print_markdown
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, TRIANGLE, CostModel, Link, Timing, predict_ttft
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.planner import RECTANGLE, TRIANGLE, CostModel, Link, Timing, planned, predict_ttft
 
 from .measure import THROTTLED, TSP
 from .tsp import predict_tsp_ttft

@@ -15,7 +15,32 @@ import torch
 
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .codec import Positions
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Positions:
+    """
+    The positions that consecutive tokens are assumed to have: their indices, counted from behind the padding.
+
+    Attributes:
+        first (`int`): index of the first token.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every sequence that have no
+            position.
+    """
+
+    first: int = 0
+    padding: torch.Tensor | None = None
+
+    def of(self, count: int, device: torch.device) -> torch.Tensor:
+        """Lists the positions of `count` tokens, `[1 or B, T]`, int64."""
+        positions = torch.arange(self.first, self.first + count, device=device)[None]
+        return positions if self.padding is None else positions - self.padding.to(device)[:, None]
+
+    def after(self, count: int) -> "Positions":
+        """Returns the positions behind the first `count` tokens."""
+        return Positions(self.first + count, self.padding)
+
+
+START = Positions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +137,7 @@ def _turned(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, i
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
         # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.coding import turn_states
+        from kvcache_plugins.kernels.compiled_tokens import turn_states
 
         return turn_states(keys, layout, positions, is_back=is_undone)
     cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))

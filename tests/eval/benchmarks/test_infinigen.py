@@ -5,9 +5,9 @@ import torch
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.eval.benchmarks.infinigen import mapped_bytes, time_parts
+from kvcache_plugins.files.mapped_files import release
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.ops.mapped_files import release
 
 
 def test_parts_add_up_to_the_step(tiny_model) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvcache_plugins.eval.runahead import simulation
 from kvcache_plugins.eval.runahead.simulation import MODELS, cost_of, paper_rows, simulate
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, predict_ttft
+from kvcache_plugins.kv_runahead.planner import CostModel, Link, predict_ttft
 
 
 COST = CostModel(fixed=0.02, per_token=2e-4, per_pair=3e-8, triangle=0.5)
