@@ -364,9 +364,7 @@ class CompressedLayer(PromptLayer):
         if not is_any:
             self._moments = None
 
-    def _pack(
-        self, keys: torch.Tensor, values: torch.Tensor, start: int, *, is_first: bool, is_prompt: bool
-    ) -> None:
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor, start: int, *, is_first: bool, is_prompt: bool) -> None:
         """Adds tokens behind the packed ones to a block. If they cannot be stored, what is stored stays as it was."""
         packing = self.packing
         valid = self._valid_tokens(start, keys.shape[2])
@@ -392,6 +390,7 @@ class CompressedLayer(PromptLayer):
         if self.blocks and start > self.blocks[-1].start + self.blocks[-1].length:
             # A window has passed all that there was
             self.blocks, self._is_open = [], False
+        self._prepared = None
         is_joining = packing.joins(is_prompt=is_prompt)
         if self._is_open and is_joining:
             most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
@@ -761,8 +760,8 @@ class CompressedLayer(PromptLayer):
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `LazyLayer.shared_tensors`."""
-        if self.is_initialized:
-            yield from (("calibration", tensor) for tensor in self._unfitted.shared_tensors())
+        if self.packing.fixed is not None:
+            yield from (("calibration", tensor) for tensor in self.packing.fixed.shared_tensors())
 
     def share(self) -> Iterator[torch.Tensor]:
         """

@@ -2,9 +2,9 @@
 
     [ prefix: exact ] [ block ] [ block ] ... [ buffer: exact, newest ]
 
-The prefix stands where every sequence's own first tokens are: before the first block and, in shorter sequences, within
-what that block spans. A block is of rows, one for every token, or of groups, whose tokens share scales; nothing that is
-packed is ever made dense to be packed again.
+The prefix stands where every sequence's own first tokens are: before the first block and, in shorter sequences,
+within what that block spans. A block is of rows, one for every token, or of groups, whose tokens share scales; nothing
+that is packed is ever made dense to be packed again.
 
 Legend: B batch, H heads, T tokens, D head dim, R bytes of a row.
 """
@@ -133,8 +133,8 @@ class RowBlock:
 @dataclass(eq=False)
 class GroupBlock:
     """
-    Consecutive tokens in chunks of equal length: one chunk of a prompt, or a run of decoded ones that grows by doubling
-    its capacity.
+    Consecutive tokens in chunks of equal length: one chunk of a prompt, or a run of decoded ones that grows by
+    doubling its capacity.
 
     Attributes:
         keys, values (`CompressedStates`): both sides; the chunk dimension may have spare capacity.
@@ -254,9 +254,7 @@ class ExactPrefix:
     is_uniform: bool
 
     @classmethod
-    def of(
-        cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor
-    ) -> ExactPrefix:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor) -> ExactPrefix:
         """
         Takes tokens out of a prompt.
 

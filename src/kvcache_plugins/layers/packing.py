@@ -1,8 +1,8 @@
 """When a layer packs its exact tokens, and by which codec: token by token as rows, or in groups that span tokens.
 
-A `CompressedLayer` knows no format, and a codec no layer. What differs between codecs of rows and of groups is asked of
-a `Packing`: how many tokens of a run are packed and which of the first stay exact, what they are stored as, and which
-kernels attend to it.
+A `CompressedLayer` knows no format, and a codec no layer. What differs between codecs of rows and of groups is asked
+of a `Packing`: how many tokens of a run are packed and which of the first stay exact, what they are stored as, and
+which kernels attend to it.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T tokens, D head dim.
 """
@@ -79,6 +79,11 @@ class Packing(ABC):
     def num_packed(self, count: int, *, is_prompt: bool) -> int:
         """How many of the first of `count` exact tokens are packed."""
 
+    @property
+    def fixed(self) -> Codec | None:
+        """The codec, if it is the same whatever tokens there are."""
+        return None
+
     def joins(self, *, is_prompt: bool) -> bool:
         """Whether tokens join a block of decoded ones, and others that follow may join theirs."""
         return True
@@ -144,11 +149,11 @@ class RowPacking(Packing):
     Packs every token by itself, as a row of bytes.
 
     Attributes:
-        make_codec (`Callable`): called with the head dims of keys and values.
+        codecs (`Codec` or `Callable`): the codec, or called with the head dims of keys and values it makes one.
         residual_length, num_sink_tokens, least_tokens, num_heard (`int`, *optional*): see `Packing`.
     """
 
-    make_codec: Callable[[int, int], Codec]
+    codecs: Codec | Callable[[int, int], Codec]
     residual_length: int = 0
     num_sink_tokens: int = 0
     least_tokens: int = 1
@@ -157,8 +162,12 @@ class RowPacking(Packing):
     has_windows = True
     largest = _LARGEST_ROW
 
+    @property
+    def fixed(self) -> Codec | None:
+        return self.codecs if isinstance(self.codecs, Codec) else None
+
     def codec(self, key_dim: int, value_dim: int) -> Codec:
-        return self.make_codec(key_dim, value_dim)
+        return self.codecs if isinstance(self.codecs, Codec) else self.codecs(key_dim, value_dim)
 
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
         has_enough = length - padding >= self.least_tokens
@@ -242,6 +251,11 @@ class GroupPacking(Packing):
         if count < group:
             return 0
         return count - count % group if self.has_whole_groups else count
+
+    @property
+    def fixed(self) -> Codec | None:
+        """The codec, if it is the same whatever tokens there are."""
+        return None
 
     def joins(self, *, is_prompt: bool) -> bool:
         return not is_prompt
