@@ -18,16 +18,13 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.console.run_report import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
-from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
-from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.gear.transform.storage import CodedBlock
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.ops.parts import CompressedPart
 from kvcache_plugins.ops.row_attention import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
@@ -85,15 +82,12 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
         keys, _ = apply_rotary_pos_emb(keys, keys, *angles)
         layers.update(keys, values, 0)
         layer = layers.layers[0]
-        if isinstance(layer, GEARLayer | TransformLayer):
+        if isinstance(layer, CompressedLayer):
             layer.settle_prompt()
-    if not isinstance(layer, GEARLayer | TransformLayer) or not layer.blocks:
+    if not isinstance(layer, CompressedLayer) or not layer.blocks:
         raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
-    block = layer.blocks[0]
-    if isinstance(block, CodedBlock):
-        assert isinstance(layer, TransformLayer) and layer.codec is not None
-        return CodedPart(block.keys, block.values, layer.codec, Positions(block.start), block.length, None)
-    return CompressedPart(block.keys, block.values, block.length, None)
+    part: CompressedPart | CodedPart = layer.blocks[0].part(layer.codec, None, None)
+    return part
 
 
 def _random_model(head_dim: int) -> LlamaForCausalLM:

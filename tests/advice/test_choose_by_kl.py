@@ -18,7 +18,7 @@ from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.harness.caches import was_exercised
 from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
 
 
@@ -197,14 +197,14 @@ def test_whoever_reads_stats_copes(tiny_model):
 
 
 def test_nan_never_passes(tiny_model, monkeypatch):
-    attend = TransformLayer.attend
+    attend = CompressedLayer.attend
 
     def attend_badly(self, *arguments, **options):
         output = attend(self, *arguments, **options)
         # In the last layer: what comes after it is logits alone, and nothing to be compressed
         return output * math.nan if self.config.key_nbits < 4 and self.layer_idx == 1 else output
 
-    monkeypatch.setattr(TransformLayer, "attend", attend_badly)
+    monkeypatch.setattr(CompressedLayer, "attend", attend_badly)
     cache = choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE)
     assert cache.stats()["chosen_preset"] == "gear-t25"
     assert math.isnan(cache.stats()["kl_by_preset"]["gear-t16"])

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.gear.layer import GEARLayer
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k3v2", "kivi-2bit", "per-token-2bit", "kcvt-4bit", "gear-t22")
@@ -53,7 +52,7 @@ EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-Layer = GEARLayer | TransformLayer
+Layer = CompressedLayer
 # So that all of them are at 8 bits, and compress a prompt of 64 tokens
 OPTIONS = {"gear-k3v2": {"value_nbits": 8}, "gear-t22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
 

@@ -70,9 +70,8 @@ def make_model(*, has_windows):
 
 def check(name, batch_size):
     from kvcache_plugins.eval.machine_code import stand_in_driver
-    from kvcache_plugins.gear.recorded_step import RecordedStep
+    from kvcache_plugins.gear.captured_steps import RecordedStep
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
-    from kvcache_plugins.gear.transform.layer import TransformLayer
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
@@ -86,7 +85,7 @@ def check(name, batch_size):
         # Rows of a layer are as long as it needs them, and kernels are compiled for each length
         options = {"calibration": calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)}
     cache = create_cache(name, model, **options)
-    attending = attend_rows_kernel if isinstance(cache.layers[-1], TransformLayer) else attend_kernel
+    attending = attend_rows_kernel if cache.layers[-1].packing.has_windows else attend_kernel
     attending = attend_basis_kernel if options else attending
     kernels = {attending.fn.__name__: attending, "combine_kernel": combine_kernel}
     launches, recorded, num_compiled = [], [], []

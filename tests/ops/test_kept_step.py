@@ -48,7 +48,6 @@ def record(kernel_calls, name, kernel, arguments):
 
 def check(name):
     from kvcache_plugins.eval.machine_code import stand_in_driver
-    from kvcache_plugins.gear.transform.layer import TransformLayer
     from kvcache_plugins.kernels.triton_rows import attend as attend_rows
     from kvcache_plugins.ops.triton_attention import attend as attend_chunks
     from kvcache_plugins.registry import create_cache
@@ -63,7 +62,7 @@ def check(name):
         hidden_size=4 * NUM_HEADS * HEAD_DIM,
     )
     cache = create_cache(name, config)
-    is_coded = isinstance(cache.layers[0], TransformLayer)
+    is_coded = cache.layers[0].packing.has_windows
     kernels = {"attend_kernel": attend_rows_kernel if is_coded else attend_kernel, "combine_kernel": combine_kernel}
     calls = []
 

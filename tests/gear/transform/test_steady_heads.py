@@ -12,8 +12,8 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 HEAD_DIM, PROMPT = 32, 150
@@ -28,7 +28,7 @@ def kernel(monkeypatch, request):
 
 
 def make_layer(nbits=2.25, quantizer="lloyd-max"):
-    return TransformLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer), 0, None, None)
+    return CompressedLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0)
 
 
 def feed(layer, keys, values, query=None, padding=None):
