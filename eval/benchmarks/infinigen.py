@@ -14,10 +14,8 @@ import torch
 import typer
 from transformers import Cache
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.infinigen import cache as cache_module
 from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer

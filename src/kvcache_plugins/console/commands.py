@@ -1,34 +1,67 @@
-"""A group of commands of which only the one that runs is imported: help and completion import none.
+"""Commands as plain functions, alike in help, errors and exit codes; help and completion import none of them.
 
-Torch and Transformers take seconds to import. A command is a plain function, anywhere: its signature declares options,
-its docstring is the help, and its module imports at the top what it needs. For help a group reads the function's
-source.
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | done, but something failed: a cache of `compare`, a run of `eval sweep`, a check of `doctor` |
+| 2 | the user's error: one line on standard error says which |
+| 130 | interrupted by Ctrl-C |
+| 141 | whoever read the output has gone, as after `| head` |
+
+An error that nobody foresaw keeps its traceback: it is a bug.
+
+Torch and Transformers take seconds to import. A command is a function, anywhere: its signature declares options, its
+docstring is the help, and its module imports at the top what it needs. For help a group reads the function's source.
 """
 
 import ast
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import typer
+from typer.core import TyperGroup
 
 from kvcache_plugins.lazy_imports import load
 
-from .command_group import CommandGroup
-from .errors import with_user_errors
-from .json_output import with_results
+from .interrupts import INTERRUPTED
+from .results import with_results
 
 
+DONE, FAILED, USER_ERROR, READER_GONE = 0, 1, 2, 141
+# Of click, or of the copy of click that newer releases of Typer carry; its subclass is the one that both export
+_ClickException = cast("type[Exception]", typer.BadParameter.__mro__[2])
 _WIDTH = 80
 
 
-class LazyGroup(CommandGroup):
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns what a user can cause (a wrong option, a missing package or file) into one line and exit code 2."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Nobody's error: the reader has what it wanted
+        raise
+    except Exception as error:
+        # Too large a model, prompt or cache is the user's matter as well; without Torch there is none
+        torch = sys.modules.get("torch")
+        caused = (ValueError, ImportError, OSError, NotImplementedError)
+        if not isinstance(error, caused if torch is None else (*caused, torch.OutOfMemoryError)):
+            raise
+        typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(USER_ERROR) from error
+
+
+class LazyGroup(TyperGroup):
     """
-    A group whose subclass names its commands. Users' errors in them become one line, see `user_errors`.
+    A group whose subclass names its commands, and that ends with the exit codes above.
 
     Attributes:
         lazy_commands (`Mapping[str, str]`):
@@ -42,11 +75,9 @@ class LazyGroup(CommandGroup):
         return list(self.lazy_commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.lazy_commands:
-            return None
-        if cmd_name not in self.commands:
+        if cmd_name in self.lazy_commands and cmd_name not in self.commands:
             self.commands[cmd_name] = _build(cmd_name, self.lazy_commands[cmd_name])
-        return self.commands[cmd_name]
+        return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # Typer looks for a misspelt command among those that are imported
@@ -61,19 +92,77 @@ class LazyGroup(CommandGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(_WIDTH)) for name, command in commands.items()])
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _reader_may_go():
+            return super().make_context(*args, **options)
 
-def make_app(group: type[CommandGroup], help_text: str) -> typer.Typer:
+    def invoke(self, ctx: Any) -> Any:
+        with _reader_may_go():
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Newer releases of click take that for an error, with exit code 2
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit(DONE)
+        return super().parse_args(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
+        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
+        if not standalone_mode:
+            return super().main(args, prog_name, standalone_mode=False, **options)
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **options)
+            # What is still in the buffer would otherwise fail when nobody can catch it any more
+            sys.stdout.flush()
+        except _ClickException as error:
+            code = _report_usage(error)
+        except BrokenPipeError:
+            code = READER_GONE
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        if code == INTERRUPTED:
+            typer.echo("Interrupted", err=True)
+        if code == READER_GONE:
+            # The interpreter flushes once more when it ends, and would complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(code or DONE)
+
+
+@contextmanager
+def _reader_may_go() -> Iterator[None]:
+    # Typer would end the process by itself, with exit code 1
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise typer.Exit(READER_GONE) from error
+
+
+def _report_usage(error: Any) -> int:
+    message = " ".join(str(error.format_message()).split())
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f" (see `{context.command_path} --help`)"
+    typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
+    return USER_ERROR
+
+
+def make_app(group: type[LazyGroup], help_text: str) -> typer.Typer:
     """Makes a `typer.Typer` with the settings that all groups share."""
     app = typer.Typer(
         cls=group, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=help_text
     )
     # Without one Typer takes an app that has no commands of its own for an error
-    app.callback()(_nothing)
+    app.callback()(lambda: None)
     return app
-
-
-def _nothing() -> None:
-    pass
 
 
 def _build(name: str, target: str) -> Any:
@@ -84,7 +173,7 @@ def _build(name: str, target: str) -> Any:
         if inspect.signature(function).return_annotation is not None:
             function = with_results(function)
         found = typer.Typer(add_completion=False, rich_markup_mode=None)
-        found.command(name)(with_user_errors(function))
+        found.command(name)(user_errors()(function))
     command = typer.main.get_command(found)
     command.name = name
     return command
@@ -123,9 +212,8 @@ def read_function(target: str) -> Callable[..., Any] | None:
         exec(compile(code, spec.origin or module, "exec", dont_inherit=True), namespace)
 
     run(found)
-    stub = namespace[name]
 
-    @wraps(stub)
+    @wraps(namespace[name])
     def function(*args: Any, **options: Any) -> Any:
         return load(target)(*args, **options)
 
