@@ -125,9 +125,9 @@ def check(name):
         assert is_rotated or mode.allocations == 2, mode.allocations
         assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
     # Whether a chunk was finite is asked for once, of both sides together
-    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.config.residual_length), reads
+    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.packing.residual_length), reads
     # The step after a compression is prepared anew
-    assert num_kept >= 90 - 90 // layer.config.residual_length - 1, num_kept
+    assert num_kept >= 90 - 90 // layer.packing.residual_length - 1, num_kept
 
 
 def split(parts):

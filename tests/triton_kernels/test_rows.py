@@ -20,8 +20,8 @@ from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.kernels.triton_rows import codebook_of
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.row_attention import CodedPart, attend
 

@@ -143,7 +143,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.fixed.tables()]
+    tables = [table for layer in cache.layers for table in layer.packing.fixed.tables()]
     own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
@@ -256,7 +256,7 @@ def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(mode
     document, tensors = layer_to_document(layer.state())
     assert (document["held_start"] > 0) == (prompt + num_decoded > 200) == ("prefix.keys" not in tensors)
     stored = StoredTensors({name: tensor.clone() for name, tensor in tensors.items()})
-    known = config, frequencies, codec, layer.counter_names, 100
+    known = config, layer.packing, layer.counter_names, 100
     twin.restore(layer_from_document(Document(document), stored, *known), torch.device("cpu"))
     for step in range(40):
         assert torch.equal(attend(layer, 1, 1000 + step), attend(twin, 1, 1000 + step))

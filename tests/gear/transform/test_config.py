@@ -49,9 +49,9 @@ def test_presets_and_frequencies_of_a_config():
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
     cache = create_cache("gear-t16", config)
     assert all(isinstance(layer, CompressedLayer) for layer in cache.layers)
-    assert all(len(layer.frequencies) == 32 for layer in cache.layers)
+    assert all(len(layer.packing.codecs.frequencies) == 32 for layer in cache.layers)
     assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0)
-    assert GEARCache(backbone="transform")._next_layer().frequencies is None
+    assert GEARCache(backbone="transform")._next_layer().packing.codecs.frequencies is None
 
 
 def test_options_make_the_same_config():

@@ -180,7 +180,7 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_what_no_layer_can_be_is_refused(name):
     layer = filled_layer((200, 15), num_decoded=9)
-    assert layer._waiting
+    assert layer._pending_sequences is not None
     document, tensors = written(layer)
     read(*written(layer))
     forge, message = FORGED[name]

@@ -91,7 +91,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.codec.tables()[1].mean is not None and not layer._waiting
+    assert layer.codec.tables()[1].mean is not None and layer._pending_sequences is None
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -191,7 +191,7 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, queries, padding=[0, 100])
     feed(alone, keys[:1], values[:1], queries[:1])
-    assert padded._waiting and padded.codec.tables()[1].mean is None
+    assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
 
 
