@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 PRESETS = (
     "kivi-2bit",
     "kivi-4bit",
-    "gear-k4v4",
-    "gear-k4v4-g32",
+    "gear-k4v3:value_nbits=4",
+    "gear-k4v3:value_nbits=4,q_group_size=32",
     "gear-k4v3",
-    "gear-k3v2",
-    "gear-k2v2",
+    "gear-k4v3:nbits=3,value_nbits=2",
+    "gear-k4v3:nbits=2,value_nbits=2",
     "kcvt-4bit",
     "per-token-2bit",
     "per-token-4bit",
@@ -54,7 +54,7 @@ PRESETS = (
     "gear-4bit",
     "gear-t16",
     "gear-t25",
-    "gear-t16-trellis",
+    "gear-t16:quantizer=trellis",
     "gear-c16",
 )
 # Channels of a head that the command counts by default, the second of rows alone
@@ -70,7 +70,7 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """The compressed prompt of one layer."""
     model = _random_model(head_dim)
     options: dict[str, Any] = {}
-    if describe_caches(cache)[0].options.get("calibration"):
+    if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
         tokens = torch.arange(_CALIBRATION_TOKENS) % model.config.vocab_size
         options["calibration"] = calibrate_transform(model, [tokens], num_draws=1)
     layers = create_cache(cache, model, **options)
@@ -177,7 +177,7 @@ def benchmark_machine_code(
     \b
     Examples:
         kvcache-plugins bench machine-code
-        kvcache-plugins bench machine-code --cache gear-k4v4 --head-dim 64 --head-dim 128 --capability 80
+        kvcache-plugins bench machine-code --cache gear-k4v3 --head-dim 64 --head-dim 128 --capability 80
     """
     typer.echo("counted in machine code, not measured; bounds for an H200")
     rows = []

@@ -140,7 +140,7 @@ def split(parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k3v2", marks=pytest.mark.long), "gear-t25"])
+@pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k4v3", marks=pytest.mark.long), "gear-t25"])
 def test_kept_launches_are_those_prepared_anew(name, run_compiling):
     run_compiling(name)
 

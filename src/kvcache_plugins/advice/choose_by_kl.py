@@ -252,9 +252,9 @@ def mean_kl(cache: GEARCache, prompt: HeldOutPrompt, dense_logits: torch.Tensor)
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
-DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
+DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v3:nbits=8,value_nbits=8")
 # The same of models that were calibrated
-CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
+CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c16:nbits=2.55", "gear-c20", "gear-c28")
 
 
 @torch.no_grad()

@@ -329,12 +329,12 @@ class CompressedLayer(PromptLayer):
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, split: Split) -> int:
         """Fits the codec to all tokens so far, makes the prefix, and returns the first token to be packed."""
-        first, end = split.first, padding + split.count
+        first, end = split.first, padding + split.num_exact
         valid = (torch.arange(first, keys.shape[2]) >= end[:, None]) & ~split.pending[:, None]
         positions = Positions(first, self.padding)
         self.codec = self._unfitted.fit(keys[:, :, first:], values[:, :, first:], valid, self._moments, positions)
         if self.packing.residual_length:
-            self.prefix = ExactPrefix.of(keys, values, padding, split.count)
+            self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
             self._prefix_stop = int(end.max())
         self._is_open = False
         self._set_pending(split.pending)

@@ -265,9 +265,11 @@ class ExactPrefix:
         """
         device, most = keys.device, int(count.max())
         slots = (padding[:, None] + torch.arange(most)).clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
-        taken = (states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values))
+        keys, values = (
+            states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
+        )
         is_uniform = not bool(padding.any()) and int(count.min()) == most
-        return cls(*taken, start=padding.to(device, copy=True), count=count.to(device), is_uniform=is_uniform)
+        return cls(keys, values, padding.to(device, copy=True), count.to(device), is_uniform)
 
     @property
     def num_slots(self) -> int:
@@ -339,7 +341,7 @@ class ExactPrefix:
             for states, added in zip(held, (keys, values), strict=True):
                 states[number, :, slots] = added[number, :, new]
         device = self.count.device
-        return ExactPrefix(*held, start=start.to(device), count=total.to(device), is_uniform=False)
+        return ExactPrefix(held[0], held[1], start.to(device), total.to(device), is_uniform=False)
 
     def shortened(self, limits: torch.Tensor) -> ExactPrefix:
         """Returns a prefix with no more tokens of a sequence than `limits` `[B]` says, and no more room than that."""

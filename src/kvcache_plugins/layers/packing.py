@@ -28,21 +28,18 @@ from .packed_tokens import Block, ExactPrefix, GroupBlock, RowBlock
 if TYPE_CHECKING:
     from kvcache_plugins.kernels.layer import PreparedCall
 
-# A prompt's own scales reach it, though deviations end with float16
-_LARGEST_ROW = 2.0**22
-
 
 class Split(NamedTuple):
     """
     How a first prompt is stored.
 
     Args:
-        count (`torch.Tensor` of shape `[B]`, on the CPU): first tokens of every sequence that stay exact.
+        num_exact (`torch.Tensor` of shape `[B]`, on the CPU): first tokens of every sequence that stay exact.
         first (`int`): position of the first token that is packed; that of the end if none is.
         pending (`torch.Tensor` of shape `[B]`, bool): sequences that are too short for a table, and stay exact whole.
     """
 
-    count: torch.Tensor
+    num_exact: torch.Tensor
     first: int
     pending: torch.Tensor
 
@@ -63,9 +60,9 @@ class Packing(ABC):
     residual_length: int
     num_sink_tokens: int
     least_tokens: int
-    num_heard = 0
+    num_heard: int = 0
     has_windows = False
-    largest = float("inf")
+    largest: float = float("inf")
 
     @abstractmethod
     def codec(self, key_dim: int, value_dim: int) -> Any:
@@ -150,7 +147,7 @@ class RowPacking(Packing):
 
     Attributes:
         codecs (`Codec` or `Callable`): the codec, or called with the head dims of keys and values it makes one.
-        residual_length, num_sink_tokens, least_tokens, num_heard (`int`, *optional*): see `Packing`.
+        residual_length, num_sink_tokens, least_tokens, num_heard, largest (*optional*): see `Packing`.
     """
 
     codecs: Codec | Callable[[int, int], Codec]
@@ -158,9 +155,9 @@ class RowPacking(Packing):
     num_sink_tokens: int = 0
     least_tokens: int = 1
     num_heard: int = 0
+    largest: float = float("inf")
 
     has_windows = True
-    largest = _LARGEST_ROW
 
     @property
     def fixed(self) -> Codec | None:

@@ -29,6 +29,8 @@ _LEAST_WINDOW = 2048
 _WINDOW_FACTOR = 4
 # Before a table is made of a sequence that grows token by token, tokens whose queries are heard
 _NUM_HEARD = 32
+# A prompt's own scales reach it, though deviations end with float16
+_LARGEST = 2.0**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +111,7 @@ class TransformConfig:
             num_sink_tokens=self.num_sink_tokens,
             least_tokens=self.shortest_prompt if fixed is None else self.num_sink_tokens + 1,
             num_heard=_NUM_HEARD,
+            largest=_LARGEST,
         )
 
     @property
