@@ -192,6 +192,7 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
             numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
             total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
             continue
+        assert packing is not None
         layer = CompressedLayer(packing, 0, sliding_window=window)
         keys, values = (
             torch.empty(

@@ -105,10 +105,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             With the `transform` backbone, how numbers become codes: `"lloyd-max"` one by one, or `"trellis"` (up to 6
             bits), each with those before it, which makes errors a third smaller and coding slower.
         sliding (`str`, *optional*, defaults to `"auto"`):
-            What is done with layers whose attention has a window or goes by chunks: `"compressed"`, where what no
-            query to come sees is let go of, a chunk at a time; `"dense"`, which leaves them Transformers' own; or
-            `"auto"`, which compresses windows of at least four times a chunk and the buffer together (512 tokens by
-            default), or of 2048 tokens with the `transform` backbone, which is worth little in shorter ones.
+            What is done with layers whose attention has a window or goes by chunks: `"compressed"`, with the
+            `transform` backbone alone, where what no query to come sees is let go of, some tokens at a time;
+            `"dense"`, which leaves them Transformers' own; or `"auto"`, which compresses windows of at least 2048
+            tokens with the `transform` backbone, which is worth little in shorter ones.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.

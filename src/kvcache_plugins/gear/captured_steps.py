@@ -571,9 +571,12 @@ class CapturedSteps:
 
         return replaying_forward
 
+    def _layers(self) -> list[CompressedLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, CompressedLayer)]
+
     def _compile(self) -> None:
         """Compiles what all steps to come will run, once a prompt has told whether there is padding."""
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
+        layers = [layer for layer in self._layers() if layer.is_initialized]
         is_padded = any(layer.padding is not None for layer in layers)
         if layers and not self._is_warm[is_padded]:
             self._warm_up(self.model, padded=is_padded)
@@ -602,7 +605,7 @@ class CapturedSteps:
         """Whether all layers stand still and have room for another token; has them do so, if that is all."""
         if not self._forms or not all(form.stays() for form in self._forms):
             self._check_layers()
-            layers = self.cache.layers
+            layers = self._layers()
             if not layers or not all(can_stand_still(layer) for layer in layers):
                 return False
             self._count_move()
@@ -659,8 +662,10 @@ class CapturedSteps:
 
     def _check_layers(self) -> None:
         for index, layer in enumerate(self.cache.layers):
-            reason = None if type(layer) is CompressedLayer else "layers that keep states of another kind"
-            if reason is None and layer.has_index:
+            reason = None
+            if not isinstance(layer, CompressedLayer) or type(layer) is not CompressedLayer:
+                reason = "layers that keep states of another kind"
+            elif layer.has_index:
                 reason = "layers of indexed sparse attention"
             if reason is not None:
                 raise ValueError(f"`captured_steps` is not for {reason}, such as layer {index}: decode outside of it")

@@ -84,14 +84,12 @@ class Snapshot:
         self, layer: CacheLayerMixin, document: Document, stored: StoredTensors, device: torch.device
     ) -> int:
         """Has a layer take over what the file holds of it, and returns for how many sequences."""
-        if isinstance(layer, CompressedLayer) and isinstance(self.config, GEARConfig):
-            known = layer.counter_names, layer.sliding_window
-            layer.restore(layer_from_document(document, stored, self.config, *known), device)
-            return layer.batch_size
         if isinstance(layer, CompressedLayer):
-            assert isinstance(self.config, TransformConfig)
-            known = layer.packing, layer.counter_names, layer.sliding_window
-            state = transform_from_document(document, stored, self.config, *known)
+            known = layer.counter_names, layer.sliding_window
+            if isinstance(self.config, GEARConfig):
+                state = layer_from_document(document, stored, self.config, *known)
+            else:
+                state = transform_from_document(document, stored, self.config, layer.packing, *known)
             layer.restore(state, device)
             return layer.batch_size
         assert isinstance(layer, DynamicLayer)
@@ -192,6 +190,7 @@ def document_of(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dic
         write = layer_to_document if isinstance(layer.packing, GroupPacking) else transform_to_document
         more, tensors = write(layer.state())
     else:
+        assert isinstance(layer, DynamicLayer)
         more, tensors = dense_layer_to_document(layer)
     return document | more, tensors
 

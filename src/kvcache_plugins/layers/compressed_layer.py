@@ -723,7 +723,8 @@ class CompressedLayer(PromptLayer):
 
     def after_cut(self, newest: Block | None) -> None:
         """Called when tokens have been dropped of blocks, of which `newest` was the last."""
-        self._is_open &= bool(self.blocks) and self.blocks[-1] is newest and self.blocks[-1].can_grow
+        is_last = newest is not None and bool(self.blocks) and self.blocks[-1] is newest
+        self._is_open = self._is_open and is_last and self.blocks[-1].can_grow
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._prepared = None

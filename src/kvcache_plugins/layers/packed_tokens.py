@@ -363,7 +363,7 @@ class LayerState:
         length (`int`): tokens of the sequence, padding included.
         counters (`dict[str, int]`): what `stats()` counts.
         prefix (`ExactPrefix`, *optional*): exact tokens in front.
-        blocks (`list[RowBlock]` or `list[GroupBlock]`): packed tokens.
+        blocks (`list[RowBlock | GroupBlock]`): packed tokens, all in one form.
         is_open (`bool`): whether further decoded tokens join the last block.
         buffer (`ResidualBuffer`, *optional*): exact tokens behind.
         padding (`torch.Tensor` of shape `[B]`, *optional*): left padding of every sequence.
@@ -381,7 +381,7 @@ class LayerState:
     length: int
     counters: dict[str, int]
     prefix: ExactPrefix | None
-    blocks: list[RowBlock] | list[GroupBlock]
+    blocks: list[Block]
     is_open: bool
     buffer: ResidualBuffer | None
     padding: torch.Tensor | None

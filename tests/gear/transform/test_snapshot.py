@@ -93,12 +93,12 @@ def test_another_rotary_embedding_is_refused():
     layer = filled_layer()
     # That has no say where keys are coded as they come
     keys, values = layer.codec.tables()
-    layer.codec._tables = dataclasses.replace(keys, rope=layer.layouts[0]), values
+    layer.codec._tables = dataclasses.replace(keys, rope=layer._unfitted.layouts[0]), values
     for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)
     almost = tuple(each * (1 + 1e-7) for each in FREQUENCIES)
-    assert read(*written(layer), frequencies=almost).codec.rope.name == layer.layouts[0].name
+    assert read(*written(layer), frequencies=almost).codec.rope.name == layer._unfitted.layouts[0].name
 
 
 def test_another_number_of_bits_is_refused():

@@ -26,7 +26,7 @@ from kvcache_plugins.gear.exact_snapshot import (
     read_exact_state,
     read_sizes,
 )
-from kvcache_plugins.layers.packed_tokens import LayerState, RowBlock
+from kvcache_plugins.layers.packed_tokens import Block, LayerState, RowBlock
 from kvcache_plugins.layers.packing import Packing
 
 from .config import TransformConfig
@@ -35,10 +35,11 @@ from .config import TransformConfig
 def layer_to_document(state: LayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What is written of a layer."""
     tensors = exact_tensors(state)
-    for number, block in enumerate(state.blocks):
-        for side, rows in (("keys", block.keys), ("values", block.values)):
-            tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
-    coder = None if state.codec is None else state.codec.to_document()
+    rows = [block for block in state.blocks if isinstance(block, RowBlock)]
+    for number, block in enumerate(rows):
+        for side, own in (("keys", block.keys), ("values", block.values)):
+            tensors[f"blocks.{number}.{side}"] = own[:, :, : block.length]
+    coder = state.codec.to_document() if isinstance(state.codec, Codec) else None
     if coder is not None:
         tensors |= {f"coder.{name}": tensor for name, tensor in coder[1].items()}
     if state.moments is not None:
@@ -86,7 +87,7 @@ def layer_from_document(
         codec = fixed if exact["prefix"] is not None or exact["held_start"] else None
     elif not document.is_null("coder"):
         codec = unfitted.read(document.inner("coder"), stored.below("coder."), heads)
-    blocks = [
+    blocks: list[Block] = [
         _read_block(block, stored.below(f"blocks.{number}."), codec, heads)
         for number, block in enumerate(document.rows("blocks"))
     ]
