@@ -296,7 +296,7 @@ class CompressedLayer(PromptLayer):
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, start, length = self.packing, self._length - keys.shape[2], self._length
-        is_first = self.codec is None
+        is_first, end = self.codec is None, None
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
             split = packing.split(padding, length)
@@ -309,6 +309,7 @@ class CompressedLayer(PromptLayer):
             check_finite(keys, values, valid, self.layer_idx, packing.largest)
             if is_first:
                 assert split is not None
+                end = padding + split.num_exact
                 start = self._begin(keys, values, padding, split)
             else:
                 self._serve_pending(keys, values, padding, split)
@@ -318,7 +319,7 @@ class CompressedLayer(PromptLayer):
         if count:
             tokens = slice(skipped, skipped + count)
             try:
-                self._pack(keys[:, :, tokens], values[:, :, tokens], first, is_first=is_first, is_prompt=is_prompt)
+                self._pack(keys[:, :, tokens], values[:, :, tokens], first, end, is_prompt=is_prompt)
             except ValueError:
                 if is_first:
                     self.codec = self.prefix = self._pending_sequences = None
@@ -364,13 +365,23 @@ class CompressedLayer(PromptLayer):
         if not is_any:
             self._moments = None
 
-    def _pack(self, keys: torch.Tensor, values: torch.Tensor, start: int, *, is_first: bool, is_prompt: bool) -> None:
-        """Adds tokens behind the packed ones to a block. If they cannot be stored, what is stored stays as it was."""
+    def _pack(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
+    ) -> None:
+        """
+        Adds tokens from position `start` on to a block. If they cannot be stored, what is stored stays as it was.
+
+        Args:
+            first_end (`torch.Tensor` of shape `[B]`, on the CPU, *optional*): where exact tokens in front end, if none
+                are packed yet.
+        """
         packing = self.packing
         valid = self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
-            valid = torch.arange(start, start + keys.shape[2], device=self.device) >= self.prefix.end[:, None]
+            # With its data even where states have none
+            end = self.prefix.end if first_end is None or not keys.is_meta else first_end
+            valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
         try:
             block, too_large = packing.encode(
                 self.codec, keys, values, start, self.padding, valid, is_prompt=is_prompt
@@ -384,7 +395,7 @@ class CompressedLayer(PromptLayer):
                 # What stands for padding, or is exact as well, may be anything
                 too_large = (too_large if valid is None else too_large & valid).any()
             check_finite(keys, values, valid, self.layer_idx, packing.largest, too_large)
-            if is_first:
+            if first_end is not None:
                 rows, positions = (block.keys, block.values), Positions(start, self.padding)
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         if self.blocks and start > self.blocks[-1].start + self.blocks[-1].length:

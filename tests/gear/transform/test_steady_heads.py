@@ -102,7 +102,9 @@ def test_a_steady_layer_goes_on_from_a_file():
     document, tensors = layer_to_document(layer.state())
     assert "coder.values.mean" in tensors
     stored, twin = StoredTensors({name: each.clone() for name, each in tensors.items()}), make_layer()
-    state = layer_from_document(Document(document), stored, twin.config, None, None, layer.counter_names)
+    state = layer_from_document(
+        Document(document), stored, twin.packing.codecs.config, twin.packing, layer.counter_names
+    )
     stored.finish()
     twin.restore(state, torch.device("cpu"))
     step, query = (randn(1), randn(1)), torch.randn(1, 4, 1, HEAD_DIM)
