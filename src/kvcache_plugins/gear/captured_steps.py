@@ -23,6 +23,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import (
     MAX_NUM_QUERIES,
     choose_kernel,
@@ -30,13 +32,12 @@ from kvcache_plugins.kernels.engine import (
     compiles_kernels,
     explain_kernel,
 )
+from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.parts import DensePart
 
 
 # Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway
@@ -205,7 +206,7 @@ class FixedForm:
             ]
             parts = [part for part in parts if part.length]
             kernel = layer.packing.choose(layer.codec, query)[0]
-        return layer.packing.attend(query, parts, layer._shapes["keys"][1], scale, kernel)
+        return attend(query, parts, layer._shapes["keys"][1], scale, kernel)
 
     def end(self) -> None:
         """Makes it an ordinary layer with the same contents, and gives the room back."""

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_plugins.codecs.codec import Positions, QueryMoments
-from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
-from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
 from .contexts import in_own_context
 from .finite_states import check_finite
@@ -35,7 +36,7 @@ from .residual_buffer import ResidualBuffer
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.kernels.layer import PreparedCall
+    from kvcache_plugins.kernels.compiled import PreparedCall
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
@@ -472,7 +473,7 @@ class CompressedLayer(PromptLayer):
             shape = (query.shape[2], self.lazy_length())
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
         kernel, is_fallback = self.packing.choose(self._unfitted, query)
-        output = self.packing.attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
+        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
@@ -504,7 +505,7 @@ class CompressedLayer(PromptLayer):
         prepared.is_tried = True
         if buffer.length and not torch.compiler.is_dynamo_compiling():
             parts = [*prepared.parts, DensePart(*buffer.tensors(), buffer.length, None)]
-            prepared.call = self.packing.prepare(query, parts, self._shapes["keys"][1], scale)
+            prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
 
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None

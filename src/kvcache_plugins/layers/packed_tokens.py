@@ -19,8 +19,7 @@ import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens, tile_slices
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import TILE_TOKENS, CodedPart
+from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
 
 from .residual_buffer import ResidualBuffer
 

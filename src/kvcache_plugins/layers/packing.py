@@ -10,23 +10,17 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
-from kvcache_plugins.ops import attention as group_attention
-from kvcache_plugins.ops import row_attention
 
 from .packed_tokens import Block, ExactPrefix, GroupBlock, RowBlock
-
-
-if TYPE_CHECKING:
-    from kvcache_plugins.kernels.layer import PreparedCall
 
 
 class Split(NamedTuple):
@@ -127,18 +121,6 @@ class Packing(ABC):
     def choose(self, codec: Any, query: torch.Tensor) -> tuple[str, bool]:
         """Chooses the kernel for queries, as `choose_kernel` does."""
 
-    @abstractmethod
-    def attend(
-        self, query: torch.Tensor, parts: Any, num_heads: int, scale: float | None, kernel: str
-    ) -> torch.Tensor:
-        """Attention of queries `[B, H * G, Q, D]` over parts by a kernel."""
-
-    @abstractmethod
-    def prepare(
-        self, query: torch.Tensor, parts: Sequence[Any], num_heads: int, scale: float | None
-    ) -> PreparedCall | None:
-        """Prepares a call of the C kernels for tokens to come, over parts of which the last one is the buffer."""
-
 
 @dataclass(frozen=True)
 class RowPacking(Packing):
@@ -198,16 +180,6 @@ class RowPacking(Packing):
 
     def choose(self, codec: Codec, query: torch.Tensor) -> tuple[str, bool]:
         return choose_kernel(query) if codec.has_kernels else ("torch", False)
-
-    def attend(
-        self, query: torch.Tensor, parts: Any, num_heads: int, scale: float | None, kernel: str
-    ) -> torch.Tensor:
-        return row_attention.attend(query, parts, num_heads, scale, kernel)
-
-    def prepare(
-        self, query: torch.Tensor, parts: Sequence[Any], num_heads: int, scale: float | None
-    ) -> PreparedCall | None:
-        return row_attention.prepare_tokens(query, parts, num_heads, scale)
 
 
 @dataclass(frozen=True)
@@ -284,13 +256,3 @@ class GroupPacking(Packing):
 
     def choose(self, codec: GroupCodec, query: torch.Tensor) -> tuple[str, bool]:
         return choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
-
-    def attend(
-        self, query: torch.Tensor, parts: Any, num_heads: int, scale: float | None, kernel: str
-    ) -> torch.Tensor:
-        return group_attention.attend(query, parts, num_heads, scale, kernel)
-
-    def prepare(
-        self, query: torch.Tensor, parts: Sequence[Any], num_heads: int, scale: float | None
-    ) -> PreparedCall | None:
-        return group_attention.prepare_tokens(query, parts, scale)
