@@ -17,7 +17,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,14 +29,11 @@ from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_column
 from .contexts import in_own_context
 from .finite_states import check_finite
 from .lazy_states import stored_states
-from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, LayerState, RowBlock
+from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, LayerState, PreparedParts, RowBlock
 from .packing import Packing, Split
 from .prompt_layer import PromptLayer
 from .residual_buffer import ResidualBuffer
 
-
-if TYPE_CHECKING:
-    from kvcache_plugins.kernels.compiled import PreparedCall
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
@@ -44,31 +41,6 @@ _PROMPT_FACTOR = 4
 _MASK_STEP = 8
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256
-
-
-class PreparedParts:
-    """
-    The parts before the buffer, where no mask is given: they stay, until the buffer is packed.
-
-    Attributes:
-        parts (`list`): those.
-        limit (`int`): tokens that the buffer may hold before anything changes.
-        call (`PreparedCall`, *optional*): attention over them and the buffer.
-        is_tried (`bool`): whether there is a call, if there can be one.
-    """
-
-    __slots__ = ("call", "is_tried", "limit", "parts")
-
-    def __init__(self, parts: list[Any], limit: int):
-        self.parts, self.limit = parts, limit
-        self.call: PreparedCall | None = None
-        self.is_tried = False
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the layer finds its own: addresses in a call are of what was copied."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 class CompressedLayer(PromptLayer):
@@ -150,8 +122,6 @@ class CompressedLayer(PromptLayer):
         self._unfitted = codec
         super().lazy_initialization(key_states, value_states)
 
-    # The newest tokens
-
     @property
     def buffer(self) -> ResidualBuffer | None:
         """The newest tokens, exact."""
@@ -195,8 +165,6 @@ class CompressedLayer(PromptLayer):
     def exact_start(self) -> int:
         """Position of the first token behind the packed ones."""
         return self._length - sum(length for *_, length in self._exact_tail())
-
-    # Updates
 
     def _is_prompt(self, count: int) -> bool:
         return 0 < _PROMPT_FACTOR * self.packing.residual_length <= count
@@ -256,7 +224,6 @@ class CompressedLayer(PromptLayer):
             self._length -= keys.shape[2]
 
     def settle_prompt(self) -> None:
-        """See `PromptLayer.settle_prompt`."""
         if self._pending is not None:
             self._prepared = None
         super().settle_prompt()
@@ -291,8 +258,6 @@ class CompressedLayer(PromptLayer):
         if self._length < self._plain_limit:
             self._buffer, self._plain = None, states
         return states
-
-    # Packing
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
@@ -429,8 +394,6 @@ class CompressedLayer(PromptLayer):
                 self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
             self.buffer.append(keys, values)
 
-    # Queries, while a sequence has no table
-
     @property
     def _needs_queries(self) -> bool:
         return bool(self._unfitted.layouts) and (self.codec is None or self._pending_sequences is not None)
@@ -459,12 +422,9 @@ class CompressedLayer(PromptLayer):
         moments = QueryMoments.of(query, self._shapes["keys"][1], self._unfitted.layouts, valid)
         self._moments = moments if self._moments is None else self._moments.plus(moments)
 
-    # Attention
-
     def attend(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
-        """See `LazyLayer.attend`."""
         if not self.packing.residual_length:
             # What attention is over is packed
             self._learn_padding(None if is_causal else attn_mask)
@@ -483,7 +443,6 @@ class CompressedLayer(PromptLayer):
         return output
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        """See `LazyLayer.attend_again`."""
         prepared, buffer = self._prepared, self._buffer
         if prepared is None or prepared.call is None or buffer is None or num_tokens != self._length:
             return None
@@ -510,7 +469,6 @@ class CompressedLayer(PromptLayer):
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
     ) -> None:
-        """See `LazyLayer.on_exact_attention`."""
         self._after_attention(query, attn_mask, is_causal=is_causal)
 
     def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
@@ -566,13 +524,11 @@ class CompressedLayer(PromptLayer):
         return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
 
     def materialize(self, side: str) -> torch.Tensor:
-        """See `LazyLayer.materialize`."""
         if not self._length:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """See `LazyLayer.dense_tiles`."""
         first, exact_start = self._first_visible, self.exact_start
         position, stop = first, 0 if self.prefix is None else self.prefix.stop()
         for block in self.blocks:
@@ -616,8 +572,6 @@ class CompressedLayer(PromptLayer):
             for side, tile in states.items():
                 self.prefix.write_dense(side, tile, start)
 
-    # Windows
-
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
         self.record_past = True
@@ -631,23 +585,19 @@ class CompressedLayer(PromptLayer):
         return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
 
     def lazy_length(self) -> int:
-        """See `LazyLayer.lazy_length`."""
         return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See `CacheLayerMixin.get_mask_sizes`."""
         length, _ = super().get_mask_sizes(query_length)
         first = self._first_seen(self._length)
         return length - first, first
 
     def get_max_length(self) -> int:
-        """See `CacheLayerMixin.get_max_length`."""
         return super().get_max_length() if self.sliding_window is None else self.sliding_window
 
     get_max_cache_shape = get_max_length
 
     def num_values(self) -> int:
-        """See `LazyLayer.num_values`."""
         if self.sliding_window is None or not self.is_initialized:
             return super().num_values()
         length = self._length - self._first_seen(self._length)
@@ -680,10 +630,7 @@ class CompressedLayer(PromptLayer):
         if self.prefix is not None and self._pending_sequences is None and self.prefix.stop() <= position:
             self.prefix = None
 
-    # Rollback and batch operations
-
     def can_crop(self, count: int) -> bool:
-        """See `PromptLayer.can_crop`."""
         length = self._length - count
         return length <= 0 or self._is_newest(count) or self._first_seen(length) >= self._held_start
 
@@ -699,7 +646,6 @@ class CompressedLayer(PromptLayer):
             self._let_go()
 
     def crop_tokens(self, count: int) -> None:
-        """See `LazyLayer.crop_tokens`."""
         if self.sliding_window is not None:
             is_newest = self._is_newest(count)
             if not is_newest:
@@ -751,8 +697,6 @@ class CompressedLayer(PromptLayer):
         if self._pending_sequences is not None:
             self._pending_sequences = function(self._pending_sequences)
 
-    # Reports and copies
-
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         # Which keeps some beside
         self._prepared = None
@@ -772,7 +716,6 @@ class CompressedLayer(PromptLayer):
             yield "index", self._pending_sequences
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `LazyLayer.shared_tensors`."""
         if self.packing.fixed is not None:
             yield from (("calibration", tensor) for tensor in self.packing.fixed.shared_tensors())
 
@@ -792,7 +735,6 @@ class CompressedLayer(PromptLayer):
             yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
     def stats(self) -> dict[str, int]:
-        """See `LazyLayer.stats`."""
         exact = self._num_exact() if self.is_initialized else 0
         return {
             "tokens_cached": self._length,

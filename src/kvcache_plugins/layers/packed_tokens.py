@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
 
 from .residual_buffer import ResidualBuffer
 
+
+if TYPE_CHECKING:
+    from kvcache_plugins.kernels.compiled import PreparedCall
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
@@ -349,6 +353,31 @@ class ExactPrefix:
         if num_slots < self.num_slots:
             keys, values = keys[:, :, :num_slots].clone(), values[:, :, :num_slots].clone()
         return ExactPrefix(keys, values, start=self.start, count=count, is_uniform=False)
+
+
+class PreparedParts:
+    """
+    The parts before the buffer, where no mask is given: they stay, until the buffer is packed.
+
+    Attributes:
+        parts (`list`): those.
+        limit (`int`): tokens that the buffer may hold before anything changes.
+        call (`PreparedCall`, *optional*): attention over them and the buffer.
+        is_tried (`bool`): whether there is a call, if there can be one.
+    """
+
+    __slots__ = ("call", "is_tried", "limit", "parts")
+
+    def __init__(self, parts: list[Any], limit: int):
+        self.parts, self.limit = parts, limit
+        self.call: PreparedCall | None = None
+        self.is_tried = False
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the layer finds its own: addresses in a call are of what was copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
