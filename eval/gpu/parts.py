@@ -24,7 +24,7 @@ from kvcache_plugins.gear.cache import GEARCache
 from kvcache_plugins.gear.captured_steps import CapturedSteps
 from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close_layers, require_same_rows
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
@@ -175,12 +175,12 @@ def _time_coding_of(
 
 def _fill_layer(
     cache: Cache, model: PreTrainedModel, count: int, device: torch.device
-) -> tuple[TransformLayer, torch.Tensor, torch.Tensor]:
+) -> tuple[CompressedLayer, torch.Tensor, torch.Tensor]:
     """Has the first layer of a cache code a prompt of random states; returns these too."""
     config, layer = model.config, cache.layers[0]
-    assert isinstance(layer, TransformLayer)
+    assert isinstance(layer, CompressedLayer)
     head_dim = config.hidden_size // config.num_attention_heads
-    size = config.num_key_value_heads, count + layer.config.num_sink_tokens, head_dim
+    size = config.num_key_value_heads, count + layer.packing.num_sink_tokens, head_dim
     keys, values = torch.randn(2, 1, *size, device=device).to(DTYPE)
     keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
     layer.update(keys, values)

@@ -28,7 +28,7 @@ from kvcache_plugins.eval.families import (
     try_family,
 )
 from kvcache_plugins.eval.tables import render_families
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # fmt: off
@@ -164,7 +164,7 @@ def test_attention_that_only_exists_written_out_is_answered(family: str) -> None
     stats = cache.stats()
     assert stats["dense_reads"] == 0
     assert stats["tokens_compressed"] > 0
-    own = [layer for layer in cache.layers if isinstance(layer, GEARLayer)]
+    own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     assert stats["written_out_calls"] == 19 * len(own)
 
 

@@ -103,6 +103,7 @@ def check_cache(name: str, **options: object) -> CacheEntry:
         ValueError: for an unknown name or option, naming the known ones, or a value that no model makes right.
         ImportError: if what the cache needs is not installed.
     """
+    name, options = _parsed(name, options)
     entry = _find_entry(name, options)
     entry.check_values(options)
     return entry
@@ -111,9 +112,17 @@ def check_cache(name: str, **options: object) -> CacheEntry:
 def check_caches(specs: Sequence[str]) -> list[str]:
     """`specs`, each once, if all of them are `name` or `name:key=value,key=value` and pass `check_cache`."""
     for spec in specs:
-        name, options = parse_cache_spec(spec)
-        check_cache(name, **options)
+        parse_cache_spec(spec)
+        check_cache(spec)
     return list(dict.fromkeys(specs))
+
+
+def _parsed(name: str, options: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """A name without the options that are written behind it, and all options."""
+    if not isinstance(name, str) or ":" not in name:
+        return name, dict(options)
+    name, own = parse_cache_spec(name)
+    return name, {**own, **options}
 
 
 def _find_entry(name: str, options: Mapping[str, object]) -> CacheEntry:
@@ -135,7 +144,8 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     Returns a fresh cache to pass as `past_key_values=`.
 
     Args:
-        name (`str`): One of `list_caches()`. An unknown one raises a `ValueError` that lists the known ones.
+        name (`str`): One of `list_caches()`, or with options behind it `name:key=value,key=value`. An unknown one
+            raises a `ValueError` that lists the known ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
             The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it,
             sliding and hybrid models keep Transformers' own layers where a method does not apply; caches that cannot
@@ -152,6 +162,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     import torch
     from transformers import Cache
 
+    name, options = _parsed(name, options)
     entry = _find_entry(name, options)
     model = unwrap_model(model) if isinstance(model, torch.nn.Module) else get_config(model)
     cache = entry.load_factory()(model, **{**entry.options, **options})
