@@ -185,9 +185,9 @@ def benchmark_llama_cpp(
         "gear",
     ],
     attention_cache: Annotated[list[str], typer.Option(help="A GEAR preset whose attention is; repeatable.")] = [
-        "gear-k4v4",
+        "gear-k4v3:value_nbits=4",
         "gear-k4v3",
-        "gear-k3v2",
+        "gear-k4v3:nbits=3,value_nbits=2",
         "gear-t22",
     ],
     kv_type: Annotated[list[str], typer.Option(help="f16, q8_0, q5_1, q5_0, q4_1 or q4_0; repeatable.")] = [

@@ -254,7 +254,7 @@ def check_cache(name: str, **options: object) -> CacheEntry:
         ValueError: for an unknown name or option, naming the known ones, or a value that no model makes right.
         ImportError: if what the cache needs is not installed.
     """
-    entry = _find_entry(name, options)
+    entry, options = _find_entry(name, options)
     entry.check_values(options)
     return entry
 
@@ -262,23 +262,27 @@ def check_cache(name: str, **options: object) -> CacheEntry:
 def check_caches(specs: Sequence[str]) -> list[str]:
     """Returns `specs`, each once, if all are `name` or `name:key=value,key=value` and pass `check_cache`."""
     for spec in specs:
-        name, options = parse_cache_spec(spec)
-        check_cache(name, **options)
+        parse_cache_spec(spec)
+        check_cache(spec)
     return list(dict.fromkeys(specs))
 
 
-def _find_entry(name: str, options: Mapping[str, object]) -> CacheEntry:
+def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict[str, object]]:
+    """Finds the entry of a name and all options, those that are written behind the name too."""
     if not isinstance(name, str):
         raise ValueError(
             f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
             "name first"
         )
+    if ":" in name:
+        name, own = parse_cache_spec(name)
+        options = {**own, **options}
     entry = _REGISTRY.entry(name)
     entry.check_options(options)
     # A factory that needs a device knows best what to say about it
     if not entry.is_available and entry.requires != CUDA:
         raise ImportError(f"The cache `{name}` needs `{entry.requires}`: `pip install '{entry.requires}'`.")
-    return entry
+    return entry, options
 
 
 def create_cache(name: str, model: WrappedOrConfig = None, **options: object) -> Cache:
@@ -286,7 +290,8 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     Returns a fresh cache to pass as `past_key_values=`.
 
     Args:
-        name (`str`): One of `list_caches()`. An unknown one raises a `ValueError` that lists the known ones.
+        name (`str`): One of `list_caches()`, or with options behind it `name:key=value,key=value`. An unknown one
+            raises a `ValueError` that lists the known ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
             The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it,
             sliding and hybrid models keep Transformers' own layers where a method does not apply; caches that cannot
@@ -303,7 +308,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
     import torch
     from transformers import Cache
 
-    entry = _find_entry(name, options)
+    entry, options = _find_entry(name, options)
     model = unwrap_model(model) if isinstance(model, torch.nn.Module) else get_config(model)
     cache = entry.load_factory()(model, **{**entry.options, **options})
     if not isinstance(cache, Cache):

@@ -2,8 +2,7 @@
 
 import torch
 
-from kvcache_plugins.gear.storage import ExactPrefix
-from kvcache_plugins.gear.transform.waiting_items import join_prefix, shorten_prefix
+from kvcache_plugins.layers.packed_tokens import ExactPrefix
 
 
 def prefix_of(starts, counts, num_slots):
@@ -29,21 +28,21 @@ def test_only_those_that_wait_join():
     # One that has a table, one that has begun, and two whose padding went on: into the new tokens, and beyond them
     prefix = prefix_of([0, 40, 50, 50], [4, 10, 0, 0], 10)
     waiting = torch.tensor([False, True, True, True])
-    joined = join_prefix(prefix, *tokens(4, 50, 20), 50, torch.tensor([0, 40, 57, 90]), waiting)
+    joined = prefix.joined(*tokens(4, 50, 20), 50, torch.tensor([0, 40, 57, 90]), waiting)
     assert joined.start.tolist() == [0, 40, 57, 90] and joined.count.tolist() == [4, 30, 13, 0]
     assert joined.num_slots == 30 and not joined.is_uniform
     require_positions(joined)
     # What it was made of is as it was
     assert prefix.count.tolist() == [4, 10, 0, 0] and prefix.start.tolist() == [0, 40, 50, 50]
-    again = join_prefix(joined, *tokens(4, 70, 30), 70, torch.tensor([0, 40, 57, 90]), waiting)
+    again = joined.joined(*tokens(4, 70, 30), 70, torch.tensor([0, 40, 57, 90]), waiting)
     assert again.count.tolist() == [4, 60, 43, 10]
     require_positions(again)
 
 
 def test_what_is_not_kept_takes_no_room():
     prefix = prefix_of([0, 40, 50], [4, 30, 20], 30)
-    shorter = shorten_prefix(prefix, torch.tensor([100, 4, 100]))
+    shorter = prefix.shortened(torch.tensor([100, 4, 100]))
     assert shorter.count.tolist() == [4, 4, 20] and shorter.num_slots == 20
     assert shorter.keys.untyped_storage().nbytes() == shorter.keys.nbytes
     require_positions(shorter)
-    assert shorten_prefix(prefix, torch.tensor([100, 100, 100])).keys is prefix.keys
+    assert prefix.shortened(torch.tensor([100, 100, 100])).keys is prefix.keys
