@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache_plugins.eval.benchmarks.kernels import CACHES, Shape
+from kvcache_plugins.registry import describe_caches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,30 +43,12 @@ class Plan:
     offload_caches: tuple[str, ...]
 
 
-# Every GEAR preset. One of each kind of kernel goes before its relatives
-_PRESETS = (
-    "gear",
-    "gear-2bit",
-    "gear-c16",
-    "kivi-2bit",
-    "gear-t16:quantizer=trellis",
-    "gear-c16:quantizer=trellis",
-    "gear-k4v3",
-    "gear-4bit",
-    "gear-t16",
-    "gear-l-2bit",
-    "kcvt-4bit",
-    "per-token-2bit",
-    "gear-t22",
-    "gear-t25",
-    "gear-t30",
-    "gear-c12",
-    "gear-c20",
-    "gear-c28",
-    "gear-l-4bit",
-    "kivi-4bit",
-    "per-token-4bit",
+# One of each kind of kernel goes before its relatives, all that are registered
+_FIRST = (
+    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
+    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
 )
+_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
 FULL = Plan(
     tests=(
         "tests/triton_kernels/test_attention.py",
@@ -76,7 +59,7 @@ FULL = Plan(
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),
-    presets=_PRESETS,
+    presets=tuple(dict.fromkeys((*_FIRST, *_REGISTERED))),
     # Heads as below, so that what is compiled is needed again
     preset_model={
         "vocab_size": 1000,
