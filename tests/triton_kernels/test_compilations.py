@@ -19,7 +19,7 @@ HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
 _GROUPS = {"attend_kernel": 1, "combine_kernel": 1}
 MOST = {
     "kivi-2bit": _GROUPS,
-    "gear-k3v2": _GROUPS | {"attend_kernel": 2},
+    "gear-k4v3": _GROUPS | {"attend_kernel": 2},
     "gear-2bit": _GROUPS,
     "gear-4bit": _GROUPS,
     # Of keys and of values
@@ -38,7 +38,7 @@ def count(name, num_prompts, num_steps, mode=""):
     Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
     `"padded"`, `"warm"` for a cache that is warmed up before its first prompt, or neither.
     """
-    from kvcache_plugins.eval.machine_code.stand_in_driver import stand_in_driver
+    from kvcache_plugins.eval.machine_code import stand_in_driver
     from kvcache_plugins.registry import create_cache
 
     lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]
@@ -95,14 +95,14 @@ def make_model():
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-MODES = [("gear-k3v2", ""), ("gear-t25", "warm")]
+MODES = [("gear-k4v3", ""), ("gear-t25", "warm")]
 # Of what the padded ones, or others, show too
 OTHER_MODES = [
     pytest.param(name, mode, marks=pytest.mark.long)
     for name, mode in [
         ("kivi-2bit", "padded"),
         ("gear-2bit", "padded"),
-        *((name, "") for name in MOST if name != "gear-k3v2"),
+        *((name, "") for name in MOST if name != "gear-k4v3"),
     ]
 ]
 

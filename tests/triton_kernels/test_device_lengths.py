@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 
-from kvcache_plugins.gear.fixed_storage import FixedForm
-from kvcache_plugins.gear.step_numbers import StepNumbers
+from kvcache_plugins.gear.captured_steps import FixedForm, StepNumbers
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.registry import create_cache
 

@@ -21,9 +21,9 @@ from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.triton import codebook_of
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -273,7 +273,7 @@ def test_lengths_on_the_device(case):
 def test_layer_attends_with_it(monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     config = TransformConfig(key_nbits=3, value_nbits=2.5)
-    layer = TransformLayer(config, 0, frequencies=tuple((10000.0 ** -(torch.arange(8) / 8)).tolist()))
+    layer = CompressedLayer(config.packing(tuple((10000.0 ** -(torch.arange(8) / 8)).tolist())), 0)
     for count in (90, 1):
         query = torch.randn(2, 4, count, 16, device=DEVICE)
         layer.update(*torch.randn(2, 2, 2, count, 16, device=DEVICE))

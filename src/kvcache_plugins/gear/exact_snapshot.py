@@ -7,9 +7,8 @@ import torch
 
 from kvcache_plugins.files.document import MAX_INTEGER, Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.layers.packed_tokens import ExactPrefix, LayerState
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-
-from .storage import ExactPrefix, LayerState
 
 
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

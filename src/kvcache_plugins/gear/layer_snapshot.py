@@ -11,23 +11,24 @@ import torch
 from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.layers.packed_tokens import Block, GroupBlock, LayerState
 
 from .config import GEARConfig
 from .exact_snapshot import check_order, exact_tensors, exact_to_document, read_counters, read_exact_state, read_sizes
-from .storage import CompressedBlock, GEARLayerState
 
 
 _BLOCK_NUMBERS = ("start", "num_chunks", "length")
 
 
-def layer_to_document(state: GEARLayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def layer_to_document(state: LayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns the document and the tensors of a layer."""
     tensors = exact_tensors(state)
-    for number, block in enumerate(state.blocks):
+    own = [block for block in state.blocks if isinstance(block, GroupBlock)]
+    for number, block in enumerate(own):
         for side, states in (("keys", block.keys), ("values", block.values)):
             for name, tensor in states.named_tensors():
                 tensors[f"blocks.{number}.{side}.{name}"] = tensor[:, :, : block.num_chunks]
-    blocks = [{name: getattr(block, name) for name in _BLOCK_NUMBERS} for block in state.blocks]
+    blocks = [{name: getattr(block, name) for name in _BLOCK_NUMBERS} for block in own]
     return {**exact_to_document(state), "blocks": blocks}, tensors
 
 
@@ -37,7 +38,7 @@ def layer_from_document(
     config: GEARConfig,
     counter_names: Sequence[str],
     sliding_window: int | None = None,
-) -> GEARLayerState:
+) -> LayerState:
     """
     A layer from what a file holds of it.
 
@@ -53,13 +54,13 @@ def layer_from_document(
     """
     sizes = read_sizes(document)
     codec = config.codec(sizes["key_head_dim"], sizes["value_head_dim"])
-    blocks = [
+    blocks: list[Block] = [
         _read_block(block, stored.below(f"blocks.{number}."), codec, sizes, config.residual_length)
         for number, block in enumerate(document.rows("blocks"))
     ]
     counters = read_counters(document.inner("counters"), counter_names)
     exact = read_exact_state(document, stored, sizes, config.residual_length)
-    state = GEARLayerState(**exact, counters=counters, blocks=blocks)
+    state = LayerState(**exact, counters=counters, blocks=blocks, codec=codec)
     document.finish()
     check_order(state, sliding_window)
     if state.is_open:
@@ -69,7 +70,7 @@ def layer_from_document(
 
 def _read_block(
     document: Document, stored: StoredTensors, codec: GroupCodec, sizes: dict[str, int], residual_length: int
-) -> CompressedBlock:
+) -> GroupBlock:
     start, num_chunks = document.integer("start"), document.integer("num_chunks", 1)
     length = document.integer("length", 1)
     document.finish()
@@ -78,13 +79,13 @@ def _read_block(
     keys, values = (side.read(stored.below(f"{side.side}s."), *dims) for side in (codec.keys, codec.values))
     if values.chunk_length != keys.chunk_length or -(-length // keys.chunk_length) != num_chunks:
         raise ValueError(f"a block of {length} tokens does not fit {num_chunks} chunks of {keys.chunk_length}")
-    return CompressedBlock(keys, values, start=start, num_chunks=num_chunks, length=length)
+    return GroupBlock(keys, values, start=start, num_chunks=num_chunks, length=length)
 
 
-def _check_open_block(state: GEARLayerState, codec: GroupCodec, length: int) -> None:
+def _check_open_block(state: LayerState, codec: GroupCodec, length: int) -> None:
     """Chunks of decoded tokens are written into the last block, which has to be of such."""
     block = state.blocks[-1] if state.blocks else None
-    if block is None or not block.is_full or block.chunk_length != length:
+    if not isinstance(block, GroupBlock) or not block.can_grow or block.chunk_length != length:
         raise ValueError("`is_open` asks for a last block of whole chunks")
     for side, states in ((codec.keys, block.keys), (codec.values, block.values)):
         if not side.is_of_decoded(states):

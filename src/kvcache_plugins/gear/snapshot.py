@@ -21,14 +21,14 @@ from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.refusal import RefusedFile
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.packing import GroupPacking
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
 from .config import BACKBONES, SLIDING, GEARConfig, PresetChoice, SideConfig
 from .dense_layer_snapshot import dense_layer_to_document, fill_dense_layer
-from .layer import GEARLayer
 from .layer_snapshot import layer_from_document, layer_to_document
 from .transform.config import BACKBONE, TransformConfig
-from .transform.layer import TransformLayer
 from .transform.snapshot import layer_from_document as transform_from_document
 from .transform.snapshot import layer_to_document as transform_to_document
 
@@ -36,8 +36,6 @@ from .transform.snapshot import layer_to_document as transform_to_document
 FORMAT = "kvcache_plugins.gear"
 VERSION = 5
 _ADVICE = "prefill and `save` anew"
-# What a file calls the layers that compress
-_NAMES: dict[type, str] = {GEARLayer: "gear", TransformLayer: BACKBONE}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -86,15 +84,12 @@ class Snapshot:
         self, layer: CacheLayerMixin, document: Document, stored: StoredTensors, device: torch.device
     ) -> int:
         """Has a layer take over what the file holds of it, and returns for how many sequences."""
-        if isinstance(layer, GEARLayer):
-            assert isinstance(self.config, GEARConfig)
+        if isinstance(layer, CompressedLayer):
             known = layer.counter_names, layer.sliding_window
-            layer.restore(layer_from_document(document, stored, self.config, *known), device)
-            return layer.batch_size
-        if isinstance(layer, TransformLayer):
-            assert isinstance(self.config, TransformConfig)
-            expected = layer.fixed, layer.counter_names, layer.sliding_window
-            state = transform_from_document(document, stored, self.config, layer.frequencies, *expected)
+            if isinstance(self.config, GEARConfig):
+                state = layer_from_document(document, stored, self.config, *known)
+            else:
+                state = transform_from_document(document, stored, self.config, layer.packing, *known)
             layer.restore(state, device)
             return layer.batch_size
         assert isinstance(layer, DynamicLayer)
@@ -170,7 +165,9 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
 
 def _name_of(layer: CacheLayerMixin) -> str:
     """What a file calls a layer."""
-    return _NAMES.get(type(layer), type(layer).__name__)
+    if type(layer) is CompressedLayer:
+        return "gear" if isinstance(layer.packing, GroupPacking) else BACKBONE
+    return type(layer).__name__
 
 
 def document_of(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -180,21 +177,20 @@ def document_of(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dic
     Raises:
         ValueError: if it holds more than keys and values, which no file would.
     """
-    keeps_more = isinstance(layer, GEARLayer | TransformLayer) and (
-        type(layer) not in (GEARLayer, TransformLayer) or layer.has_index
-    )
-    if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer) or keeps_more:
+    is_ours = isinstance(layer, CompressedLayer)
+    keeps_more = is_ours and (type(layer) is not CompressedLayer or layer.has_index)
+    if not is_ours and not isinstance(layer, DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     # A GEAR layer that all tokens were cropped from still counts what it did
     is_filled = layer.get_seq_length() > 0 if isinstance(layer, DynamicLayer) else layer.is_initialized
     document: dict[str, Any] = {"type": _name_of(layer), "is_filled": is_filled}
     if not is_filled:
         return document, {}
-    if isinstance(layer, GEARLayer):
-        more, tensors = layer_to_document(layer.state())
-    elif isinstance(layer, TransformLayer):
-        more, tensors = transform_to_document(layer.state())
+    if isinstance(layer, CompressedLayer):
+        write = layer_to_document if isinstance(layer.packing, GroupPacking) else transform_to_document
+        more, tensors = write(layer.state())
     else:
+        assert isinstance(layer, DynamicLayer)
         more, tensors = dense_layer_to_document(layer)
     return document | more, tensors
 

@@ -536,7 +536,7 @@ def attend_chosen(
 # What of `Chosen` is known of stored tokens, whatever is asked of them
 _STORED = [
     name
-    for name, _ in STRUCTURES["Chosen"]._fields_
+    for name in (field[0] for field in STRUCTURES["Chosen"]._fields_)
     if name not in ("tasks", "threads", "query", "result", "slots", "counts", "coded", "ends", "window", "mask")
 ]
 

@@ -20,9 +20,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
-from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.snapshot import Snapshot, document_of
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 from .cache import PromptCache, Window
 
@@ -55,7 +54,7 @@ def check_layers(cache: PromptCache) -> None:
         ValueError: if the cache has layers that hold more than keys and values.
     """
     for index, layer in enumerate(cache.layers):
-        if type(layer) not in (GEARLayer, TransformLayer, DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
                 f"`model`: layer {index} has states of another kind than keys and values (`{type(layer).__name__}`), "
                 "of which a prompt's blocks cannot be kept"
@@ -179,7 +178,7 @@ def fill_cache(cache: PromptCache, pieces: Sequence[Piece], device: torch.device
             raise ValueError(f"there are no states of layer {index}")
         prefix = f"layers.{index}."
         parts = [_below(piece.tensors, prefix) for piece in pieces]
-        if isinstance(layer, GEARLayer | TransformLayer):
+        if isinstance(layer, CompressedLayer):
             document, joined = _join_layer(rows, parts, layer.counter_names, num_tokens)
         else:
             window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens + 1

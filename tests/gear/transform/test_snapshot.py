@@ -9,8 +9,8 @@ from kvcache_plugins import GEARCache
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -18,9 +18,9 @@ FREQUENCIES = tuple((100.0 ** -(torch.arange(10) / 10)).tolist())
 CONFIG = TransformConfig(key_nbits=3, value_nbits=2.5)
 
 
-def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> TransformLayer:
+def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> CompressedLayer:
     """A layer that took in a left-padded prompt of items of these lengths, and tokens one by one."""
-    layer, longest = TransformLayer(CONFIG, 0, None, frequencies), max(lengths)
+    layer, longest = CompressedLayer(CONFIG.packing(frequencies), 0), max(lengths)
     padding = longest - torch.tensor(lengths)
     for count in (longest, *[1] * num_decoded):
         shape = len(lengths), NUM_HEADS, count, HEAD_DIM
@@ -37,9 +37,9 @@ def written(layer) -> tuple[dict, dict]:
     return document, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> TransformLayer:
-    layer, stored = TransformLayer(config, 0, None, frequencies), StoredTensors(tensors)
-    state = layer_from_document(Document(document), stored, config, frequencies, None, layer.counter_names)
+def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> CompressedLayer:
+    layer, stored = CompressedLayer(config.packing(frequencies), 0), StoredTensors(tensors)
+    state = layer_from_document(Document(document), stored, config, layer.packing, layer.counter_names)
     stored.finish()
     layer.restore(state, torch.device("cpu"))
     return layer
@@ -65,7 +65,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
             assert torch.equal(layer.materialize(side), twin.materialize(side))
-    assert layer.codec is not None and not layer._waiting
+    assert layer.codec is not None and layer._pending_sequences is None
 
 
 def test_cropped_layers_go_on_exactly():
@@ -93,12 +93,12 @@ def test_another_rotary_embedding_is_refused():
     layer = filled_layer()
     # That has no say where keys are coded as they come
     keys, values = layer.codec.tables()
-    layer.codec._tables = dataclasses.replace(keys, rope=layer.layouts[0]), values
+    layer.codec._tables = dataclasses.replace(keys, rope=layer._unfitted.layouts[0]), values
     for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)
     almost = tuple(each * (1 + 1e-7) for each in FREQUENCIES)
-    assert read(*written(layer), frequencies=almost).codec.rope.name == layer.layouts[0].name
+    assert read(*written(layer), frequencies=almost).codec.rope.name == layer._unfitted.layouts[0].name
 
 
 def test_another_number_of_bits_is_refused():
@@ -180,7 +180,7 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_what_no_layer_can_be_is_refused(name):
     layer = filled_layer((200, 15), num_decoded=9)
-    assert layer._waiting
+    assert layer._pending_sequences is not None
     document, tensors = written(layer)
     read(*written(layer))
     forge, message = FORGED[name]

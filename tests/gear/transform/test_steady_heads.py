@@ -12,8 +12,8 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 HEAD_DIM, PROMPT = 32, 150
@@ -28,7 +28,7 @@ def kernel(monkeypatch, request):
 
 
 def make_layer(nbits=2.25, quantizer="lloyd-max"):
-    return TransformLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer), 0, None, None)
+    return CompressedLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0)
 
 
 def feed(layer, keys, values, query=None, padding=None):
@@ -91,7 +91,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.codec.tables()[1].mean is not None and not layer._waiting
+    assert layer.codec.tables()[1].mean is not None and layer._pending_sequences is None
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -102,7 +102,9 @@ def test_a_steady_layer_goes_on_from_a_file():
     document, tensors = layer_to_document(layer.state())
     assert "coder.values.mean" in tensors
     stored, twin = StoredTensors({name: each.clone() for name, each in tensors.items()}), make_layer()
-    state = layer_from_document(Document(document), stored, twin.config, None, None, layer.counter_names)
+    state = layer_from_document(
+        Document(document), stored, twin.packing.codecs.config, twin.packing, layer.counter_names
+    )
     stored.finish()
     twin.restore(state, torch.device("cpu"))
     step, query = (randn(1), randn(1)), torch.randn(1, 4, 1, HEAD_DIM)
@@ -191,7 +193,7 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, queries, padding=[0, 100])
     feed(alone, keys[:1], values[:1], queries[:1])
-    assert padded._waiting and padded.codec.tables()[1].mean is None
+    assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
 
 

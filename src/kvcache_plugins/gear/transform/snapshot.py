@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.prompt_codec import PromptCodec, read_moments
-from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.codecs.prompt_codec import read_moments
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.exact_snapshot import (
@@ -27,25 +26,26 @@ from kvcache_plugins.gear.exact_snapshot import (
     read_exact_state,
     read_sizes,
 )
+from kvcache_plugins.layers.packed_tokens import Block, LayerState, RowBlock
+from kvcache_plugins.layers.packing import Packing
 
 from .config import TransformConfig
-from .layer_state import TransformLayerState
-from .storage import CodedBlock
 
 
-def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def layer_to_document(state: LayerState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What is written of a layer."""
     tensors = exact_tensors(state)
-    for number, block in enumerate(state.blocks):
-        for side, rows in (("keys", block.keys), ("values", block.values)):
-            tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
-    coder = None if state.codec is None else state.codec.to_document()
+    rows = [block for block in state.blocks if isinstance(block, RowBlock)]
+    for number, block in enumerate(rows):
+        for side, own in (("keys", block.keys), ("values", block.values)):
+            tensors[f"blocks.{number}.{side}"] = own[:, :, : block.length]
+    coder = state.codec.to_document() if isinstance(state.codec, Codec) else None
     if coder is not None:
         tensors |= {f"coder.{name}": tensor for name, tensor in coder[1].items()}
     if state.moments is not None:
         tensors |= {f"moments.{name}": getattr(state.moments, name) for name in ("squares", "products")}
-    if state.waiting_items is not None:
-        tensors["waiting"] = state.waiting_items.to(torch.uint8)
+    if state.pending_sequences is not None:
+        tensors["waiting"] = state.pending_sequences.to(torch.uint8)
     document = {
         **exact_to_document(state),
         "blocks": [{"start": block.start, "length": block.length} for block in state.blocks],
@@ -58,11 +58,10 @@ def layer_from_document(
     document: Document,
     stored: StoredTensors,
     config: TransformConfig,
-    frequencies: tuple[float, ...] | None,
-    fixed: Codec | None,
+    packing: Packing,
     counter_names: Sequence[str],
     sliding_window: int | None = None,
-) -> TransformLayerState:
+) -> LayerState:
     """
     A layer from what a file holds of it.
 
@@ -70,8 +69,7 @@ def layer_from_document(
         document (`Document`): its numbers; all have to be of use.
         stored (`StoredTensors`): its tensors.
         config (`TransformConfig`): the options of the cache.
-        frequencies (`tuple[float, ...]`, *optional*): of the rotary embedding, as the layer has them.
-        fixed (`Codec`, *optional*): how tokens are coded, if that does not depend on the prompt.
+        packing (`Packing`): how the layer packs.
         counter_names (`Sequence[str]`): what a layer counts.
         sliding_window (`int`, *optional*): tokens that a query sees; all by default.
 
@@ -80,35 +78,36 @@ def layer_from_document(
     """
     sizes = read_sizes(document)
     exact = read_exact_state(document, stored, sizes, config.residual_length)
-    layouts = candidate_layouts(frequencies, sizes["key_head_dim"])
     heads, head_dims = (sizes["batch_size"], sizes["num_heads"]), (sizes["key_head_dim"], sizes["value_head_dim"])
+    unfitted, fixed = packing.codec(*head_dims), packing.fixed
     codec: Codec | None = None
     if fixed is not None:
         _check_fixed(document, heads, head_dims, fixed)
         # Coded from where the exact tokens in front end, of which a window may have let go
         codec = fixed if exact["prefix"] is not None or exact["held_start"] else None
     elif not document.is_null("coder"):
-        unfitted = PromptCodec(head_dims, config.code_bytes(*head_dims), layouts, config.quantizer)
         codec = unfitted.read(document.inner("coder"), stored.below("coder."), heads)
-    blocks = [
+    blocks: list[Block] = [
         _read_block(block, stored.below(f"blocks.{number}."), codec, heads)
         for number, block in enumerate(document.rows("blocks"))
     ]
-    has_moments = stored.has("moments.squares")
-    state = TransformLayerState(
+    moments = None
+    if stored.has("moments.squares"):
+        moments = read_moments(stored.below("moments."), heads, head_dims[0], len(unfitted.layouts))
+    state = LayerState(
         **exact,
         counters=read_counters(document.inner("counters"), counter_names),
         codec=codec,
         blocks=blocks,
-        moments=read_moments(stored.below("moments."), heads, head_dims[0], len(layouts)) if has_moments else None,
-        waiting_items=_read_waiting(stored, sizes["batch_size"]),
+        moments=moments,
+        pending_sequences=_read_waiting(stored, sizes["batch_size"]),
     )
     document.finish()
     _check_parts(state, sliding_window)
     return state
 
 
-def _read_block(document: Document, stored: StoredTensors, codec: Codec | None, heads: tuple[int, int]) -> CodedBlock:
+def _read_block(document: Document, stored: StoredTensors, codec: Codec | None, heads: tuple[int, int]) -> RowBlock:
     start, length = document.integer("start"), document.integer("length", 1)
     document.finish()
     if codec is None:
@@ -117,7 +116,7 @@ def _read_block(document: Document, stored: StoredTensors, codec: Codec | None, 
         stored.take(side, (*heads, length, row_size), torch.uint8)
         for side, row_size in zip(("keys", "values"), codec.row_sizes, strict=True)
     )
-    return CodedBlock(keys, values, start=start, length=length)
+    return RowBlock(keys, values, start=start, length=length)
 
 
 def _check_fixed(document: Document, heads: tuple[int, int], head_dims: tuple[int, int], codec: Codec) -> None:
@@ -136,9 +135,9 @@ def _read_waiting(stored: StoredTensors, batch_size: int) -> torch.Tensor | None
     return waiting.bool()
 
 
-def _check_parts(state: TransformLayerState, sliding_window: int | None) -> None:
+def _check_parts(state: LayerState, sliding_window: int | None) -> None:
     """What goes with tables is there with them, what goes without is not, and tokens follow each other."""
-    prefix, waiting = state.prefix, state.waiting_items
+    prefix, waiting = state.prefix, state.pending_sequences
     if state.codec is None:
         length = 0 if state.buffer is None else state.buffer.length
         if prefix is not None or waiting is not None or state.is_open or length != state.length:
