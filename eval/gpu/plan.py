@@ -3,58 +3,39 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache_plugins.eval.benchmarks.contest import Shape
-from kvcache_plugins.eval.benchmarks.kernels import CACHES
+from kvcache_plugins.eval.benchmarks.kernels import CACHES, Shape
+from kvcache_plugins.registry import describe_caches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """
-    Sizes of a run.
+    """Sizes of a run; of caches the most wanted come first, the first being the measure."""
 
-    Attributes:
-        tests (`tuple[str, ...]`): arguments of pytest.
-        presets (`tuple[str, ...]`): what is attended to once, to be checked, the most wanted first.
-        preset_model (`Mapping[str, int]`): fields of a `LlamaConfig`.
-        preset_tokens (`tuple[int, ...]`): tokens of each of its calls.
-        coding_caches (`tuple[str, ...]`): presets that code tokens, by the layers of `preset_model`.
-        coding_tokens (`tuple[int, ...]`): tokens that are coded at once, of a prompt and of a chunk.
-        shapes (`Mapping[str, Shape]`): attention alone, by the name of the result.
-        attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
-        rounds (`int`): times that each attention is timed.
-        model (`Mapping[str, int]`): fields of a `LlamaConfig`.
-        context, steps (`int`): tokens in the cache, and decoded.
-        step_caches (`tuple[str, ...]`): what decodes, the first as the measure.
-        captured_caches (`tuple[str, ...]`): what decodes captured and not, the most wanted first.
-        captured_tokens (`int`): decoded tokens that have to be the same.
-        budget (`int`): bytes for the largest batch.
-        batch_context (`int`): tokens of each sequence of the largest batch.
-        batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
-        exact_tokens (`tuple[int, int]`): tokens of a context, and decoded, that have to be a dense cache's where
-            everything is fetched.
-        offload_model (`Mapping[str, int]`): fields of the `LlamaConfig` that offloaded caches are measured with.
-        offload_context, offload_steps (`int`): tokens in those caches, and decoded.
-        offload_caches (`tuple[str, ...]`): what decodes there, with options; the most wanted first.
-    """
-
+    # Arguments of pytest
     tests: tuple[str, ...]
+    # Attention that is checked: presets, fields of a `LlamaConfig`, and tokens of each call
     presets: tuple[str, ...]
     preset_model: Mapping[str, int]
     preset_tokens: tuple[int, ...]
+    # Coded at once, of a prompt and of a chunk
     coding_caches: tuple[str, ...]
     coding_tokens: tuple[int, ...]
+    # Attention alone, by the name of the result
     shapes: Mapping[str, Shape]
     attention_caches: tuple[str, ...]
     rounds: int
+    # Whole steps; of those that are captured so many tokens have to be the same
     model: Mapping[str, int]
     context: int
     steps: int
     step_caches: tuple[str, ...]
     captured_caches: tuple[str, ...]
     captured_tokens: int
+    # The largest batch in so many bytes
     budget: int
     batch_context: int
     batch_caches: tuple[str, ...]
+    # Of a context, and decoded: those of a dense cache where everything is fetched
     exact_tokens: tuple[int, int]
     offload_model: Mapping[str, int]
     offload_context: int
@@ -62,30 +43,12 @@ class Plan:
     offload_caches: tuple[str, ...]
 
 
-# Every GEAR preset. One of each kind of kernel goes before its relatives
-_PRESETS = (
-    "gear",
-    "gear-2bit",
-    "gear-c16",
-    "kivi-2bit",
-    "gear-t16:quantizer=trellis",
-    "gear-c16:quantizer=trellis",
-    "gear-k4v3",
-    "gear-4bit",
-    "gear-t16",
-    "gear-l-2bit",
-    "kcvt-4bit",
-    "per-token-2bit",
-    "gear-t22",
-    "gear-t25",
-    "gear-t30",
-    "gear-c12",
-    "gear-c20",
-    "gear-c28",
-    "gear-l-4bit",
-    "kivi-4bit",
-    "per-token-4bit",
+# One of each kind of kernel goes before its relatives, all that are registered
+_FIRST = (
+    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
+    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
 )
+_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
 FULL = Plan(
     tests=(
         "tests/triton_kernels/test_attention.py",
@@ -96,7 +59,7 @@ FULL = Plan(
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),
-    presets=_PRESETS,
+    presets=tuple(dict.fromkeys((*_FIRST, *_REGISTERED))),
     # Heads as below, so that what is compiled is needed again
     preset_model={
         "vocab_size": 1000,

@@ -19,7 +19,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.wikitext import preprocess_wikitext
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
-from kvcache_plugins.eval.measures.questions import read_questions
+from kvcache_plugins.eval.measures.retrieval import read_questions
 
 
 DATA_VARIABLE = "KVCACHE_PLUGINS_DATA"

@@ -151,8 +151,7 @@ def test_groups_leave_windows_to_transformers():
 
 
 def test_chunked_attention_is_a_window_too(tiny_model):
-    from kvcache_plugins.eval.families.survey import build_family
-    from kvcache_plugins.eval.families.trial import generate, prompt
+    from kvcache_plugins.eval.families import build_family, generate, prompt
 
     model = build_family("llama4_text")
     tokens = prompt(model, 60, 1)

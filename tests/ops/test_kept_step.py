@@ -47,7 +47,7 @@ def record(kernel_calls, name, kernel, arguments):
 
 
 def check(name):
-    from kvcache_plugins.eval.machine_code import stand_in_driver
+    from kvcache_plugins.eval import machine_code
     from kvcache_plugins.kernels.triton import attend as attend_all
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
@@ -79,7 +79,7 @@ def check(name):
         attend_parts(query, dense, compressed)
         return list(calls)
 
-    with stand_in_driver.stand_in_driver(), torch.inference_mode(), patch.object(stand_in_driver._Kernel, "run", run):
+    with machine_code.stand_in_driver(), torch.inference_mode(), patch.object(machine_code._Kernel, "run", run):
 
         def step(num_new):
             states = torch.zeros(1, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ def main(
 
 def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length: int) -> list[torch.Tensor]:
     """Windows of a text, from all over it."""
-    from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+    from kvcache_plugins.eval.harness import encode_text, spread_windows
 
     token_ids, start_ids = encode_text(tokenizer, text)
     return spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)

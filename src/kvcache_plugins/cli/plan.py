@@ -43,8 +43,7 @@ def main(
         prepare_file(out)
     from kvcache_plugins.console.display import print_line, track_progress
     from kvcache_plugins.eval.runahead.measure import describe_model, slices_to_time, time_slices, worst_error
-    from kvcache_plugins.eval.runahead.plan import plan_table
-    from kvcache_plugins.eval.runahead.plan_tables import show_plan
+    from kvcache_plugins.eval.runahead.plan import plan_table, show_plan
     from kvcache_plugins.eval.runahead.rank_processes import Ranks
 
     print_line(f"starting {world_size} ranks", stderr=True)
