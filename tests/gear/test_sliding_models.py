@@ -8,8 +8,8 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 
 from kvcache_plugins import GEARCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.contract.models import tiny_models
-from kvcache_plugins.contract.reachable import reachable_bytes
+from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.contract.runner import tiny_models
 from kvcache_plugins.contract.subject import RECORDS_PAST
 
 

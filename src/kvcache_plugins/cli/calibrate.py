@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, read_text
-from kvcache_plugins.console.results import JsonOption, prepare_file, print_json, provenance
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, JsonOption, ModelOption, read_text
+from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 if TYPE_CHECKING:

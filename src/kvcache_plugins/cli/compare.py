@@ -9,6 +9,7 @@ from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     MaxNewTokensOption,
     ModelOption,
     PromptFileOption,
@@ -17,7 +18,7 @@ from kvcache_plugins.console.inputs import (
     encode_prompt,
     read_prompt,
 )
-from kvcache_plugins.console.results import JsonOption, print_json, provenance
+from kvcache_plugins.console.results import print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_caches
 

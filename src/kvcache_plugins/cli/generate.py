@@ -11,6 +11,7 @@ from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     MaxNewTokensOption,
     ModelOption,
     PromptFileOption,
@@ -19,7 +20,7 @@ from kvcache_plugins.console.inputs import (
     encode_prompt,
     read_prompt,
 )
-from kvcache_plugins.console.results import JsonOption, free_stdout, print_json, provenance
+from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 

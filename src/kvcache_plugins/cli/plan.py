@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.results import JsonOption, prepare_file, print_json
+from kvcache_plugins.console.inputs import JsonOption
+from kvcache_plugins.console.results import prepare_file, print_json
 
 
 def main(
