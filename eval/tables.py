@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.display import make_table, open_console
+from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console
 
 from .harness import REFERENCE, stretch_stops
 
@@ -169,29 +169,33 @@ def print_markdown(text: str, title: str = "") -> None:
             continue
         heads, _, *rows = ([cell.strip(" `*").replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines)
         sides = list(zip(*rows, strict=True))
-        room = console.width - 2
-        if sum(_widths(heads, sides)) > room:
-            if sum(_widths(heads, sides, fold=True)) > room:
-                sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
-            widths = _widths(heads, sides, fold=True)
-            heads = ["\n".join(textwrap.wrap(head, width)) for head, width in zip(heads, widths, strict=True)]
         kinds = ["number" if all(_NUMBER.match(cell) for cell in cells) else "name" for cells in sides]
-        names = kinds.index("number") if "number" in kinds else 0
-        shown = list(range(len(heads)))
+        room = console.width - 2
+        if sum(_widths(heads, sides, kinds)) > room:
+            if sum(_widths(heads, sides, kinds, fold=True)) > room:
+                sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
+            folded = zip(heads, _widths(heads, sides, kinds, fold=True), strict=True)
+            heads = ["\n".join(textwrap.wrap(head, width - 2)) for head, width in folded]
+        # What says which line it is: all up to the first names, three of them at most
+        own = kinds.index("name") + 1 if "name" in kinds else 1
+        own += next((at for at, kind in enumerate(kinds[own : own + 2]) if kind != "name"), 2)
+        widths, shown = _widths(heads, sides, kinds), list(range(len(heads)))
         while shown:
-            widths = _widths(heads, sides)
             count = len(shown)
-            while count > names + 1 and sum(widths[at] for at in shown[:count]) > room:
+            while count > own + 1 and sum(widths[at] for at in shown[:count]) > room:
                 count -= 1
             columns = {heads[at]: kinds[at] for at in shown[:count]}
             console.print(make_table(title, columns, list(zip(*(sides[at] for at in shown[:count]), strict=True))))
-            shown, title = ([*range(names), *shown[count:]] if shown[count:] else []), ""
+            shown, title = ([*range(own), *shown[count:]] if shown[count:] else []), ""
 
 
-def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], fold: bool = False) -> list[int]:
-    """Measures columns with what stands between them; a name takes ten at least, and may be folded."""
+def _widths(
+    heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str], fold: bool = False
+) -> list[int]:
+    """Measures columns with what stands between them."""
     lines = [head.split() if fold else head.splitlines() for head in heads]
-    return [max(map(len, (*head, *cells, ""))) + 1 for head, cells in zip(lines, sides, strict=True)]
+    least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
+    return [max(own, *map(len, (*head, *cells))) + 2 for head, cells, own in zip(lines, sides, least, strict=True)]
 
 
 # Fidelity

@@ -25,22 +25,14 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .partial_report import PartialReport, TimeBox
 from .parts import build_llama, open_report
-from .plan import Plan
+from .plan import Plan, make_llama
 
 
 RESIDENT = ", all resident"
 # Tokens decoded before those that are timed: kernels are compiled, a run of tokens moves into the pool
 _WARM_STEPS = 3
 _LOGIT_TOLERANCE = 1e-3
-_EXACT_MODEL = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-}
+_EXACT_MODEL = make_llama(1000, 256, 512, 4, 8, 4, 4096)
 
 
 def check_exact(device: torch.device, num_context: int, num_steps: int) -> dict[str, Any]:
