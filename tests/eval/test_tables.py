@@ -221,5 +221,5 @@ def test_wide_tables_fit_a_terminal(monkeypatch, capsys):
         lines = [line for line in printed.splitlines() if not line.startswith("~")]
         assert max(map(len, lines)) <= width and "…" not in printed
         # Whatever is left out or put into another table, each way has its name
-        assert printed.count("deepcopy") == printed.count("load and fork") == printed.count("\u2500\n")
+        assert printed.count("deepcopy") == printed.count("load and fork") > 0
         assert (printed.count("deepcopy") == 1) == ("871.32 to 1727.88" in printed) == (width == 160)

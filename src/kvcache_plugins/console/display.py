@@ -24,7 +24,7 @@ from rich.text import Text
 
 # A pipe has the width that COLUMNS says, or that of most terminals
 PIPE_WIDTH = 80
-MIN_NAME_WIDTH = 10
+MIN_NAME_WIDTH = 9
 Announce = Callable[[str], None]
 _DRAWN: ContextVar[Progress | None] = ContextVar("_DRAWN", default=None)
 
