@@ -250,6 +250,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         mask = None if mask is None else mask.to(following.device)
         following.speculate(projection(hidden_states, embeddings), mask, projection.scaling)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As `Cache.get_mask_sizes`; a `ValueError` if a prompt is no longer than what is held."""
+        layer = self.layers[next(iter(self._targets.values()))]
+        if query_length == 0 and isinstance(layer, InfiniGenLayer):
+            # One that is kept whole is Transformers' own, and refuses nothing
+            layer.get_mask_sizes(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

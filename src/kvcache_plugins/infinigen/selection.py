@@ -104,8 +104,8 @@ def select_tokens(
         if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
             assert config.min_weight is not None
             least = min(config.min_weight / num_tokens, _FORCED)
-            cap = max(int(num_tokens * config.max_fetch_ratio), 1)
-            return Selection(*choose_heaviest(scores, resident_scores, forced, least, cap, limit))
+            most = max(int(num_tokens * config.max_fetch_ratio), 1)
+            return Selection(*choose_heaviest(scores, resident_scores, forced, least, most, limit))
         slots = torch.arange(num_slots, device=scores.device)
         forced = (slots < forced.first) | (slots >= forced.newest)
     if allowed is not None:
@@ -115,15 +115,14 @@ def select_tokens(
     keys = probabilities[..., :num_slots] + forced * _FORCED
     if allowed is not None:
         keys = keys.masked_fill(~allowed, _NEVER)
-    if isinstance(num_tokens, int):
-        num_tokens = torch.full((1,), num_tokens, device=scores.device)
+    held = torch.full((1,), num_tokens, device=scores.device) if isinstance(num_tokens, int) else num_tokens
     # What is beyond a sequence's own cap, below, is filling
-    top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, num_tokens))
+    top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, held))
     is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
-    cap = torch.maximum(_share_of(num_tokens, config.max_fetch_ratio).clamp(min=1), num_forced)
+    cap = torch.maximum(_share_of(held, config.max_fetch_ratio).clamp(min=1), num_forced)
     weights = torch.where(is_forced, top - _FORCED, top)
-    wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], num_tokens)
+    wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], held)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
     return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
 

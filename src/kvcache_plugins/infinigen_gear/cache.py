@@ -35,8 +35,8 @@ class InfiniGenGEARCache(InfiniGenCache):
             Consecutive tokens of a channel of the keys, and channels of a value, that share a scale. Defaults to 64,
             or for values to the largest divisor of the head dimension below it.
         options:
-            Those of `InfiniGenCache`, but for what is about its own copy for scoring (`scoring_nbits`,
-            `partial_ratio`, `skewing`) and for a pool with a limit (`pool_tokens`, `eviction`).
+            Options of `InfiniGenCache`, but for those of its own copy for scoring (`scoring_nbits`, `partial_ratio`,
+            `skewing`) and of a pool with a limit (`pool_tokens`, `eviction`).
 
     Raises:
         ValueError: as `InfiniGenCache`; and if states that are to be stored are not finite, or exceed float16.
