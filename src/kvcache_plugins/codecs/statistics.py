@@ -10,11 +10,13 @@ Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.files.schema import Stored
 
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .codec import Positions
@@ -35,6 +37,8 @@ _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
 _LEAST_SHARED = 1 / 8
 # Of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
+# Of a layer's state
+_HEADS = "batch_size", "num_heads", "key_head_dim"
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
 
@@ -49,8 +53,8 @@ class QueryMoments:
         products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
     """
 
-    squares: torch.Tensor
-    products: torch.Tensor
+    squares: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, least=0)]
+    products: Annotated[torch.Tensor, Stored((*_HEADS[:2], None, _HEADS[2]), torch.float32)]
 
     @classmethod
     def of(

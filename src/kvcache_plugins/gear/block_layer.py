@@ -22,7 +22,8 @@ from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns,
 from kvcache_plugins.ops.parts import DensePart
 
 from .sliding_window import SlidingWindowMixin
-from .storage import BlockT, BufferConfig, ExactPrefix, LayerState, TiledBlock, dense_tiles
+from .state import BlockState, ExactStates, LayerState
+from .storage import BlockT, BufferConfig, ExactPrefix, TiledBlock, dense_tiles
 
 
 if TYPE_CHECKING:
@@ -436,38 +437,66 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
         return self._length - self._exact_start + in_front
 
-    def _exact_state(self) -> dict[str, Any]:
-        """The fields of its `LayerState` that every layer has; nothing is copied."""
+    def state(self) -> LayerState:
+        """Returns all that it holds: nothing is copied."""
         self.settle_prompt()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
-        return {
-            "dtype": self.dtype,
-            "batch_size": batch_size,
-            "num_heads": num_heads,
-            "key_head_dim": key_head_dim,
-            "value_head_dim": self._shapes["values"][3],
-            "length": self._length,
-            "counters": dict(self._counters),
-            "prefix": self.prefix,
-            "blocks": [block for block in self.blocks if block.length],
-            "buffer": self.buffer,
-            "padding": self.padding,
-            "held_start": self._held_start,
-        }
+        buffer, blocks = self.buffer, [block for block in self.blocks if block.length]
+        return LayerState(
+            dtype=self.dtype,
+            batch_size=batch_size,
+            num_heads=num_heads,
+            key_head_dim=key_head_dim,
+            value_head_dim=self._shapes["values"][3],
+            length=self._length,
+            held_start=self._held_start,
+            is_open=bool(blocks) and self._has_open(blocks[-1]),
+            counters=dict(self._counters),
+            padding=self.padding,
+            prefix=self.prefix,
+            blocks=[BlockState(block.start, block.length, *block.stored()) for block in blocks],
+            buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
+            **self._own_state(),
+        )
 
-    def _restore_exact(self, state: LayerState) -> None:
-        """Takes those fields over."""
+    @abstractmethod
+    def _has_open(self, block: BlockT) -> bool:
+        """Whether decoded tokens join a block, the last one."""
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a state has beside that, by name."""
+        return {}
+
+    def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
+        """
+        Takes over a state that may come from anywhere, on a device.
+
+        Args:
+            state (`LayerState`): of another layer of the same options; is not copied.
+            device (`torch.device`): where to.
+            path (`str`): where a file has it, named in errors.
+
+        Raises:
+            ValueError: if no such layer can be like that.
+        """
+        if state.counters.keys() != set(self.counter_names):
+            raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
+        self._restore_blocks(state, path)
         self._prepared = None
-        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
+        self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
         self.dtype, self.batch_size = state.dtype, state.batch_size
-        self.prefix, self.buffer, self.padding = state.prefix, state.buffer, state.padding
+        self.prefix, self.buffer, self.padding = state.prefix, None, state.padding
+        if state.buffer is not None:
+            keys, values = state.buffer.keys, state.buffer.values
+            self.buffer = ResidualBuffer(keys, values, self.config.residual_length)
+            self.buffer.append(keys, values)
         self._held_start = state.held_start
-        self.is_initialized = True
-
-    def _place_on(self, device: torch.device) -> None:
-        """Moves everything that has been restored to a device."""
-        self.device = device
+        self.is_initialized, self.device = True, device
         if any(tensor.device != device for _, tensor in self.named_tensors()):
             self.map_tensors(lambda tensor: tensor.to(device))
+
+    @abstractmethod
+    def _restore_blocks(self, state: LayerState, path: str) -> None:
+        """Takes over blocks and what they are read by, or raises a `ValueError`."""

@@ -78,6 +78,8 @@ class GEARConfig:
                 f"`num_iterations` has to be at most {_MAX_NUM_ITERATIONS} but got {self.num_iterations!r}"
             )
         check_bool("rotate_values", self.rotate_values)
+        if (self.key.side, self.value.side) != ("key", "value"):
+            raise ValueError(f"sides have to be key and value but are {self.key.side} and {self.value.side}")
         check_choice("sliding", self.sliding, SLIDING)
         group_size = self.q_group_size
         check_integer("q_group_size", group_size, 1, is_optional=True)

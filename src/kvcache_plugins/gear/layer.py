@@ -20,7 +20,8 @@ from kvcache_plugins.ops.parts import CompressedPart
 
 from .config import GEARConfig
 from .replayable import ReplayableMixin
-from .storage import CompressedBlock, ExactPrefix, GEARLayerState
+from .state import LayerState, group_blocks
+from .storage import CompressedBlock, ExactPrefix
 from .warm_up import Sizes, warm_up_gear
 
 
@@ -298,15 +299,10 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
                 yield from (tensor for _, tensor in states.named_tensors())
         yield from self._prefix_tensors()
 
-    def state(self) -> GEARLayerState:
-        """All that it holds, as it is: nothing is copied."""
-        return GEARLayerState(
-            **self._exact_state(), is_open=self._open_block is not None and self._open_block.length > 0
-        )
+    def _has_open(self, block: CompressedBlock) -> bool:
+        return block is self._open_block
 
-    def restore(self, state: GEARLayerState, device: torch.device) -> None:
-        """Takes over what `state()` of another layer gave, on a device."""
-        self._restore_exact(state)
-        self.blocks = state.blocks
+    def _restore_blocks(self, state: LayerState, path: str) -> None:
+        codec, length = self.config.codec(state.key_head_dim, state.value_head_dim), self.config.residual_length
+        self.blocks = group_blocks(state, codec, length, self.sliding_window, path)
         self._open_block = self.blocks[-1] if state.is_open else None
-        self._place_on(device)

@@ -8,16 +8,18 @@ decode chunks of equal length that grows by doubling its capacity; nothing that 
 be compressed again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import torch
 
 from kvcache_plugins.codecs.groups import CompressedStates, drop_step, drop_tokens, keep_tokens, tile_slices
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
 
 
+# Of the exact tokens in front, in a layer's state
+_SLOTS = "batch_size", "num_heads", "num_slots"
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 ShapeOf = Callable[[str], tuple[int, int, int, int]]
 Tiles = Iterator[tuple[slice, dict[str, torch.Tensor]]]
@@ -40,6 +42,9 @@ class StoredBlock(Protocol):
     @property
     def keys(self) -> object:
         """Storage of one side: another object where it stands elsewhere."""
+
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what is stored of keys and of values by name, without spare capacity."""
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens."""
@@ -97,6 +102,14 @@ class CompressedBlock:
     def is_full(self) -> bool:
         """Whether further chunks may follow, as no crop has cut into the last one."""
         return self.length == self.num_chunks * self.chunk_length
+
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what is stored of keys and of values by name, without spare capacity."""
+        keys, values = (
+            {name: tensor[:, :, : self.num_chunks] for name, tensor in states.named_tensors()}
+            for states in (self.keys, self.values)
+        )
+        return keys, values
 
     def append(self, block: "CompressedBlock", *, has_spare: bool = True) -> None:
         """
@@ -190,11 +203,20 @@ class ExactPrefix:
         is_uniform (`bool`): whether every sequence starts at 0 and uses every slot, so that nothing has to be masked.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    start: torch.Tensor
-    count: torch.Tensor
+    keys: Annotated[torch.Tensor, Stored((*_SLOTS, "key_head_dim"), *FLOATS.values(), is_finite=False)]
+    values: Annotated[torch.Tensor, Stored((*_SLOTS, "value_head_dim"), *FLOATS.values(), is_finite=False)]
+    start: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
+    count: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
     is_uniform: bool
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is no prefix, as of a file: tokens beyond its slots, or elsewhere."""
+        if self.keys.dtype != self.values.dtype:
+            raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
+        if bool((self.count > self.num_slots).any()):
+            raise ValueError(f"`count` has to be at most {self.num_slots}")
+        if self.is_uniform and bool((self.start > 0).any() | (self.count < self.num_slots).any()):
+            raise ValueError("`is_uniform` does not fit where the prefix is")
 
     @property
     def num_slots(self) -> int:
@@ -238,46 +260,6 @@ class ExactPrefix:
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = function(self.keys), function(self.values)
         self.start, self.count = function(self.start), function(self.count)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class LayerState:
-    """
-    A layer between two updates, however it compresses.
-
-    Attributes:
-        dtype (`torch.dtype`): of the states that came in.
-        batch_size, num_heads, key_head_dim, value_head_dim (`int`): their sizes.
-        length (`int`): tokens of the sequence, padding included.
-        counters (`dict[str, int]`): what `stats()` counts.
-        prefix (`ExactPrefix`, *optional*): exact tokens in front.
-        blocks (`Sequence[StoredBlock]`): compressed tokens.
-        is_open (`bool`): whether further decoded tokens join the last block.
-        buffer (`ResidualBuffer`, *optional*): exact tokens behind.
-        padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every sequence.
-        held_start (`int`): position before which a layer of a window has let go of everything.
-    """
-
-    dtype: torch.dtype
-    batch_size: int
-    num_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    length: int
-    counters: dict[str, int]
-    prefix: ExactPrefix | None
-    blocks: Sequence[StoredBlock]
-    is_open: bool
-    buffer: ResidualBuffer | None
-    padding: torch.Tensor | None
-    held_start: int
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class GEARLayerState(LayerState):
-    """A `GEARLayer` between two updates."""
-
-    blocks: list[CompressedBlock]
 
 
 def dense_tiles(

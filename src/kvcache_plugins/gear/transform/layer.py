@@ -17,7 +17,9 @@ from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence, without_shared_errors
+from kvcache_plugins.codecs.stored_tables import TablesState
 from kvcache_plugins.gear.replayable import ReplayableMixin
+from kvcache_plugins.gear.state import LayerState, row_blocks
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.finite_states import check_finite
@@ -25,7 +27,6 @@ from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.row_attention import CodedPart, attend, prepare_tokens
 
 from .config import DROP_STEP, TransformConfig
-from .layer_state import TransformLayerState
 from .storage import CodedBlock, DecodableBlock
 from .waiting_items import join_prefix, shorten_prefix
 
@@ -387,24 +388,24 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         coded = sum(block.length for block in self.blocks)
         return self._length - coded + max(self.config.num_sink_tokens - self.blocks[0].start, 0)
 
-    def state(self) -> TransformLayerState:
-        """All that it holds, as it is: nothing is copied."""
-        exact = self._exact_state()
-        self._add_newest_queries()
-        return TransformLayerState(
-            **exact,
-            codec=self.codec,
-            is_open=self._is_open and self.blocks[-1].length > 0,
-            moments=self._moments,
-            waiting_items=self._waiting_items,
-        )
+    def _has_open(self, block: CodedBlock) -> bool:
+        return self._is_open
 
-    def restore(self, state: TransformLayerState, device: torch.device) -> None:
-        """Takes over what `state()` of another layer gave, on a device."""
-        self._restore_exact(state)
-        self.blocks, self.codec = state.blocks, state.codec
-        self._moments, self._waiting_items = state.moments, state.waiting_items
-        self._is_open, self._waiting = state.is_open, state.waiting_items is not None
-        self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
+    def _own_state(self) -> dict[str, Any]:
+        self._add_newest_queries()
+        own = self.codec if isinstance(self.codec, RowCodec) and not self.codec.is_shared else None
+        waiting = self._waiting_items
+        return {
+            "tables": None if own is None else TablesState.of(own),
+            "moments": self._moments,
+            "waiting": None if waiting is None else waiting.to(torch.uint8),
+        }
+
+    def _restore_blocks(self, state: LayerState, path: str) -> None:
         self.layouts = candidate_layouts(self.frequencies, state.key_head_dim)
-        self._place_on(device)
+        known = self.config, self.fixed, self.layouts, self.sliding_window
+        self.codec, self.blocks = row_blocks(state, *known, path)
+        self._moments, self._is_open = state.moments, state.is_open
+        self._waiting_items = None if state.waiting is None else state.waiting.bool()
+        self._waiting = state.waiting is not None
+        self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())

@@ -10,6 +10,10 @@ from kvcache_plugins.layers.token_rows import TokenRows
 from kvcache_plugins.ops.row_attention import TILE_TOKENS
 
 
+# The tensor of a side in a layer's state
+ROWS = "rows"
+
+
 @dataclass(eq=False)
 class CodedBlock(TokenRows):
     """
@@ -20,6 +24,10 @@ class CodedBlock(TokenRows):
     """
 
     start: int
+
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what is stored of keys and of values by name, without spare capacity."""
+        return {ROWS: self.keys[:, :, : self.length]}, {ROWS: self.values[:, :, : self.length]}
 
     @property
     def stop(self) -> int:
