@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.files.json_file import write_json_file
+from kvcache_plugins.files.records import write_json
 from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
 from kvcache_plugins.kv_runahead.partition import resolve_partition
 from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
@@ -101,8 +101,7 @@ def test_damaged_files_are_refused(model, tmp_path: Path, damage, message: str) 
         path.write_text(damaged, encoding="utf-8")
     else:
         # Forged: the checksum is right
-        content = {key: value for key, value in damaged.items() if key not in ("format", "version", "checksum")}
-        write_json_file(path, damaged["format"], damaged["version"], content)
+        write_json(path, {key: value for key, value in damaged.items() if key != "checksum"})
     with pytest.raises(ValueError, match=message) as error:
         PartitionTable.load(path, model, 2)
     assert str(error.value).startswith(f"`partition`: {path} ")

@@ -2,26 +2,26 @@
 
 Attention over a first prompt is exact, as in Transformers' quantized caches, and right after it the prompt becomes
 rows of bytes. Later tokens become rows before attention sees them. Attention widens a tile of rows at a time, in plain
-PyTorch, and stays in the rotated domain: the query is rotated once, and so is the output.
+PyTorch.
 """
 
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.token_rows import TokenRows
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 
-from .token_coder import TokenCoder
-
 
 # Dense float32 values of one tile stay within the processor's caches
 _TILE_TOKENS = 1024
-# Called with a side and its head dimension
-MakeCoder = Callable[[str, int], TokenCoder]
+_SIDES = ("keys", "values")
+# Called with the head dims of keys and values
+MakeCodec = Callable[[int, int], Codec]
 
 
 class CodedTokensLayer(PromptLayer):
@@ -29,16 +29,16 @@ class CodedTokensLayer(PromptLayer):
     Keys and values of one layer as rows of bytes.
 
     Args:
-        make_coder (`Callable`):
-            Called with `"keys"` or `"values"` and a head dimension; returns what codes them.
+        make_codec (`Callable`):
+            Called with the head dims of keys and values; returns what codes them.
         layer_idx (`int`):
             Index of the layer, named in errors.
     """
 
     counter_names = ("tokens_compressed", "attend_calls", "written_out_calls", "prompts_without_mask")
 
-    def __init__(self, make_coder: MakeCoder, layer_idx: int):
-        self._make_coder = make_coder
+    def __init__(self, make_codec: MakeCodec, layer_idx: int):
+        self._make_codec = make_codec
         super().__init__(layer_idx)
 
     def _clear(self) -> None:
@@ -47,10 +47,7 @@ class CodedTokensLayer(PromptLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.coders = {
-            side: self._make_coder(side, states.shape[3])
-            for side, states in (("keys", key_states), ("values", value_states))
-        }
+        self.codec = self._make_codec(key_states.shape[3], value_states.shape[3])
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         self._add_rows(keys, values, self._length - keys.shape[2])
@@ -64,10 +61,7 @@ class CodedTokensLayer(PromptLayer):
         if valid is not None:
             # Nothing is known of padding, not even that it can be stored
             keys, values = (states.masked_fill(~valid[:, None, :, None], 0) for states in (keys, values))
-        rows = [
-            self.coders[side].encode(self.coders[side].rotate(states))
-            for side, states in (("keys", keys), ("values", values))
-        ]
+        rows = self.codec.encode(keys, values, Positions(start, self.padding))
         if self.rows is None:
             self.rows = TokenRows(rows[0], rows[1], keys.shape[2])
         else:
@@ -83,13 +77,13 @@ class CodedTokensLayer(PromptLayer):
         else:
             self._learn_padding(attn_mask)
         self.settle_prompt()
-        keys, values = self.coders["keys"], self.coders["values"]
-        attention = OnlineAttention(keys.rotate(query), self._shapes["keys"][1], scale)
-        for tokens, key_rows, value_rows in self._tiles():
+        attention = OnlineAttention(query, self._shapes["keys"][1], scale)
+        for tokens, *rows in self._tiles():
             mask = slice_mask(attn_mask, tokens.start, tokens.stop)
-            attention.add_tile(keys.decode(key_rows), values.decode(value_rows), mask)
+            keys, values = (self._decode(side, each, tokens) for side, each in zip(_SIDES, rows, strict=True))
+            attention.add_tile(keys, values, mask)
         self._counters["attend_calls"] += 1
-        return values.rotate_back(attention.result()).to(query.dtype)
+        return attention.result()
 
     def _tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Which tokens, and the rows of their keys and values."""
@@ -106,15 +100,17 @@ class CodedTokensLayer(PromptLayer):
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         for tokens, *rows in self._tiles():
-            by_side = dict(zip(("keys", "values"), rows, strict=True))
-            yield tokens, {side: self._decode(side, by_side[side]) for side in sides}
+            by_side = dict(zip(_SIDES, rows, strict=True))
+            yield tokens, {side: self._decode(side, by_side[side], tokens).to(self.dtype) for side in sides}
         if self._pending is not None:
-            exact = dict(zip(("keys", "values"), self._pending, strict=True))
+            exact = dict(zip(_SIDES, self._pending, strict=True))
             count = self._pending[0].shape[2]
             yield slice(self._length - count, self._length), {side: exact[side] for side in sides}
 
-    def _decode(self, side: str, rows: torch.Tensor) -> torch.Tensor:
-        return self.coders[side].rotate_back(self.coders[side].decode(rows)).to(self.dtype)
+    def _decode(self, side: str, rows: torch.Tensor, tokens: slice) -> torch.Tensor:
+        if side == "values":
+            return self.codec.decode_values(rows)
+        return self.codec.decode_keys(rows, Positions(tokens.start, self.padding))
 
     def _drop_newest(self, count: int) -> None:
         assert self.rows is not None, "a prompt is stored before it is cropped"

@@ -406,8 +406,8 @@ class SideCodec:
             covered = _size(tensors, "low_rank_a", 3)
         if rank not in ranks or rank and covered > length or num_chunks > 1 and length != decoded_length:
             raise ValueError(
-                f"`{path}`: {num_chunks} chunks of {length} tokens have a rank of {sorted(ranks)} over them at most, and "
-                f"{decoded_length} tokens if they are several, but got rank {rank} over {covered}"
+                f"`{path}`: chunks have a rank of {sorted(ranks)} over their tokens at most, and if they are several "
+                f"{decoded_length} tokens, but got {num_chunks} of {length} of rank {rank} over {covered}"
             )
         has_outliers = self.sparsity > 0 and "outlier_offsets" in tensors
         sizes = ChunkSizes(rank, covered, _size(tensors, "outlier_values", 3) if has_outliers else None)

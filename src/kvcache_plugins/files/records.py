@@ -88,8 +88,12 @@ class Format(NamedTuple):
 
 def write_json_record(path: PathLike, form: Format, record: object) -> None:
     """Writes a record without tensors to a JSON file to read and to search, whole or not at all."""
-    document = form.stamp(pack(record)[0])
-    document[_CHECKSUM] = _json_checksum(document)
+    write_json(path, form.stamp(pack(record)[0]))
+
+
+def write_json(path: PathLike, document: dict[str, Any]) -> None:
+    """Writes a document with its checksum, whatever it says."""
+    document = {**document, _CHECKSUM: _json_checksum(document)}
     with new_file(path) as file:
         file.write(f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
@@ -126,8 +130,13 @@ def write_record(path: PathLike, form: Format, record: object, mode: int | None 
         mode (`int`, *optional*): permissions of the file, see `new_file`.
     """
     content, tensors = pack(record)
-    document = json.dumps(form.stamp(content), allow_nan=False)
-    header: dict[str, Any] = {_METADATA: {_CHECKSUM: _NO_CHECKSUM, _DOCUMENT: document}}
+    write_tensors(path, form.stamp(content), tensors, mode)
+
+
+def write_tensors(path: PathLike, document: dict[str, Any], tensors: Tensors, mode: int | None = None) -> None:
+    """Writes a document and tensors with their checksum, whatever they say; see `write_record`."""
+    metadata = {_CHECKSUM: _NO_CHECKSUM, _DOCUMENT: json.dumps(document, allow_nan=False)}
+    header: dict[str, Any] = {_METADATA: metadata}
     # Wide ones first, so that each is aligned for whoever maps the file
     order = sorted(tensors, key=lambda each: (-tensors[each].element_size(), each))
     stop = 0

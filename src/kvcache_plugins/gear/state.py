@@ -12,11 +12,10 @@ from typing import Annotated
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.rope import RotaryLayout
-from kvcache_plugins.codecs.statistics import QueryMoments
-from kvcache_plugins.codecs.stored_tables import TablesState
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
 
 from .storage import CompressedBlock, ExactPrefix
@@ -80,7 +79,7 @@ class LayerState:
         prefix (`ExactPrefix`, *optional*): exact tokens in front.
         blocks (`list[BlockState]`): compressed tokens.
         buffer (`ExactStates`, *optional*): exact tokens behind.
-        tables (`TablesState`, *optional*): how rows are read, once the layer has made tables of its prompt.
+        tables (`CodecState`, *optional*): how rows are read, once the layer has made tables of its prompt.
         moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table.
         waiting (`torch.Tensor` of shape `[batch_size]`, uint8, *optional*): 1 for sequences that have none, while
             others have one.
@@ -99,7 +98,7 @@ class LayerState:
     prefix: ExactPrefix | None
     blocks: list[BlockState]
     buffer: ExactStates | None
-    tables: TablesState | None = None
+    tables: CodecState | None = None
     moments: QueryMoments | None = None
     waiting: Annotated[torch.Tensor, Stored(("batch_size",), torch.uint8, most=1)] | None = None
 
@@ -233,8 +232,8 @@ def row_blocks(
         # Coded from where the exact tokens in front end, of which a window may have let go
         codec = fixed if state.prefix is not None or state.held_start else None
     elif state.tables is not None:
-        sizes = config.code_bytes(*head_dims)
-        codec = state.tables.codec(f"{path}.tables", heads, head_dims, sizes, layouts, config.quantizer)
+        unfitted = PromptCodec(head_dims, config.code_bytes(*head_dims), layouts, config.quantizer)
+        codec = unfitted.restore(state.tables, heads, f"{path}.tables")
     if state.moments is not None and state.moments.products.shape[2] != len(layouts):
         raise ValueError(f"`{path}.moments.products` has to be of {len(layouts)} rotary embeddings")
     if codec is None:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.codecs.quantization import pack, unpack
-from kvcache_plugins.codecs.rotation import rotate
-
-from .token_coder import bytes_of_halves, halves_of_bytes
+from .quantization import bytes_of_halves, halves_of_bytes, pack, unpack
+from .rotation import rotate
 
 
 BLOCK = 32
@@ -39,8 +37,13 @@ class BlockType:
     nbits: int
     has_minimum: bool
 
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return _HALF_BYTES * (1 + self.has_minimum) + BLOCK * self.nbits // 8
+
     def encode(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks `[..., N, 32]`, float32, as bytes `[..., N, bytes of a block]`."""
+        """Codes blocks `[..., N, 32]`, float32, as bytes `[..., N, bytes of a block]`."""
         if self.nbits == 8:
             scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
             steps = blocks * _inverse(scale)
@@ -66,7 +69,7 @@ class BlockType:
         return torch.cat([*head, pack(whole & 15, 4)], dim=-1)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
-        """Blocks `[..., N, 32]`, float32, of their bytes."""
+        """Decodes blocks `[..., N, 32]`, float32, of their bytes."""
         scale = halves_of_bytes(data[..., :_HALF_BYTES])
         rest = data[..., _HALF_BYTES:]
         if self.nbits == 8:
@@ -95,7 +98,7 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_in_order(bits: torch.Tensor) -> torch.Tensor:
-    """Bits `[..., 8 N]`, neighbours in one byte, lowest first, as bytes `[..., N]`."""
+    """Packs bits `[..., 8 N]`, neighbours in one byte, lowest first, as bytes `[..., N]`."""
     shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits.unflatten(-1, (-1, 8)) << shifts).sum(dim=-1).to(torch.uint8)
 
@@ -108,7 +111,7 @@ def _unpack_in_order(data: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class BlockCoder:
     """
-    How a token of a head becomes bytes: blocks one after another. A head of no whole number of blocks, which llama.cpp
+    Codes keys or values: blocks one after another. A head of no whole number of blocks, which llama.cpp
     refuses, has its last block filled up with its last channel.
 
     Attributes:
@@ -121,28 +124,32 @@ class BlockCoder:
     head_dim: int
     rotation: int
 
-    def rotate(self, states: torch.Tensor) -> torch.Tensor:
-        if not self.rotation:
-            return states.float()
-        return rotate(states.unflatten(-1, (-1, self.rotation))).flatten(-2)
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a token."""
+        return -(-self.head_dim // BLOCK)
 
-    def rotate_back(self, states: torch.Tensor) -> torch.Tensor:
-        # The matrix is its own inverse
-        return self.rotate(states)
+    @property
+    def row_size(self) -> int:
+        return self.num_blocks * self.block_type.size
 
-    def encode(self, rotated: torch.Tensor) -> torch.Tensor:
-        missing = -self.head_dim % BLOCK
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        states, missing = self._rotate(states), -self.head_dim % BLOCK
         if missing:
-            rotated = torch.cat([rotated, rotated[..., -1:].expand(*rotated.shape[:-1], missing)], dim=-1)
-        return self.block_type.encode(rotated.unflatten(-1, (-1, BLOCK))).flatten(-2)
+            states = torch.cat([states, states[..., -1:].expand(*states.shape[:-1], missing)], dim=-1)
+        return self.block_type.encode(states.unflatten(-1, (-1, BLOCK))).flatten(-2)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        num_blocks = -(-self.head_dim // BLOCK)
-        return self.block_type.decode(rows.unflatten(-1, (num_blocks, -1))).flatten(-2)[..., : self.head_dim]
+        blocks = self.block_type.decode(rows.unflatten(-1, (self.num_blocks, -1)))
+        return self._rotate(blocks.flatten(-2)[..., : self.head_dim])
+
+    def _rotate(self, states: torch.Tensor) -> torch.Tensor:
+        """Rotates states, or rotates them back: the matrix is its own inverse."""
+        return rotate(states.unflatten(-1, (-1, self.rotation))).flatten(-2) if self.rotation else states
 
 
 def rotation_of(side: str, head_dim: int) -> int:
-    """Channels that llama.cpp rotates together of `"keys"` or `"values"`; 0 of heads of no multiple of 64."""
+    """Returns the channels that llama.cpp rotates together of `"keys"` or `"values"`; 0 where it rotates none."""
     if head_dim % _VALUE_ROTATION:
         return 0
     return head_dim & -head_dim if side == "keys" else _VALUE_ROTATION
