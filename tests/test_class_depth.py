@@ -40,7 +40,7 @@ def too_deep(layers: Iterator[type] | list[type]) -> list[str]:
 
 def test_no_layer_is_too_deep() -> None:
     layers = list(own_layers())
-    assert {"LazyLayer", "GEARLayer", "InfiniGenLayer", "H2OLayer", "RunaheadLayer"} <= {
+    assert {"LazyLayer", "CompressedLayer", "InfiniGenLayer", "H2OLayer", "RunaheadLayer"} <= {
         layer.__name__ for layer in layers
     }
     assert too_deep(layers) == []

@@ -68,7 +68,7 @@ def test_the_cache_is_in_the_output_and_of_the_options(model, tokenizer) -> None
     inputs = tokenizer(TEXT, return_tensors="pt")
     output = model.generate(
         **inputs,
-        custom_generate=generate_with("gear-k4v4", residual_length=16),
+        custom_generate=generate_with("gear-k4v3:value_nbits=4", residual_length=16),
         return_dict_in_generate=True,
         **OPTIONS,
     )

@@ -14,7 +14,7 @@ from kvcache_plugins.registry import create_cache, describe_caches, list_caches
 NUM_THREADS = 4
 NUM_STEPS = 20
 # One of each kind
-USUAL = {"gear", "gear-2bit", "gear-t16-trellis", "infinigen", "infinigen-gear", "h2o", "turboquant-3bit"}
+USUAL = {"gear", "gear-2bit", "gear-t16:quantizer=trellis", "infinigen", "infinigen-gear", "h2o", "turboquant-3bit"}
 # Transformers' own, which need other packages or a GPU
 FOREIGN = {"hqq-2bit", "hqq-4bit", "offloaded", "quanto-2bit", "quanto-4bit"}
 

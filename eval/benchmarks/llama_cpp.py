@@ -20,10 +20,8 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import ModelOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.caches import check_length, with_reference
 from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
 from kvcache_plugins.eval.harness.timing import spread, time_in_turns
@@ -187,9 +185,9 @@ def benchmark_llama_cpp(
         "gear",
     ],
     attention_cache: Annotated[list[str], typer.Option(help="A GEAR preset whose attention is; repeatable.")] = [
-        "gear-k4v4",
+        "gear-k4v3:value_nbits=4",
         "gear-k4v3",
-        "gear-k3v2",
+        "gear-k4v3:nbits=3,value_nbits=2",
         "gear-t22",
     ],
     kv_type: Annotated[list[str], typer.Option(help="f16, q8_0, q5_1, q5_0, q4_1 or q4_0; repeatable.")] = [

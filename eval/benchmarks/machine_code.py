@@ -18,18 +18,14 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
-from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
-from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.gear.transform.storage import CodedBlock
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import CodedPart
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .coding_machine_code import SIDES, count_coding, is_coded
@@ -43,11 +39,11 @@ if TYPE_CHECKING:
 PRESETS = (
     "kivi-2bit",
     "kivi-4bit",
-    "gear-k4v4",
-    "gear-k4v4-g32",
+    "gear-k4v3:value_nbits=4",
+    "gear-k4v3:value_nbits=4,q_group_size=32",
     "gear-k4v3",
-    "gear-k3v2",
-    "gear-k2v2",
+    "gear-k4v3:nbits=3,value_nbits=2",
+    "gear-k4v3:nbits=2,value_nbits=2",
     "kcvt-4bit",
     "per-token-2bit",
     "per-token-4bit",
@@ -57,7 +53,7 @@ PRESETS = (
     "gear-4bit",
     "gear-t16",
     "gear-t25",
-    "gear-t16-trellis",
+    "gear-t16:quantizer=trellis",
     "gear-c16",
 )
 # Channels of a head that the command counts by default, the second of rows alone
@@ -73,7 +69,7 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """The compressed prompt of one layer."""
     model = _random_model(head_dim)
     options: dict[str, Any] = {}
-    if describe_caches(cache)[0].options.get("calibration"):
+    if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
         tokens = torch.arange(_CALIBRATION_TOKENS) % model.config.vocab_size
         options["calibration"] = calibrate_transform(model, [tokens], num_draws=1)
     layers = create_cache(cache, model, **options)
@@ -85,15 +81,12 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
         keys, _ = apply_rotary_pos_emb(keys, keys, *angles)
         layers.update(keys, values, 0)
         layer = layers.layers[0]
-        if isinstance(layer, GEARLayer | TransformLayer):
+        if isinstance(layer, CompressedLayer):
             layer.settle_prompt()
-    if not isinstance(layer, GEARLayer | TransformLayer) or not layer.blocks:
+    if not isinstance(layer, CompressedLayer) or not layer.blocks:
         raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
-    block = layer.blocks[0]
-    if isinstance(block, CodedBlock):
-        assert isinstance(layer, TransformLayer) and layer.codec is not None
-        return CodedPart(block.keys, block.values, layer.codec, Positions(block.start), block.length, None)
-    return CompressedPart(block.keys, block.values, block.length, None)
+    part: CompressedPart | CodedPart = layer.blocks[0].part(layer.codec, None, None)
+    return part
 
 
 def _random_model(head_dim: int) -> LlamaForCausalLM:
@@ -132,8 +125,8 @@ def count(
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
     """Prepares the launch that a GPU would run. Imported late, as Triton need not be there."""
-    from kvcache_plugins.kernels.triton_rows import prepare_part as prepare_rows
-    from kvcache_plugins.ops.triton_attention import prepare_part
+    from kvcache_plugins.kernels.triton import prepare_part
+    from kvcache_plugins.kernels.triton import prepare_part as prepare_rows
 
     if isinstance(part, CodedPart):
         return prepare_rows(query, part, 1.0, packed=True).launch
@@ -183,7 +176,7 @@ def benchmark_machine_code(
     \b
     Examples:
         kvcache-plugins bench machine-code
-        kvcache-plugins bench machine-code --cache gear-k4v4 --head-dim 64 --head-dim 128 --capability 80
+        kvcache-plugins bench machine-code --cache gear-k4v3 --head-dim 64 --head-dim 128 --capability 80
     """
     typer.echo("counted in machine code, not measured; bounds for an H200")
     rows = []

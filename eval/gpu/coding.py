@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_same_rows
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 from .models import DTYPE, build_llama
 from .partial_report import PartialReport, TimeBox
@@ -66,12 +66,12 @@ def _time_cache(
 
 def _fill(
     cache: Cache, model: PreTrainedModel, count: int, device: torch.device
-) -> tuple[TransformLayer, torch.Tensor, torch.Tensor]:
+) -> tuple[CompressedLayer, torch.Tensor, torch.Tensor]:
     """The first layer of a cache, that has coded a prompt of random states, and these."""
     config, layer = model.config, cache.layers[0]
-    assert isinstance(layer, TransformLayer)
+    assert isinstance(layer, CompressedLayer)
     head_dim = config.hidden_size // config.num_attention_heads
-    size = config.num_key_value_heads, count + layer.config.num_sink_tokens, head_dim
+    size = config.num_key_value_heads, count + layer.packing.num_sink_tokens, head_dim
     keys, values = torch.randn(2, 1, *size, device=device).to(DTYPE)
     keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
     layer.update(keys, values)

@@ -18,7 +18,7 @@ from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.harness.caches import was_exercised
 from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
 
 
@@ -82,9 +82,9 @@ def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_pad
     model = tiny_model(architecture, attn_implementation=implementation)
     input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
     options = {"attention_mask": mask, "held_out": HELD_OUT}
-    of_windows = ("gear-k2v2:sliding=compressed", "gear-t22:sliding=compressed")
+    of_windows = ("gear-k4v3:nbits=2", "gear-t22:sliding=compressed")
     more = of_windows if architecture == "gemma3-hybrid" else ()
-    for spec in ("gear-k2v2", "gear-t22", "gear-2bit:residual_length=32,q_group_size=16", *more):
+    for spec in ("gear-k4v3:nbits=2", "gear-t22", "gear-2bit:residual_length=32,q_group_size=16", *more):
         cache = choose_cache(model, input_ids, max_kl=LOOSE, candidates=[spec], **options)
         name, own = parse_cache_spec(spec)
         twin = create_cache(name, model, attention_mask=mask, **own)
@@ -119,19 +119,19 @@ def test_the_choice_follows_the_bound(tiny_model, architecture):
 
 
 def test_a_bound_that_is_too_low_says_how_near_each_came(tiny_model):
-    kl = measure_all(tiny_model("llama"), prompt(), candidates=["gear-k4v4", "gear-k2v2"])
-    assert set(kl) == {"gear-k2v2", "gear-k4v4"}
-    assert kl["gear-k2v2"] > kl["gear-k4v4"] > 0
+    kl = measure_all(tiny_model("llama"), prompt(), candidates=["gear-k4v3:value_nbits=4", "gear-k4v3:nbits=2"])
+    assert set(kl) == {"gear-k4v3:nbits=2", "gear-k4v3:value_nbits=4"}
+    assert kl["gear-k4v3:nbits=2"] > kl["gear-k4v3:value_nbits=4"] > 0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_cache_is_empty_and_generates(tiny_model, architecture):
     model = tiny_model(architecture)
     input_ids, mask = padded()
-    cache = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask, candidates=["gear-k3v2"])
+    cache = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask, candidates=["gear-k4v3"])
     assert cache.get_seq_length() == cache.stats()["tokens_compressed"] == 0
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    twin = create_cache("gear-k3v2", model)
+    twin = create_cache("gear-k4v3", model)
     chosen = model.generate(input_ids, past_key_values=cache, **options)
     assert torch.equal(chosen, model.generate(input_ids, past_key_values=twin, **options))
     assert {name: value for name, value in cache.stats().items() if name not in CHOICE} == twin.stats()
@@ -197,14 +197,14 @@ def test_whoever_reads_stats_copes(tiny_model):
 
 
 def test_nan_never_passes(tiny_model, monkeypatch):
-    attend = TransformLayer.attend
+    attend = CompressedLayer.attend
 
     def attend_badly(self, *arguments, **options):
         output = attend(self, *arguments, **options)
         # In the last layer: what comes after it is logits alone, and nothing to be compressed
-        return output * math.nan if self.config.key_nbits < 4 and self.layer_idx == 1 else output
+        return output * math.nan if self.packing.codecs.config.key_nbits < 4 and self.layer_idx == 1 else output
 
-    monkeypatch.setattr(TransformLayer, "attend", attend_badly)
+    monkeypatch.setattr(CompressedLayer, "attend", attend_badly)
     cache = choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE)
     assert cache.stats()["chosen_preset"] == "gear-t25"
     assert math.isnan(cache.stats()["kl_by_preset"]["gear-t16"])
@@ -224,7 +224,11 @@ def test_a_short_prompt_is_no_pass(tiny_model, length, held_out, message):
     with pytest.raises(ValueError, match=message):
         # Of groups of 32 some would be compressed
         choose_cache(
-            tiny_model("llama"), prompt(length), max_kl=LOOSE, held_out=held_out, candidates=["gear-k2v2", "gear-k4v3"]
+            tiny_model("llama"),
+            prompt(length),
+            max_kl=LOOSE,
+            held_out=held_out,
+            candidates=["gear-k4v3:nbits=2", "gear-k4v3"],
         )
 
 
@@ -242,7 +246,7 @@ def test_default_share_held_out(tiny_model):
         model.register_forward_pre_hook(
             lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        choose_cache(model, prompt(length), max_kl=LOOSE, candidates=["gear-k2v2"])
+        choose_cache(model, prompt(length), max_kl=LOOSE, candidates=["gear-k4v3:nbits=2"])
         return lengths
 
     assert fed(85) == [64, 21, 16, 5]
@@ -264,12 +268,15 @@ def test_held_out_is_checked(tiny_model, held_out):
 @pytest.mark.parametrize(
     ("candidates", "message"),
     [
-        ("gear-k2v2", "`candidates` has to be a sequence"),
+        ("gear-k4v3:nbits=2", "`candidates` has to be a sequence"),
         ([], "`candidates` has to be a sequence"),
         (["geer"], "Unknown cache `geer`. Did you mean `gear`"),
         (["gear:ranks=2"], "Unknown option `ranks`"),
         (["gear:nbits=5"], "`nbits`"),
-        (["gear-k2v2", "dynamic"], "`candidates` have to be GEAR caches.*`dynamic` is a `ReportingDynamicCache`"),
+        (
+            ["gear-k4v3:nbits=2", "dynamic"],
+            "`candidates` have to be GEAR caches.*`dynamic` is a `ReportingDynamicCache`",
+        ),
     ],
 )
 def test_candidates_are_checked_before_anything_runs(tiny_model, candidates, message):

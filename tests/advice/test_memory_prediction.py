@@ -104,7 +104,7 @@ OPTIONS = [
     "gear:backbone=per-token,key_nbits=8,value_rank=0,residual_length=16",
     "gear:nbits=2,sparsity=0.0,key_sparsity=0.1,decode_rank=1,residual_length=48",
     "gear:nbits=2,num_sink_tokens=70,rotate_values=true,low_rank_recent_ratio=0.3,sparsity=0.05",
-    "gear-k3v2",
+    "gear-k4v3",
     "gear-t30:residual_length=16,num_sink_tokens=0",
     # Decoded tokens alone: coded once there are enough of them for a table
     "gear-t22:key_nbits=1.3,num_sink_tokens=140",
@@ -289,7 +289,15 @@ def test_what_needs_numbers_is_refused(name: str, tiny_sizer: CacheSizer) -> Non
         tiny_sizer.measure(name, 300)
 
 
-LINEAR = ["dynamic", "gear-4bit", "gear-k4v4", "kcvt-4bit", "h2o:heavy_ratio=0.07", "infinigen", "infinigen-gear"]
+LINEAR = [
+    "dynamic",
+    "gear-4bit",
+    "gear-k4v3:value_nbits=4",
+    "kcvt-4bit",
+    "h2o:heavy_ratio=0.07",
+    "infinigen",
+    "infinigen-gear",
+]
 
 
 @pytest.mark.parametrize("rest", [0, 1, 63, PERIOD - 1])

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache, coded_layer
+from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache
 from kvcache_plugins.baselines.coded_cache import CodedTokensCache
+from kvcache_plugins.codecs import parts
 from kvcache_plugins.registry import list_caches
 
 
@@ -24,7 +25,7 @@ def caches() -> list[CodedTokensCache]:
 def test_attention_is_that_over_what_rows_stand_for(
     head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coded_layer, "_TILE_TOKENS", 16)
+    monkeypatch.setattr(parts, "TILE_TOKENS", 16)
     for cache in caches():
         for count in (37, 1, 5):
             keys, values = (torch.randn(2, 2, count, head_dim).to(dtype) for _ in range(2))

@@ -8,7 +8,7 @@ import torch
 from kvcache_plugins import GEARCache
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.contract import CONTRACT, run_check, tiny_models
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # Of the contract's models
@@ -49,8 +49,8 @@ class ToyCache(GEARCache):
     def __init__(self, config: Any = None, **options: Any):
         super().__init__(config, **{"backbone": "transform", "calibration": None, **options})
 
-    def _make_layer(self, index: int, config: Any, window: int | None = None) -> TransformLayer:
-        return TransformLayer(self.gear_config, index, self._given_mask, None, AbsmaxCodec(HEAD_DIM), window)
+    def _make_layer(self, index: int, config: Any, window: int | None = None) -> CompressedLayer:
+        return CompressedLayer(self.gear_config.packing(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 
 @pytest.fixture(scope="module")

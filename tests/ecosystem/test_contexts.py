@@ -15,7 +15,16 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 
 Context = Callable[[], AbstractContextManager[object]]
 # One of each kind; all names are tried in `make test-long`
-KINDS = ("gear", "gear-4bit", "gear-c16", "gear-t16-trellis", "infinigen", "infinigen-gear", "h2o", "llamacpp-q4_0")
+KINDS = (
+    "gear",
+    "gear-4bit",
+    "gear-c16",
+    "gear-t16:quantizer=trellis",
+    "infinigen",
+    "infinigen-gear",
+    "h2o",
+    "llamacpp-q4_0",
+)
 NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in list_caches() if name not in KINDS)]
 PROMPT, STEPS = 150, 25
 

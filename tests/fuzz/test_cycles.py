@@ -12,7 +12,16 @@ from kvcache_plugins import create_cache
 
 
 NUM_CYCLES, NUM_WARM = 30, 6
-CACHES = ("gear-t22", "infinigen-gear", "gear-2bit", "h2o", "gear-k3v2", "kcvt-4bit", "infinigen", "infinigen-paper")
+CACHES = (
+    "gear-t22",
+    "infinigen-gear",
+    "gear-2bit",
+    "h2o",
+    "gear-k4v3",
+    "kcvt-4bit",
+    "infinigen",
+    "infinigen-paper",
+)
 WHOLE = {"full_layers": ()}
 PAGE = 4096
 # A cycle's cache is of 2 MiB and more: were each kept, or one in ten, it would show

@@ -23,7 +23,7 @@ KINDS = {
     "gear-2bit": Kind(name="gear-2bit", options={}),
     "gear-2bit-small": Kind(name="gear-2bit", options=SMALL),
     "gear-l-2bit": Kind(name="gear-l-2bit", options=SMALL),
-    "gear-k3v2": Kind(name="gear-k3v2", options=SMALL),
+    "gear-k4v3": Kind(name="gear-k4v3", options=SMALL),
     "kivi-2bit": Kind(name="kivi-2bit", options=SMALL),
     "per-token-2bit": Kind(name="per-token-2bit", options=SMALL),
     "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),

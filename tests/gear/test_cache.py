@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, create_cache, list_caches
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.reports.memory import reachable_tensors
 
 
@@ -92,7 +92,7 @@ def test_hybrid_models_keep_their_own_layers(tiny_model):
     model = tiny_model("gemma3-hybrid")
     cache = GEARCache(model.config, nbits=8)
     own = DynamicCache(config=model.config)
-    assert [isinstance(layer, GEARLayer) for layer in cache.layers] == [False, True, False, True]
+    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [False, True, False, True]
     assert [type(layer) for layer in cache.layers[::2]] == [type(layer) for layer in own.layers[::2]]
     input_ids = prompt(model)
     assert torch.equal(generate(model, input_ids, cache), generate(model, input_ids, own))

@@ -45,19 +45,6 @@ def test_tokens_are_those_without_graphs(name, padding, llama):
     assert steps.num_recorded == 1 and steps.num_replayed > 100
 
 
-@pytest.mark.parametrize("window", [60, 200], ids=["full", "filled-on-the-way"])
-def test_windows_of_layers_beside(window, tiny_model):
-    model = tiny_model("gemma3-hybrid", sliding_window=window).cuda()
-    ids = torch.randint(3, 96, (1, 131), generator=torch.Generator().manual_seed(0)).cuda()
-    options = {"max_new_tokens": 90, "do_sample": False}
-    expected = model.generate(ids, past_key_values=create_cache("gear", model), **options)
-    cache = create_cache("gear", model)
-    with cache.captured_steps(model) as steps:
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-    assert steps.num_recorded == 1 and steps.num_replayed > 70
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_host_does_not_wait(name, llama):
     cache = create_cache(name, llama)

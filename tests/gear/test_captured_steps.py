@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, create_cache
-from kvcache_plugins.gear.fixed_storage import FixedBuffer
+from kvcache_plugins.gear.captured_steps import FixedBuffer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 
 

@@ -134,5 +134,4 @@ def test_a_calibrated_default_can_be_saved(model, kept, random_windows, tmp_path
 
 def test_windows_are_dense_unless_they_are_long():
     assert GEARCache().gear_config.least_window == 2048
-    assert GEARCache(nbits=4).gear_config.least_window == 512
     assert GEARCache(residual_length=1024).gear_config.least_window == 8192

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close, require_close_layers
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 def test_the_error_is_relative():
@@ -47,14 +47,14 @@ def test_every_layer_is_checked(monkeypatch):
     error = require_close_layers("gear-2bit", cache, num_query_heads=4)
     assert error is not None and error < 1e-3
     assert cache.stats()["fused_calls"] == 2
-    attend = GEARLayer.attend
+    attend = CompressedLayer.attend
 
     def wrong_in_the_second(self, query, *args, **kwargs):
         output = attend(self, query, *args, **kwargs)
         is_wrong = self.layer_idx == 1 and os.environ.get("KVCACHE_PLUGINS_KERNELS") != "torch"
         return output * 1.1 if is_wrong else output
 
-    monkeypatch.setattr(GEARLayer, "attend", wrong_in_the_second)
+    monkeypatch.setattr(CompressedLayer, "attend", wrong_in_the_second)
     with pytest.raises(MismatchError, match="gear-2bit, layer 1"):
         require_close_layers("gear-2bit", cache, num_query_heads=4)
 

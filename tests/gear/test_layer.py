@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 NUM_HEADS, HEAD_DIM, GROUP = 2, 32, 64
@@ -25,7 +25,7 @@ METHODS = {
 }
 
 
-def make_layer(**options) -> GEARLayer:
+def make_layer(**options) -> CompressedLayer:
     return GEARCache(**options)._next_layer()
 
 
@@ -66,9 +66,9 @@ def test_prompt_is_compressed_right_after_its_attention(method, length):
         assert "codes" not in parts
         assert layer.stats()["tokens_compressed"] == 0
     else:
-        whole = length - length % GROUP if layer.config.key.backbone == "kivi" else length
+        whole = length - length % GROUP if layer.packing.has_whole_groups else length
         assert layer.stats()["tokens_compressed"] == whole
-        exact = max(length - whole, min(layer.config.num_sink_tokens, length))
+        exact = max(length - whole, min(layer.packing.num_sink_tokens, length))
         assert layer.stats()["tokens_exact"] == exact
     assert layer.get_seq_length() == length
     assert layer.get_mask_sizes(3) == (length + 3, 0)
@@ -174,7 +174,7 @@ def test_each_token_is_compressed_once_and_history_never_changes(residual_length
     before = layer.materialize("keys")[:, :, :100].clone()
     decode(layer, 5 * residual_length + 1)
     # Tokens of the prompt that do not fill a group stay exact
-    exact_prefix = 128 % layer.config.token_group if backbone == "kivi" else 0
+    exact_prefix = 128 % layer.packing.least_tokens if backbone == "kivi" else 0
     assert layer.stats()["tokens_compressed"] == 128 - exact_prefix + 5 * residual_length
     assert layer.stats()["chunks_compressed"] == 6
     assert torch.equal(layer.materialize("keys")[:, :, :100], before)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 
 # What a step allocates, in a graph always in the same place
@@ -21,9 +21,9 @@ WRITING = {"index_copy_", "add_", "copy_"}
 READING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_to_cpu"}
 # Arguments of a launcher before those of the kernel, of which the first three are the grid
 NUM_BEFORE = 9
-WINDOWS, PRESETS_OF_CHUNKS = "gear, windows", ("gear-2bit", "kivi-2bit", "gear-k4v3")
+PRESETS_OF_CHUNKS = ("gear-2bit", "kivi-2bit", "gear-k4v3")
 # By preset: decoded tokens, in which several chunks are compressed
-NUM_TOKENS = {"gear": 110, WINDOWS: 70, "gear-t16": 30, "gear-c16": 30, **dict.fromkeys(PRESETS_OF_CHUNKS, 150)}
+NUM_TOKENS = {"gear": 110, "gear-t16": 30, "gear-c16": 30, **dict.fromkeys(PRESETS_OF_CHUNKS, 150)}
 
 
 def describe(value):
@@ -47,47 +47,39 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_model(*, has_windows):
-    """One of two layers that are compressed; beside them two with a window that decoding fills."""
-    sizes = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 256,
-        "head_dim": 32,
-        "intermediate_size": 64,
-        "vocab_size": 32,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    if has_windows:
-        types = ["sliding_attention", "full_attention"]
-        config = Gemma3TextConfig(**sizes, num_hidden_layers=4, layer_types=2 * types, sliding_window=150)
-    else:
-        config = LlamaConfig(**sizes, num_hidden_layers=2)
+def make_model():
+    """One of two layers."""
+    config = LlamaConfig(
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        hidden_size=256,
+        head_dim=32,
+        intermediate_size=64,
+        vocab_size=32,
+        eos_token_id=None,
+        pad_token_id=0,
+        num_hidden_layers=2,
+    )
     with torch.random.fork_rng():
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().bfloat16()
 
 
 def check(name, batch_size):
     from kvcache_plugins.eval.machine_code import stand_in_driver
-    from kvcache_plugins.gear.recorded_step import RecordedStep
+    from kvcache_plugins.gear.captured_steps import RecordedStep
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
-    from kvcache_plugins.gear.transform.layer import TransformLayer
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel as attend_rows_kernel
-    from kvcache_plugins.triton_kernels.transform_coding.basis_kernel import attend_basis_kernel
 
-    model, num_tokens = make_model(has_windows=name == WINDOWS), NUM_TOKENS[name]
-    name = name.removesuffix(WINDOWS.removeprefix("gear"))
+    model, num_tokens = make_model(), NUM_TOKENS[name]
     options = {}
     if name.startswith("gear-c"):
         # Rows of a layer are as long as it needs them, and kernels are compiled for each length
         options = {"calibration": calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)}
     cache = create_cache(name, model, **options)
-    attending = attend_rows_kernel if isinstance(cache.layers[-1], TransformLayer) else attend_kernel
-    attending = attend_basis_kernel if options else attending
+    attending = attend_rows_kernel if cache.layers[-1].packing.has_windows else attend_kernel
     kernels = {attending.fn.__name__: attending, "combine_kernel": combine_kernel}
     launches, recorded, num_compiled = [], [], []
     run_step = RecordedStep.__call__

@@ -12,18 +12,11 @@ from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.gear import GEARCache
 
 
-NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 16
-KINDS = {
-    "kcvt": {"nbits": 8, "backbone": "kcvt", "residual_length": CHUNK, "sparsity": 0.1},
-    "kivi": {"nbits": 8, "backbone": "kivi", "residual_length": CHUNK, "rank": 2, "num_sink_tokens": 3},
-    "per-token": {"nbits": 8, "backbone": "per-token", "residual_length": CHUNK, "rank": 0, "sparsity": 0},
-    "transform": {"nbits": 8, "backbone": "transform"},
-}
+NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 8
 
 
-def make_layer(kind, window):
-    cache = GEARCache(**KINDS[kind], sliding="compressed")
-    return cache._make_layer(0, None, window)
+def make_layer(window):
+    return GEARCache(nbits=8, backbone="transform", sliding="compressed")._make_layer(0, None, window)
 
 
 def states(batch_size, length):
@@ -60,10 +53,9 @@ def feed(layers, window, num_new, padding, what):
 
 
 @pytest.mark.parametrize(("window", "padding"), [(70, (0, 0)), (80, (0, 37)), (97, (90, 3))], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_that_of_the_dense_sliding_layer(kind, window, padding):
+def test_attention_is_that_of_the_dense_sliding_layer(window, padding):
     torch.manual_seed(0)
-    own = make_layer(kind, window)
+    own = make_layer(window)
     # Prompts below, at and beyond the window, then every offset of a window against a chunk, several tokens at once,
     # and a later prompt
     for prompt in (45, 200):
@@ -78,11 +70,10 @@ def test_attention_is_that_of_the_dense_sliding_layer(kind, window, padding):
         assert (dense - expected).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_written_out_attention_sees_the_window_alone(kind):
+def test_written_out_attention_sees_the_window_alone():
     torch.manual_seed(1)
     window, padding = 70, (0, 20)
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(kind, window)
+    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
     for num_new in (130, *[1] * 20):
         new, query = states(2, num_new), torch.randn(2, NUM_HEADS, num_new, HEAD_DIM)
         outputs = []
@@ -95,10 +86,9 @@ def test_written_out_attention_sees_the_window_alone(kind):
     assert layers[1].stats()["written_out_calls"] == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_bounded_and_counted(kind):
+def test_memory_is_bounded_and_counted():
     window = 70
-    layer = make_layer(kind, window)
+    layer = make_layer(window)
     feed([layer], window, 300, (0, 0), "prompt")
     sizes, spare = [], 0
     for _ in range(160):
@@ -114,11 +104,10 @@ def test_memory_is_bounded_and_counted(kind):
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="the dense layer of this release cannot be rolled back")
-@pytest.mark.parametrize("kind", KINDS)
-def test_rollback(kind):
+def test_rollback():
     torch.manual_seed(2)
     window, padding = 70, (0, 9)
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(kind, window)
+    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
     feed(layers, window, 120, padding, "prompt")
     for layer in layers:
         layer.activate_past_recording()
@@ -132,10 +121,9 @@ def test_rollback(kind):
     assert layers[1]._held_start > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_newest_update_can_be_taken_back_and_more_is_refused(kind):
+def test_newest_update_can_be_taken_back_and_more_is_refused():
     window = 70
-    layer = make_layer(kind, window)
+    layer = make_layer(window)
     feed([layer], window, 200, (0, 0), "prompt")
     with pytest.raises(ValueError, match=r"`crop` of 20 tokens.*`activate_past_recording\(\)`"):
         layer.crop(-20)
@@ -151,11 +139,10 @@ def test_newest_update_can_be_taken_back_and_more_is_refused(kind):
     feed([layer], window, 20, (0, 0), "anew")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_operations_and_copies(kind):
+def test_batch_operations_and_copies():
     torch.manual_seed(3)
     window = 70
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(kind, window)
+    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
     feed(layers, window, 120, (0, 9), "prompt")
     feed(layers, window, 20, (0, 9), "more")
     for layer in layers:

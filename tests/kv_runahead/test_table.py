@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins.files.records import write_json
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
-from kvcache_plugins.kv_runahead.partition import resolve_partition
-from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.kv_runahead.planner import CostModel, Link, PartitionTable, TableEntry, Timing, resolve_partition
 from kvcache_plugins.models.fingerprint import fingerprint
 
 
-SHORT = TableEntry(length=1000, ratios=(0.6, 0.4), seconds=0.5, measured=True)
-LONG = TableEntry(length=2000, ratios=(0.7, 0.3), seconds=1.5, measured=False)
+ONE = {"length": 10, "ratios": (1.0,), "seconds": 1.0, "measured": False}
 
 
 def table_for(model) -> PartitionTable:
     return PartitionTable(
         model=fingerprint(model),
         world_size=2,
-        entries=(LONG, SHORT),
+        entries=(
+            TableEntry(length=2000, ratios=(0.7, 0.3), seconds=1.5, measured=False),
+            TableEntry(length=1000, ratios=(0.6, 0.4), seconds=0.5, measured=True),
+        ),
         timings=(Timing(length=1000, seconds=0.7), Timing(length=500, prefix=500, seconds=0.4)),
         cost=CostModel(per_token=1e-4, per_pair=1e-8, triangle=0.5),
         link=Link(latency=1e-5, bytes_per_second=2e9),
@@ -36,98 +36,70 @@ def model(tiny_model):
     return tiny_model("llama", num_hidden_layers=1)
 
 
-def test_what_is_saved_is_loaded(model, tmp_path: Path) -> None:
-    table = table_for(model)
-    assert [entry.length for entry in table.entries] == [1000, 2000]
-    table.save(tmp_path / "table.json")
-    loaded = PartitionTable.load(tmp_path / "table.json", model, 2)
-    assert loaded == table
-    assert resolve_partition(loaded, 1500, 2) == (975, 525)
-    bare = PartitionTable(model=fingerprint(model), world_size=1, entries=(TableEntry(**ONE),))
-    bare.save(tmp_path / "bare.json")
-    assert PartitionTable.load(tmp_path / "bare.json", model, 1) == bare
-
-
-ONE = {"length": 10, "ratios": (1.0,), "seconds": 1.0, "measured": False}
-
-
-def test_another_model_or_number_of_ranks_is_refused(model, tiny_model, tmp_path: Path) -> None:
+@pytest.fixture
+def path(model, tmp_path: Path) -> Path:
     table_for(model).save(tmp_path / "table.json")
+    return tmp_path / "table.json"
+
+
+def test_what_is_saved_is_loaded(model, tiny_model, path: Path) -> None:
+    loaded = PartitionTable.load(path, model, 2)
+    assert loaded == table_for(model) and [entry.length for entry in loaded.entries] == [1000, 2000]
+    assert resolve_partition(loaded, 1500, 2) == (975, 525)
     with pytest.raises(ValueError, match="table.json was made for another model"):
-        PartitionTable.load(tmp_path / "table.json", tiny_model("llama"), 2)
+        PartitionTable.load(path, tiny_model("llama"), 2)
     with pytest.raises(ValueError, match="table.json was made for 2 ranks, but there are 3"):
-        PartitionTable.load(tmp_path / "table.json", model, 3)
+        PartitionTable.load(path, model, 3)
+    bare = PartitionTable(model=fingerprint(model), world_size=1, entries=(TableEntry(**ONE),))
+    bare.save(path)
+    assert PartitionTable.load(path, model, 1) == bare
 
 
-def without(document: dict, key: str) -> dict:
-    return {name: value for name, value in document.items() if name != key}
+# What is written in the place of the table: bytes, or changed fields, `None` for one that is left out
+DAMAGES = [
+    (b"", "is no JSON file or is damaged"),
+    (b"\xff\xfe\x00\x80", "is no JSON file or is damaged"),
+    (b"[]", "is damaged: the JSON has to be an object but is a list"),
+    (b"{}", "holds format None version None, but only"),
+    ({"version": 1}, "version 1, but only 'kvcache_plugins.kv_runahead' version 2"),
+    ({"world_size": None}, "is damaged: .*world_size"),
+    ({"more": 1}, "is damaged: .*more"),
+    ({"world_size": "2"}, "`world_size` has to be an integer from 1"),
+    ({"world_size": 1}, "is damaged: .* cut a context into 2 slices"),
+    ({"entries": []}, "`entries` has to hold one length at least"),
+    ({"entries": 1}, "is damaged"),
+    ({"entries": [ONE, ONE]}, "none twice, but got lengths \\[10, 10\\]"),
+    ({"link": {"latency": 0, "bytes_per_second": 0, "shared": False}}, "`bytes_per_second` has to be a number"),
+    ({"timings": [{"length": 1}]}, "is damaged: .*prefix` is missing"),
+]
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda text, document: text[:-20], "is no JSON file or is damaged"),
-        (lambda text, document: "", "is no JSON file or is damaged"),
-        (lambda text, document: "[]", "holds a JSON list, but has to hold an object"),
-        (lambda text, document: "{}", "holds format None version None, but only"),
-        (
-            lambda text, document: {**document, "version": 1},
-            "version 1, but only 'kvcache_plugins.kv_runahead' version 2",
-        ),
-        (lambda text, document: without(document, "cost"), "is damaged: `cost` is missing"),
-        (lambda text, document: without(document, "world_size"), "is damaged: .*world_size"),
-        (lambda text, document: {**document, "more": 1}, "is damaged: .*more"),
-        (lambda text, document: {**document, "world_size": "2"}, "`world_size` has to be an integer from 1"),
-        (
-            lambda text, document: {**document, "world_size": 1},
-            "is damaged: .* cut a context into 2 slices",
-        ),
-        (lambda text, document: {**document, "entries": []}, "`entries` has to hold one length at least"),
-        (lambda text, document: {**document, "entries": None}, "is damaged"),
-        (lambda text, document: {**document, "entries": [ONE, ONE]}, "none twice, but got lengths \\[10, 10\\]"),
-        (
-            lambda text, document: {**document, "link": {**document["link"], "bytes_per_second": 0}},
-            "`bytes_per_second` has to be a number",
-        ),
-        (lambda text, document: {**document, "timings": [{"length": 1}]}, "is damaged: .*prefix` is missing"),
-    ],
-)
-def test_damaged_files_are_refused(model, tmp_path: Path, damage, message: str) -> None:
-    path = tmp_path / "table.json"
-    table_for(model).save(path)
-    text = path.read_text(encoding="utf-8")
-    damaged = damage(text, json.loads(text))
-    if isinstance(damaged, str):
-        path.write_text(damaged, encoding="utf-8")
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damaged_files_are_refused(model, path: Path, damage, message: str) -> None:
+    if isinstance(damage, bytes):
+        path.write_bytes(damage)
     else:
         # Forged: the checksum is right
-        write_json(path, {key: value for key, value in damaged.items() if key != "checksum"})
+        content = {**json.loads(path.read_text(encoding="utf-8")), **damage, "checksum": None}
+        write_json(path, {key: value for key, value in content.items() if value is not None})
     with pytest.raises(ValueError, match=message) as error:
         PartitionTable.load(path, model, 2)
     assert str(error.value).startswith(f"`partition`: {path} ")
 
 
-def test_every_changed_byte_is_noticed(model, tmp_path: Path) -> None:
+def test_every_changed_byte_is_noticed(model, path: Path) -> None:
     """But for what JSON does not care about, where a change is none."""
-    path, rng = tmp_path / "table.json", random.Random(0)
-    table = table_for(model)
-    table.save(path)
-    content = path.read_bytes()
+    rng, content = random.Random(0), path.read_bytes()
     for _ in range(500):
         place = rng.randrange(len(content))
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :])
         try:
-            assert PartitionTable.load(path, model, 2) == table
+            assert PartitionTable.load(path, model, 2) == table_for(model)
         except ValueError as error:
             assert str(error).startswith(f"`partition`: {path} ")
-
-
-def test_a_missing_file_and_one_that_is_no_text_are_refused(model, tmp_path: Path) -> None:
+    path.unlink()
     with pytest.raises(ValueError, match="there is no file"):
-        PartitionTable.load(tmp_path / "none.json", model, 2)
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ValueError, match="is no JSON file or is damaged"):
-        PartitionTable.load(tmp_path / "bytes.json", model, 2)
+        PartitionTable.load(path, model, 2)
 
 
 @pytest.mark.parametrize(

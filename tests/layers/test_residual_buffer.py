@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.gear.fixed_storage import FixedBuffer
+from kvcache_plugins.gear.captured_steps import FixedBuffer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
 

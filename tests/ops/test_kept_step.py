@@ -48,9 +48,7 @@ def record(kernel_calls, name, kernel, arguments):
 
 def check(name):
     from kvcache_plugins.eval.machine_code import stand_in_driver
-    from kvcache_plugins.gear.transform.layer import TransformLayer
-    from kvcache_plugins.kernels.triton_rows import attend as attend_rows
-    from kvcache_plugins.ops.triton_attention import attend as attend_chunks
+    from kvcache_plugins.kernels.triton import attend as attend_all
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
@@ -63,7 +61,7 @@ def check(name):
         hidden_size=4 * NUM_HEADS * HEAD_DIM,
     )
     cache = create_cache(name, config)
-    is_coded = isinstance(cache.layers[0], TransformLayer)
+    is_coded = cache.layers[0].packing.has_windows
     kernels = {"attend_kernel": attend_rows_kernel if is_coded else attend_kernel, "combine_kernel": combine_kernel}
     calls = []
 
@@ -74,9 +72,7 @@ def check(name):
             record(calls, self._name, kernel, arguments[-len(kernel.params) :])
 
     def attend_parts(query, dense, compressed):
-        if is_coded:
-            return attend_rows(query, [dense[0], *compressed, *dense[1:]], NUM_HEADS, SCALE)
-        return attend_chunks(query, dense, compressed, SCALE)
+        return attend_all(query, [*dense[:-1], *compressed, dense[-1]], NUM_HEADS, SCALE)
 
     def launches_of(query, dense, compressed):
         calls.clear()
@@ -126,13 +122,13 @@ def check(name):
         assert is_rotated or mode.allocations == 2, mode.allocations
         assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
     # Whether a chunk was finite is asked for once, of both sides together
-    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.config.residual_length), reads
+    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.packing.residual_length), reads
     # The step after a compression is prepared anew
-    assert num_kept >= 90 - 90 // layer.config.residual_length - 1, num_kept
+    assert num_kept >= 90 - 90 // layer.packing.residual_length - 1, num_kept
 
 
 def split(parts):
-    from kvcache_plugins.ops.parts import DensePart
+    from kvcache_plugins.codecs.parts import DensePart
 
     return (
         [part for part in parts if isinstance(part, DensePart)],
@@ -141,7 +137,7 @@ def split(parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k3v2", marks=pytest.mark.long), "gear-t25"])
+@pytest.mark.parametrize("name", ["gear-2bit", pytest.param("gear-k4v3", marks=pytest.mark.long), "gear-t25"])
 def test_kept_launches_are_those_prepared_anew(name, run_compiling):
     run_compiling(name)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcache_plugins.ops.slot_products import gather_weights, multiply_heads, scatter_scores
+from kvcache_plugins.kernels.attention import gather_weights, multiply_heads, scatter_scores
 
 
 # [B, H, S] of 6 tokens: out of order, with free slots, and with other tokens in every head

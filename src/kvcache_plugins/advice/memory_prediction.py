@@ -26,6 +26,7 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 
@@ -389,9 +390,9 @@ class CacheSizer:
 
 def check_counts(context: int, batch_size: int, new_tokens: int) -> None:
     """Raises a `ValueError` for numbers that `predict_memory` does not accept."""
-    for name, value, least in (("context", context, 1), ("batch_size", batch_size, 1), ("new_tokens", new_tokens, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"`{name}` has to be an integer of at least {least} but got {value!r}")
+    check_integer("context", context, 1)
+    check_integer("batch_size", batch_size, 1)
+    check_integer("new_tokens", new_tokens, 0)
     if new_tokens >= context:
         raise ValueError(
             f"`new_tokens` are those of the `context` that come after a prompt: they have to be fewer than {context} "

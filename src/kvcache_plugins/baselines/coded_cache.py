@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
-
-from .coded_layer import CodedTokensLayer, MakeCodec
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -26,12 +28,12 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             it, every layer is coded.
     """
 
-    def __init__(self, make_codec: MakeCodec, config: PreTrainedConfig | torch.nn.Module | None):
-        self._make_codec = make_codec
+    def __init__(self, make_codec: Callable[[int, int], Codec], config: PreTrainedConfig | torch.nn.Module | None):
+        self._packing = RowPacking(make_codec)
         self._init_layers(get_config(config, "config"))
 
-    def _layer(self, layer_idx: int) -> CodedTokensLayer:
-        return CodedTokensLayer(self._make_codec, layer_idx)
+    def _layer(self, layer_idx: int) -> CompressedLayer:
+        return CompressedLayer(self._packing, layer_idx)
 
     def stats(self) -> dict[str, int]:
         """
@@ -44,11 +46,11 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             (those that the model computes itself), `prompts_without_mask` and `dense_reads` (times a side of a layer
             was made dense for something other than attention).
         """
-        layers = [layer for layer in self.layers if isinstance(layer, CodedTokensLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         total: Counter[str] = Counter()
         # Of a new layer all are 0: the names are the same where a model has no layer that is ours
         for layer in layers or [self._layer(0)]:
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
-        compressing = sum(layer.rows is not None for layer in layers)
+        compressing = sum(bool(layer.blocks) for layer in layers)
         return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}

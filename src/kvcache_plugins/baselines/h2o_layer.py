@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.kernels.attention import gather_weights, multiply_heads, scatter_scores
 from kvcache_plugins.layers.lazy_views import View
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.slot_products import gather_weights, multiply_heads, scatter_scores
 
 from .attention_weights import attend_and_weigh, sum_given_weights, sum_weights
 from .h2o_config import H2OConfig

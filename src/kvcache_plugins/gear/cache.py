@@ -13,6 +13,7 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.atomic import refusals
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.models.layer_config import head_dims
@@ -24,7 +25,6 @@ from kvcache_plugins.user_warnings import warn_user
 
 from .captured_steps import CapturedSteps
 from .config import GEARConfig, PresetChoice
-from .layer import GEARLayer
 from .snapshot import read_snapshot, restore_layers, write_snapshot
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import (
@@ -35,9 +35,7 @@ from .transform.calibrations import (
     resolve_calibration,
 )
 from .transform.config import BACKBONE, TransformConfig, transform_config
-from .transform.layer import TransformLayer
-from .transform.warm_up import warm_up_rows
-from .warm_up import sizes_of, warm_up_gear
+from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 
 # Both forms have these, so that they do not tell which one is meant
@@ -107,10 +105,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             With the `transform` backbone, how numbers become codes: `"lloyd-max"` one by one, or `"trellis"` (up to 6
             bits), each with those before it, which makes errors a third smaller and coding slower.
         sliding (`str`, *optional*, defaults to `"auto"`):
-            What is done with layers whose attention has a window or goes by chunks: `"compressed"`, where what no
-            query to come sees is let go of, a chunk at a time; `"dense"`, which leaves them Transformers' own; or
-            `"auto"`, which compresses windows of at least four times a chunk and the buffer together (512 tokens by
-            default), or of 2048 tokens with the `transform` backbone, which is worth little in shorter ones.
+            What is done with layers whose attention has a window or goes by chunks: `"compressed"`, with the
+            `transform` backbone alone, where what no query to come sees is let go of, some tokens at a time;
+            `"dense"`, which leaves them Transformers' own; or `"auto"`, which compresses windows of at least 2048
+            tokens with the `transform` backbone, which is worth little in shorter ones.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
@@ -207,35 +205,35 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self._given_mask = attention_mask
         self._init_layers(config)
 
-    def _layer(self, layer_idx: int) -> GEARLayer | TransformLayer:
+    def _layer(self, layer_idx: int) -> CompressedLayer:
         return self._make_layer(layer_idx, None)
 
-    def _make_layer(
-        self, index: int, config: PreTrainedConfig | None, window: int | None = None
-    ) -> GEARLayer | TransformLayer:
-        if isinstance(self.gear_config, TransformConfig):
-            frequencies = None if config is None else rotary_frequencies(config, index)
-            codec = None
-            # Not all calibrations have looked at layers of a window, which then go by their prompt
-            if self.calibration is not None and (window is None or index in self.calibration.layers):
-                key_nbits, quantizer = self.gear_config.key_nbits, self.gear_config.quantizer
-                codec = self.calibration.codec(index, key_nbits, quantizer, frequencies)
-            return TransformLayer(self.gear_config, index, self._given_mask, frequencies, codec, window)
-        return GEARLayer(self.gear_config, index, self._given_mask, window)
+    def _make_layer(self, index: int, config: PreTrainedConfig | None, window: int | None = None) -> CompressedLayer:
+        options, codec = self.gear_config, None
+        if isinstance(options, GEARConfig):
+            layer = CompressedLayer(options.packing(), index, self._given_mask)
+            layer.on_first_prompt = warm_up_for_prompt
+            return layer
+        frequencies = None if config is None else rotary_frequencies(config, index)
+        # Not all calibrations have looked at layers of a window, which then go by their prompt
+        if self.calibration is not None and (window is None or index in self.calibration.layers):
+            codec = self.calibration.codec(index, options.key_nbits, options.quantizer, frequencies)
+        return CompressedLayer(options.packing(frequencies, codec), index, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
-        def make_windowed(index: int, window: int) -> GEARLayer | TransformLayer | None:
-            options = self.gear_config
-            is_compressed = options.sliding == "compressed" or (
-                options.sliding == "auto" and window >= options.least_window
-            )
+        options = self.gear_config
+
+        def make_windowed(index: int, window: int) -> CompressedLayer | None:
+            # Groups leave windows to Transformers
+            if isinstance(options, GEARConfig) or options.sliding == "dense":
+                return None
+            is_compressed = options.sliding == "compressed" or window >= options.least_window
             return self._make_layer(index, config, window) if is_compressed else None
 
         layers = replace_full_attention(config, lambda index: self._make_layer(index, config), make_windowed)
-        if isinstance(self.gear_config, TransformConfig):
-            return layers
-        for head_dim in sorted(head_dims(config)):
-            self.gear_config.codec(head_dim, head_dim)
+        if isinstance(options, GEARConfig):
+            for head_dim in sorted(head_dims(config)):
+                options.codec(head_dim, head_dim)
         return layers
 
     @property
@@ -260,9 +258,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             tried.
             Only with a calibration `calibration_bytes`, which `memory()` has apart as `shared`.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, GEARLayer | TransformLayer)]
-        new = TransformLayer(own, 0) if isinstance(own := self.gear_config, TransformConfig) else GEARLayer(own, 0)
-        total: Counter[str] = Counter(new.stats())
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        total: Counter[str] = Counter(self._make_layer(0, None).stats() if not layers else {})
         for layer in layers:
             total.update(layer.stats())
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
@@ -291,10 +288,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
-            if isinstance(self.gear_config, GEARConfig):
-                warm_up_gear(GEARLayer, self.gear_config, sizes, is_captured=captured)
-            else:
-                warm_up_rows(self.layers or [self._make_layer(0, config)], sizes, is_captured=captured)
+            warm_up(self.layers or [self._make_layer(0, config)], sizes, is_captured=captured)
 
     def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
         """
@@ -345,12 +339,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"`count` has to be an integer of at least 1 but got {count!r}")
-        shared = [
-            tensor
-            for layer in self.layers
-            if isinstance(layer, GEARLayer | TransformLayer)
-            for tensor in layer.share()
-        ]
+        shared = [tensor for layer in self.layers if isinstance(layer, CompressedLayer) for tensor in layer.share()]
         # What `deepcopy` finds under its identity it takes for copied
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 

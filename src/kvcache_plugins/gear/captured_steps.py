@@ -1,40 +1,463 @@
 """Whole decode steps of a model with a GEAR cache as one CUDA graph: `GEARCache.captured_steps`.
 
-Between two compressions of a chunk a step stores a token and attends, and nothing else. So it is recorded once
-(`recorded_step`), over layers that stand still (`fixed_storage`), and replayed for every token after that. Any other
-call of the model is run as it is: prompts, several tokens at once, and the step before which a chunk is compressed.
-After it the recording still holds, as nothing has moved and lengths stand on the device (`step_numbers`).
+Between two packings of a chunk a step stores a token and attends, and nothing else. So it is recorded once, over
+layers whose storage has its room ahead and stays where it is (`FixedForm`), and replayed for every token after that:
+
+    [ prefix ] [ blocks ] [ open block: room for tokens to come ] [ buffer: room for all that wait ]
+
+What changes from step to step is the token and its position, which are copied to where the recording reads them, and
+lengths, which stand on the device (`StepNumbers`) and are counted on by the recording. Any other call of the model is
+run as it is: prompts, several tokens at once, and the step before which a chunk is packed. Whatever grows beyond its
+room, or is put elsewhere by a crop or a reordering, ends the form, and another one is made. Where there are no CUDA
+graphs the model is run with just that, so that a step can be looked at anywhere.
 """
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.utils.generic import ModelOutput
 
-from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
-from kvcache_plugins.layers.recurrent_states import RecurrentStates
-from kvcache_plugins.models.cache_argument import CACHE_NAMES, find_cache
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.engine import (
+    MAX_NUM_QUERIES,
+    choose_kernel,
+    choose_token_kernel,
+    compiles_kernels,
+    explain_kernel,
+)
+from kvcache_plugins.kernels.masks import slice_mask
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 
-from .fixed_storage import FixedForm
-from .fixed_window import FixedWindow
-from .recorded_step import RecordedStep
-from .replayable import ReplayableMixin
-from .step_cache import StepCache
-from .step_masks import StepMasks
-from .step_numbers import StepNumbers
 
-
-# Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway (`step_masks`)
+# Arguments of a model that are other tensors in every step; its mask hides what the cache hides anyway
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 _CONSTANTS = (bool, int, float, str, type(None))
-_WINDOWED = "sliding_attention"
 # Times in a row that a recording was of use once or never
 _MOST_MOVES = 4
+
+
+class StepNumbers:
+    """
+    Numbers that change from one token to the next, on the device. All layers are alike.
+
+    Args:
+        device (`torch.device`): where kernels read them.
+
+    Attributes:
+        stored (`torch.Tensor` of shape `[1]`): tokens of the block that decoded tokens join.
+        exact (`torch.Tensor` of shape `[1]`): tokens of the buffer, with the one that is being stored.
+        place (`torch.Tensor` of shape `[1]`): where in the buffer that one goes.
+        total (`torch.Tensor` of shape `[]`): tokens before it.
+        held (three `int`, *optional*): tokens of the open block, of the buffer, and of all that the device holds, as
+            far as the host knows.
+    """
+
+    def __init__(self, device: torch.device):
+        self._numbers = torch.zeros(4, dtype=torch.int64, device=device)
+        self._growth = torch.tensor([0, 1, 1, 1], device=device)
+        self.stored, self.exact, self.place = self._numbers[:3].split(1)
+        self.total = self._numbers[3]
+        self.held: tuple[int, int, int] | None = None
+
+    def set(self, numbers: tuple[int, int, int]) -> None:
+        """Has the device hold numbers before a step."""
+        if numbers != self.held:
+            stored, exact, total = numbers
+            self.held = None
+            self._numbers.copy_(torch.tensor([stored, exact + 1, exact, total]))
+            self.held = numbers
+
+    def advance(self) -> None:
+        """Counts on by a token, on the device."""
+        self._numbers.add_(self._growth)
+
+
+class FixedBuffer(ResidualBuffer):
+    """
+    A buffer that stays where it is, as long as what waits fits into its room.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[B, H, 0, D]`): states of its kind.
+        limit (`int`): the most that waits in ordinary decoding.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
+        super().__init__(keys, values, limit)
+        # A few tokens at once may come on top, as in assisted decoding
+        self._resize(limit + MAX_NUM_QUERIES)
+
+    def drop_first(self, count: int) -> None:
+        """See `ResidualBuffer.drop_first`; the room stays."""
+        self._write_left()
+        self.length -= count
+        for states in self.storage:
+            states[:, :, : self.length] = states[:, :, count : count + self.length].clone()
+
+    def released(self) -> ResidualBuffer:
+        """See `ResidualBuffer.released`: an empty one, in the same place."""
+        self.length, self.left = 0, None
+        return self
+
+    def ordinary(self) -> ResidualBuffer:
+        """The same tokens in a buffer that grows."""
+        buffer = ResidualBuffer(self.keys[:, :, :0], self.values[:, :, :0], self.limit)
+        buffer.append(self.keys, self.values)
+        return buffer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResidualBuffer:
+        # Copies of a cache are not replayed
+        copied = memo[id(self)] = self.ordinary()
+        return copied
+
+
+class FixedForm:
+    """
+    A layer that stands still. Making it moves what the layer stores to where there is room.
+
+    Args:
+        layer (`CompressedLayer`): the layer, which `can_stand_still`.
+        num_tokens (`int`): decoded tokens that there shall be room for.
+    """
+
+    def __init__(self, layer: CompressedLayer, num_tokens: int):
+        shapes = [layer.states_shape(side) for side in ("keys", "values")]
+        keys, values = (
+            torch.empty(*shape[:2], 0, shape[3], dtype=layer.dtype, device=layer.device) for shape in shapes
+        )
+        self.layer, self.buffer = layer, FixedBuffer(keys, values, layer.packing.residual_length)
+        held = layer.buffer
+        if held is not None and held.length:
+            self.buffer.append(held.keys, held.values)
+        layer.buffer, layer._prepared = self.buffer, None
+        if not layer._is_open:
+            heads = layer.batch_size, layer._shapes["keys"][1]
+            layer.blocks.append(layer.packing.blank(layer.codec, *heads, layer.exact_start, layer.device))
+            layer._is_open = True
+        self.block = layer.blocks[-1]
+        layer.blocks = [block for block in layer.blocks if block.length or block is self.block]
+        if self.block.capacity < self.block.length + num_tokens:
+            self.block.reserve(self.block.length + num_tokens)
+        self._places, self._closed_lengths = self._all_places(), self._lengths()
+
+    def _all_places(self) -> list[object]:
+        """Whatever would be another if something stood elsewhere."""
+        layer = self.layer
+        prefix = () if layer.prefix is None else (layer.prefix.keys, layer.prefix.count)
+        blocks = (each for block in layer.blocks for each in (block, block.keys))
+        return [layer.padding, layer.buffer, layer.codec, *blocks, *prefix, *self.buffer.tensors()]
+
+    def _lengths(self) -> list[int]:
+        """Tokens of the blocks that no tokens join."""
+        return [block.length for block in self.layer.blocks[:-1]]
+
+    def stays(self) -> bool:
+        """Whether all that the layer stores is where it was."""
+        before, now = self._places, self._all_places()
+        is_same = len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
+        return is_same and self._lengths() == self._closed_lengths
+
+    def has_room(self) -> bool:
+        """Whether another token is stored in the buffer, with nothing packed before it."""
+        return is_waiting(self.layer) and self.buffer.length < self.buffer.capacity
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Tokens of the open block, of the buffer, and of all."""
+        return self.block.length, self.buffer.length, self.layer.get_seq_length()
+
+    def count_token(self) -> None:
+        """Takes down that a token has been stored and attended to."""
+        self.layer._num_new = 1
+        self.layer._length += 1
+        self.buffer.length += 1
+        self.layer._counters["attend_calls"] += 1
+        self.layer._counters["fused_calls"] += 1
+
+    def parts(self, numbers: StepNumbers) -> list[Any]:
+        """All parts that attention goes over, with the token that is being stored, and lengths on the device."""
+        layer, block = self.layer, self.block
+        parts = list(layer.packed_parts(None))
+        last = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
+        parts.append(dataclasses.replace(last, length=block.capacity, num_tokens=numbers.stored, kept={}))
+        # With all columns, so that no step makes them
+        parts = [dataclasses.replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
+        keys, values = self.buffer.tensors()
+        return [*parts, DensePart(keys, values, keys.shape[2], None, numbers.exact)]
+
+    def attend(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> torch.Tensor:
+        """Attention over parts whose lengths are on the device, which is read where that costs nothing."""
+        layer, kernel = self.layer, choose_kernel(query)[0]
+        if kernel != "triton":
+            if query.device.type != "cpu":
+                raise ValueError(f"`captured_steps` is not for attention of {query.shape[2]} queries a token")
+            parts = [
+                part if part.num_tokens is None else dataclasses.replace(part, length=int(part.num_tokens))
+                for part in parts
+            ]
+            parts = [part for part in parts if part.length]
+            kernel = layer.packing.choose(layer.codec, query)[0]
+        return attend(query, parts, layer._shapes["keys"][1], scale, kernel)
+
+    def end(self) -> None:
+        """Makes it an ordinary layer with the same contents, and gives the room back."""
+        layer, buffer = self.layer, self.layer.buffer
+        layer.buffer, layer._prepared = buffer.ordinary() if isinstance(buffer, FixedBuffer) else buffer, None
+        newest = layer.blocks[-1] if layer.blocks else None
+        layer.blocks = [block for block in layer.blocks if block.length]
+        layer.after_cut(newest)
+        if layer.blocks:
+            layer.blocks[-1].reserve(layer.blocks[-1].length)
+
+
+def is_waiting(layer: CompressedLayer) -> bool:
+    """Whether the next token is stored with nothing done before it."""
+    return layer._pending is None and not layer.is_buffer_full
+
+
+def can_stand_still(layer: CompressedLayer) -> bool:
+    """Whether a step of one token would only be stored in the buffer, and attended to with packed tokens."""
+    if not layer.is_initialized or not is_waiting(layer) or layer._needs_queries:
+        return False
+    first = next((block for block in layer.blocks if block.length), None)
+    # Padding is of the first prompt, and hidden by masks of its own part
+    return first is not None and (
+        layer.padding is None or int(layer.padding.max()) <= first.start + first.length <= layer.exact_start
+    )
+
+
+class StepLayer(LazyLayer):
+    """
+    Stands for a layer while a step is recorded: lengths stand on the device, and nothing is moved.
+
+    Args:
+        form (`FixedForm`): of the layer that it stands for.
+        numbers (`StepNumbers`): of the step.
+    """
+
+    def __init__(self, form: FixedForm, numbers: StepNumbers):
+        super().__init__()
+        self._form, self._numbers, self._parts = form, numbers, form.parts(numbers)
+        # That its states look as if they were of, the same in every step
+        self._length = form.layer.get_seq_length() + 1
+        self.dtype, self.device, self.is_initialized = form.layer.dtype, form.layer.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a token `[B, H, 1, D]` in the buffer, and returns all states, lazily."""
+        for storage, states in zip(self._form.buffer.storage, (key_states, value_states), strict=True):
+            storage.index_copy_(2, self._numbers.place, states.to(storage.dtype))
+        shapes = self.states_shape("keys"), self.states_shape("values")
+        return stored_states(self, *shapes, self._length, self.dtype, self.device)
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """See `LazyLayer.attend`."""
+        if attn_mask is not None:
+            raise ValueError("`captured_steps` is not for models that add to the scores of attention")
+        return self._form.attend(query, self._parts, scale)
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """See `LazyLayer.states_shape`."""
+        batch_size, num_heads, _, head_dim = self._form.layer.states_shape(side)
+        return batch_size, num_heads, self._length, head_dim
+
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
+        """Tokens before the new one, on the device, as Transformers' own static layers have them for positions."""
+        return self._numbers.total
+
+    def lazy_length(self) -> int:
+        """See `LazyLayer.lazy_length`."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is made of it, as one token sees all; padding is hidden by masks of the parts."""
+        return self._length, 0
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[Any]:
+        """Refused, as is all that follows from it."""
+        _refuse()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """It has been."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing of its own."""
+        return iter(())
+
+    def num_values(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+    def stats(self) -> dict[str, float]:
+        """Nothing of its own."""
+        return {}
+
+    def materialize(self, side: str) -> torch.Tensor:
+        """Refused."""
+        _refuse()
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refused."""
+        _refuse()
+
+    def crop_tokens(self, count: int) -> None:
+        """Refused."""
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError(
+        "`captured_steps` is for models whose attention is `sdpa`, over keys and values as they are cached"
+    )
+
+
+class StepCache(Cache):
+    """The layers of a step, given the number of tokens before it."""
+
+    def __init__(self, layers: list[StepLayer], length: int):
+        super().__init__(layers=list[Any](layers))
+        self._length = length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Only masks are made of it, and none is."""
+        return self._length
+
+
+class RecordedStep:
+    """
+    A step that has been recorded, and not run: on a GPU one CUDA graph.
+
+    Args:
+        forward (`Callable`): the model's.
+        cache (`StepCache`): what it is given as its cache.
+        numbers (`StepNumbers`): of the cache.
+        inputs (`Mapping[str, torch.Tensor]`): arguments that change from step to step, as in the one to come.
+        constants (`Mapping[str, object]`): those that do not.
+
+    Attributes:
+        num_replays (`int`): how often it has been run.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        cache: StepCache,
+        numbers: StepNumbers,
+        inputs: Mapping[str, torch.Tensor],
+        constants: Mapping[str, object],
+    ):
+        self._forward, self._cache, self._numbers = forward, cache, numbers
+        # Made in inference mode they could not be written to outside
+        with torch.inference_mode(False):
+            self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        self._constants = dict(constants)
+        self.num_replays = 0
+        device = next(iter(inputs.values())).device
+        self._graph = self._record(device) if device.type == "cuda" else None
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor], cache: object) -> Any:
+        """
+        The outputs of a step with other inputs, which stay as they are in later ones; the cache among them is `cache`.
+        """
+        for name, place in self._inputs.items():
+            place.copy_(inputs[name])
+        # Until the step is known to have been, the host does not know what the device holds
+        numbers, before = self._numbers, self._numbers.held
+        numbers.held = None
+        if self._graph is None:
+            self._outputs = self._run()
+            numbers.advance()
+        else:
+            self._graph.replay()
+        assert before is not None
+        numbers.held = before[0], before[1] + 1, before[2] + 1
+        self.num_replays += 1
+        return _copy(self._outputs, cache)
+
+    def _run(self) -> Any:
+        return self._forward(**self._inputs, **self._constants, **as_argument(self._cache))
+
+    def _record(self, device: torch.device) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            # Kernels are compiled and libraries choose theirs. The token that it stores is stored there again
+            self._run()
+        current.wait_stream(stream)
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(graph):
+                self._outputs = self._run()
+                self._numbers.advance()
+        except RuntimeError as error:
+            raise ValueError(
+                f"`captured_steps`: the model's step cannot be captured in a CUDA graph: {error}"
+            ) from error
+        return graph
+
+
+def _copy(value: Any, cache: object) -> Any:
+    """Outputs that the next step does not overwrite."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, StepCache):
+        return cache
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _copy(each, cache) for name, each in value.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(_copy(each, cache) for each in value)
+    return value
+
+
+class StepMasks:
+    """
+    Masks of steps, which may hide what a recording hides, the padding, and nothing else.
+
+    A recording has no mask of its caller's: `generate` appends ones to what it began with. Any other caller may do
+    something else, and only the device knows what a mask holds. So it is compared there, with nothing read, and what
+    came of it is asked for where the host waits anyway.
+
+    Args:
+        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every sequence that are hidden.
+    """
+
+    def __init__(self, padding: torch.Tensor | None):
+        self._padding = padding
+        self._is_right: torch.Tensor | None = None
+
+    def hides_padding_alone(self, mask: torch.Tensor) -> torch.Tensor:
+        """Whether a mask `[B, tokens]` hides nothing else, on its device."""
+        if self._padding is None:
+            return mask.all()
+        self._padding = self._padding.to(mask.device)
+        return (mask.bool() == (torch.arange(mask.shape[1], device=mask.device) >= self._padding[:, None])).all()
+
+    def add(self, mask: torch.Tensor) -> None:
+        """Takes the mask of a step into account; nothing is read."""
+        is_right = self.hides_padding_alone(mask)
+        self._is_right = is_right if self._is_right is None else self._is_right.logical_and(is_right)
+
+    def check(self) -> None:
+        """Raises a `ValueError` if a mask since the last check hid anything else. The host waits for the device."""
+        is_right, self._is_right = self._is_right, None
+        if is_right is not None and not bool(is_right):
+            raise ValueError(
+                "`captured_steps`: `attention_mask` hides other tokens than the padding of the prompt in a step that "
+                "was replayed, where they were attended to: tokens since the last chunk was compressed may be wrong. "
+                "It may only grow by ones; use the cache outside of `captured_steps` with any other"
+            )
 
 
 class StepCall(NamedTuple):
@@ -53,7 +476,7 @@ class StepCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> "StepCall | None":
-        """What arguments are; `None` if they are not for one token, or of another kind."""
+        """Sorts the arguments of a call; `None` if they are not for one token, or of another kind."""
         rest = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
         mask = rest.pop("attention_mask", None)
         inputs = {name: rest.pop(name) for name in _INPUTS if rest.get(name) is not None}
@@ -66,7 +489,7 @@ class StepCall(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What has to be the same for a recording to be of use."""
+        """Equal for calls that one recording is of use for."""
         layouts = [(name, each.shape, each.dtype, each.device) for name, each in self.inputs.items()]
         return (*layouts, self.mask is None, tuple(self.constants.items()))
 
@@ -76,7 +499,7 @@ class CapturedSteps:
     A context in which steps of one token are recorded and replayed; see `GEARCache.captured_steps`.
 
     Args:
-        cache (`Cache`): a cache of `ReplayableMixin`s.
+        cache (`Cache`): a cache of `CompressedLayer`s.
         model (`PreTrainedModel`): the model.
         num_tokens (`int`): decoded tokens that there is room for before anything is moved.
         warm_up (`Callable`): compiles what steps run, captured ones too, of a model and of whether there is padding
@@ -92,8 +515,6 @@ class CapturedSteps:
             raise ValueError(f"`num_tokens` has to be an integer of at least 1 but got {num_tokens!r}")
         self.cache, self.model, self.num_tokens, self._warm_up = cache, model, num_tokens, warm_up
         self.num_recorded = self.num_replayed = self.num_others = 0
-        # Of all layers, and of those that are compressed
-        self._all_forms: list[FixedForm | FixedWindow] = []
         self._forms: list[FixedForm] = []
         self._step: RecordedStep | None = None
         self._kind: tuple[object, ...] = ()
@@ -123,7 +544,7 @@ class CapturedSteps:
             del self.model.forward
         else:
             self.model.forward = self._own_forward
-        forms, self._all_forms, self._forms, self._step = self._all_forms, [], [], None
+        forms, self._forms, self._step = self._forms, [], None
         for form in forms:
             form.end()
         if error is None:
@@ -151,9 +572,12 @@ class CapturedSteps:
 
         return replaying_forward
 
+    def _layers(self) -> list[CompressedLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, CompressedLayer)]
+
     def _compile(self) -> None:
         """Compiles what all steps to come will run, once a prompt has told whether there is padding."""
-        layers = [layer for layer in self.cache.layers if isinstance(layer, ReplayableMixin) and layer.is_initialized]
+        layers = [layer for layer in self._layers() if layer.is_initialized]
         is_padded = any(layer.padding is not None for layer in layers)
         if layers and not self._is_warm[is_padded]:
             self._warm_up(self.model, padded=is_padded)
@@ -163,50 +587,34 @@ class CapturedSteps:
         """Whether the call is one for the recording, or for one that can be made."""
         if torch.is_grad_enabled() or self.model.training or not self._stand_still():
             return False
-        length = self._forms[0].layer.get_seq_length()
-        if call.mask is not None and call.mask.shape[1] != length + 1:
+        layer = self._forms[0].layer
+        if call.mask is not None and call.mask.shape[1] != layer.get_seq_length() + 1:
             return False
         if self._step is not None and call.kind == self._kind:
             return True
         self._masks.check()
-        padding = self._forms[0].layer.padding
-        self._masks = StepMasks(padding)
+        self._masks = StepMasks(layer.padding)
         if call.mask is not None:
             # Some models count positions by the mask
-            is_counted = padding is not None and "position_ids" not in call.inputs
-            if is_counted or not self._masks.fits(call.mask):
+            is_counted = layer.padding is not None and "position_ids" not in call.inputs
+            if is_counted or not bool(self._masks.hides_padding_alone(call.mask)):
                 return False
         self._step, self._kind = None, call.kind
         return True
 
     def _stand_still(self) -> bool:
         """Whether all layers stand still and have room for another token; has them do so, if that is all."""
-        if not self._forms or not all(form.stays() for form in self._all_forms):
+        if not self._forms or not all(form.stays() for form in self._forms):
             self._check_layers()
-            layers = [layer for layer in self.cache.layers if isinstance(layer, ReplayableMixin)]
-            windows = [layer for layer in self.cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-            is_ready = all(layer.is_waiting() and layer.is_replayable() for layer in layers)
-            if not layers or not is_ready or not all(layer.is_initialized for layer in windows):
+            layers = self._layers()
+            if not layers or not all(can_stand_still(layer) for layer in layers):
                 return False
             self._count_move()
             self._step = None
             with torch.inference_mode(False), torch.no_grad():
-                self._all_forms = [self._form_of(layer, layers[0].padding) for layer in self.cache.layers]
-            self._forms = [form for form in self._all_forms if isinstance(form, FixedForm)]
-        length = self._forms[0].layer.get_seq_length()
-        fixed = [form for form in self._all_forms if isinstance(form, FixedWindow)]
-        is_alike = len({form.numbers() for form in self._forms}) == 1 and all(each.is_at(length) for each in fixed)
-        if not is_alike or not all(form.has_room() for form in self._forms):
-            return False
-        for window in fixed:
-            window.take_up()
-        return True
-
-    def _form_of(self, layer: object, padding: torch.Tensor | None) -> FixedForm | FixedWindow:
-        if isinstance(layer, ReplayableMixin):
-            return FixedForm(layer, self.num_tokens)
-        assert isinstance(layer, DynamicSlidingWindowLayer), "what `_check_layers` lets through"
-        return FixedWindow(layer, padding)
+                self._forms = [FixedForm(layer, self.num_tokens) for layer in layers]
+        is_alike = len({form.numbers() for form in self._forms}) == 1
+        return is_alike and all(form.has_room() for form in self._forms)
 
     def _count_move(self) -> None:
         """Notices when recordings are of no use."""
@@ -221,14 +629,15 @@ class CapturedSteps:
     def _replay(self, call: StepCall) -> Any:
         self._numbers.set(self._forms[0].numbers())
         if self._step is None:
-            cache = StepCache(self._all_forms, self._numbers, self._forms[0].layer.get_seq_length())
+            layers = [StepLayer(form, self._numbers) for form in self._forms]
+            cache = StepCache(layers, self._forms[0].layer.get_seq_length())
             constants = call.constants if call.mask is None else {**call.constants, "attention_mask": None}
             self._step = RecordedStep(self._forward, cache, self._numbers, call.inputs, constants)
             self.num_recorded += 1
         if call.mask is not None:
             self._masks.add(call.mask)
         outputs = self._step(call.inputs, self.cache)
-        for form in self._all_forms:
+        for form in self._forms:
             form.count_token()
         self.num_replayed += 1
         return outputs
@@ -246,34 +655,18 @@ class CapturedSteps:
             refused = "models whose rotary embedding goes by the length of the sequence (`dynamic`, `longrope`)"
         elif len({parameter.device for parameter in self.model.parameters()}) > 1:
             refused = "models on several devices"
+        # Without a config a cache knows nothing of the model's windows, which masks hide that grow with the sequence
+        elif any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=config).layers):
+            refused = "models with layers that attend to a window"
         if refused is not None:
-            raise ValueError(f"`captured_steps` is not for {refused}")
+            raise ValueError(f"`captured_steps` is not for {refused}: decode outside of it")
 
     def _check_layers(self) -> None:
-        config, layers = self.model.config.get_text_config(decoder=True), self.cache.layers
-        types = getattr(config, "layer_types", None) or []
-        # Without a config a cache knows nothing of the model's windows, which masks hide that grow with the sequence
-        for index, own in enumerate(DynamicCache(config=config).layers):
-            is_known = index < len(layers) and getattr(layers[index], "is_sliding", False)
-            if getattr(own, "is_sliding", False) and not is_known:
-                raise _not_for("layers with a sliding window that the cache is not told of", index, "GEARCache(model)")
-        for index, layer in enumerate(layers):
-            reason: str | None = "layers that keep states of another kind"
-            if type(layer) is DynamicSlidingWindowLayer:
-                kind = types[index] if index < len(types) else _WINDOWED
-                # What goes by chunks, or sees more than a window, has another mask
-                reason = None if kind == _WINDOWED else f"layers of type `{kind}`"
-            elif isinstance(layer, ReplayableMixin) and layer.is_sliding:
-                raise _not_for("compressed layers with a sliding window", index, 'sliding="dense"')
-            elif isinstance(layer, ReplayableMixin) and not isinstance(layer, RecurrentStates):
-                reason = layer.why_never_replayed()
+        for index, layer in enumerate(self.cache.layers):
+            reason = None
+            if not isinstance(layer, CompressedLayer) or type(layer) is not CompressedLayer:
+                reason = "layers that keep states of another kind"
+            elif layer.has_index:
+                reason = "layers of indexed sparse attention"
             if reason is not None:
-                raise _not_for(reason, index, None)
-        if layers and not any(isinstance(layer, ReplayableMixin) for layer in layers):
-            raise ValueError("`captured_steps` is for caches that compress layers of the model, and this one does not")
-
-
-def _not_for(reason: str, index: int, instead: str | None) -> ValueError:
-    """The error of a layer, with an option that helps, if there is any."""
-    advice = "decode outside of it" if instead is None else f"make the cache with `{instead}`, or decode outside of it"
-    return ValueError(f"`captured_steps` is not for {reason}, such as layer {index}: {advice}")
+                raise ValueError(f"`captured_steps` is not for {reason}, such as layer {index}: decode outside of it")

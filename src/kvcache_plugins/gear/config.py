@@ -3,8 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvcache_plugins.codecs.groups import GroupCodec, SideCodec, drop_step
+from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
 from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.layers.packing import GroupPacking
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 from kvcache_plugins.reports.memory import StatValue
 
@@ -12,8 +13,6 @@ from kvcache_plugins.reports.memory import StatValue
 BACKBONES = ("kcvt", "kivi", "per-token")
 # What is done with layers whose attention has a window
 SLIDING = ("auto", "compressed", "dense")
-# A window that is compressed by itself holds so many chunks and buffers
-WINDOW_FACTOR = 4
 _DEFAULT_GROUP_SIZE = 64
 # After a few nothing changes; without an end a forged file could keep a process busy for years
 _MAX_NUM_ITERATIONS = 1000
@@ -80,6 +79,11 @@ class GEARConfig:
         check_bool("rotate_values", self.rotate_values)
         if (self.key.side, self.value.side) != ("key", "value"):
             raise ValueError(f"sides have to be key and value but are {self.key.side} and {self.value.side}")
+        if self.sliding == "compressed":
+            raise ValueError(
+                '`sliding` has to be "auto" or "dense", which leave layers of a window as Transformers has them, but '
+                'got "compressed": only `backbone="transform"` compresses windows'
+            )
         check_choice("sliding", self.sliding, SLIDING)
         group_size = self.q_group_size
         check_integer("q_group_size", group_size, 1, is_optional=True)
@@ -169,26 +173,10 @@ class GEARConfig:
         """Tokens of the shortest prompt of which anything is compressed."""
         return self.token_group
 
-    def num_compressible(self, num_tokens: int) -> int:
-        """
-        How many of a prompt's tokens are compressed: none of less than a group, whole groups where keys need them.
-        """
-        group = self.token_group
-        if num_tokens < group:
-            return 0
-        return num_tokens - num_tokens % group if self.key.backbone == "kivi" else num_tokens
-
-    def num_whole(self, num_tokens: int) -> int:
-        """The fewest tokens, at least so many, that would all be compressed as one prompt."""
-        group = self.token_group
-        num_tokens = max(num_tokens, group)
-        return -(-num_tokens // group) * group if self.key.backbone == "kivi" else num_tokens
-
-    @property
-    def least_window(self) -> int:
-        """Tokens of the smallest window of which layers are compressed if `sliding` is `"auto"`."""
-        chunk = max(self.residual_length, drop_step(self.key_grouping(1)))
-        return WINDOW_FACTOR * (chunk + self.residual_length)
+    def packing(self) -> GroupPacking:
+        """Makes the packing of a layer."""
+        is_in_groups = self.key.backbone == "kivi"
+        return GroupPacking(self.codec, self.residual_length, self.num_sink_tokens, self.token_group, is_in_groups)
 
     def channel_group(self, head_dim: int) -> int:
         """Channels that share a scale where groups lie along channels."""

@@ -9,8 +9,7 @@ import torch
 from transformers import Cache
 
 from kvcache_plugins.codecs.codec import Codec, Positions
-from kvcache_plugins.gear.layer import GEARLayer
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # Of an attention's output, relative RMS error
@@ -93,7 +92,7 @@ def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float
     """
     errors = []
     for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, GEARLayer | TransformLayer):
+        if not isinstance(layer, CompressedLayer):
             continue
         # An attention that a prompt is waiting for sees it exact
         layer.settle_prompt()

@@ -17,13 +17,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format, read_record, write_record
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import DenseState, LayerState
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
 from .config import GEARConfig, PresetChoice
-from .layer import GEARLayer
-from .state import DenseState, LayerState
 from .transform.config import TransformConfig
-from .transform.layer import TransformLayer
 
 
 FORMAT = Format("kvcache_plugins.gear", 6, "prefill and `save` anew")
@@ -119,7 +118,7 @@ def restore_layers(
     held = set()
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
         path = f"layers.{index}"
-        if isinstance(layer, GEARLayer | TransformLayer) and isinstance(state, LayerState):
+        if isinstance(layer, CompressedLayer) and isinstance(state, LayerState):
             layer.restore(state, device, path)
             held.add((state.batch_size, state.length))
         elif isinstance(layer, DynamicLayer) and isinstance(state, DenseState):
@@ -138,12 +137,11 @@ def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | No
     Raises:
         ValueError: if it holds more than keys and values, which no file would.
     """
-    keeps_more = isinstance(layer, GEARLayer | TransformLayer) and (
-        type(layer) not in (GEARLayer, TransformLayer) or layer.has_index
-    )
-    if not isinstance(layer, GEARLayer | TransformLayer | DynamicLayer) or keeps_more:
+    is_ours = isinstance(layer, CompressedLayer)
+    keeps_more = is_ours and (type(layer) is not CompressedLayer or layer.has_index)
+    if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
-    if isinstance(layer, GEARLayer | TransformLayer):
+    if isinstance(layer, CompressedLayer):
         # One that all tokens were cropped from still counts what it did
         return layer.state() if layer.is_initialized else None
     length = layer.get_seq_length()

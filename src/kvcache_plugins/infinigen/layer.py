@@ -1,8 +1,9 @@
 """One layer of an InfiniGen cache: when tokens move to host memory, and which of them a decode step attends to.
 
 A decode step: while the layer before computes, `speculate` is given the queries that this layer is expected to ask
-with, chooses tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Several new
-tokens at once attend to everything, page by page.
+with, chooses tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Where
+nothing has to be brought, `attend` chooses by the layer's own query. Several new tokens at once attend to everything,
+page by page.
 
 On a GPU the host asks for nothing that is computed in a step: not which tokens were chosen, nor how many. All shapes
 follow from lengths that it knows; what is counted is counted there. A limited pool is the exception: whose use is kept
@@ -12,26 +13,37 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.user_warnings import warn_user
 
 from .config import InfiniGenConfig
-from .counters import DeviceCounters, TransferTimes
-from .exact_store import ExactStore
-from .fetching import Fetch, attended_columns, choose_tokens, count_hits, max_forced
-from .offloaded_tokens import OffloadedTokens
 from .pool import TokenPool
-from .prefetch import start_fetch
-from .selected_attention import attend_selected
-from .selection import Selection, most_chosen
-from .token_store import TokenStore
-from .written_out import WrittenOutStep, score_factor
+from .selection import Selection, attended_columns, count_hits, most_chosen
+from .staging import StagedRows, TransferTimes, start_fetch
+from .tokens import OffloadedTokens
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetch:
+    """
+    Tokens that were chosen for one step.
+
+    Attributes:
+        selection (`Selection`): which.
+        length (`int`): tokens of the sequence at that step, the new one included.
+        staged (`StagedRows`, *optional*): their rows on the way to a GPU.
+    """
+
+    selection: Selection
+    length: int
+    staged: StagedRows | None = None
 
 
 class InfiniGenLayer(PromptLayer):
@@ -45,8 +57,8 @@ class InfiniGenLayer(PromptLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
-        store (`TokenStore`, *optional*):
-            An empty store for older tokens, which says in which form they stand there. As they are, if not given.
+        tokens (`OffloadedTokens`, *optional*):
+            Where tokens go, still empty, which says in which form they stand in the pool. As they are, if not given.
 
     Attributes:
         tokens (`OffloadedTokens`): what is held.
@@ -54,11 +66,8 @@ class InfiniGenLayer(PromptLayer):
             input; held for one forward only.
     """
 
-    attends_by_heads = True
-
     counter_names = (
         "attend_calls",
-        "written_out_calls",
         "selected_calls",
         "speculated_calls",
         "exact_calls",
@@ -78,10 +87,10 @@ class InfiniGenLayer(PromptLayer):
         config: InfiniGenConfig,
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
-        store: TokenStore | None = None,
+        tokens: OffloadedTokens | None = None,
     ):
         self.config = config
-        self.tokens = OffloadedTokens(ExactStore(config) if store is None else store, config.recent)
+        self.tokens = OffloadedTokens(config, layer_idx) if tokens is None else tokens
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
@@ -89,17 +98,13 @@ class InfiniGenLayer(PromptLayer):
         super()._clear()
         self.tokens.clear()
         self._fetch: Fetch | None = None
-        # Between the two products of attention that is written out
-        self._step: WrittenOutStep | None = None
-        # Of the prompt's last query, `[B, H, G, tokens]`, and the factor that follows from it
-        self._last_scores: torch.Tensor | None = None
-        self._score_factor: torch.Tensor | None = None
-        # Queries of the prompt, `[B, H * G, tokens, D]`, while columns are chosen by them
+        # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
 
     def _start_counting(self) -> None:
-        self._device_counters = DeviceCounters()
+        # Sums of integers that only the device knows
+        self._sums: dict[str, torch.Tensor] = {}
         self._times = TransferTimes() if self.config.track_times else None
 
     def reset(self) -> None:
@@ -107,13 +112,13 @@ class InfiniGenLayer(PromptLayer):
         self._start_counting()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.tokens.store.lazy_initialization(key_states, value_states)
+        self.tokens.lazy_initialization(key_states, value_states)
         super().lazy_initialization(key_states, value_states)
 
     @property
     def pool(self) -> TokenPool | None:
-        """What stands in host memory, once anything does."""
-        return self.tokens.store.pool
+        """Rows in host memory, once there are any."""
+        return self.tokens.pool
 
     @property
     def needs_prompt_attention(self) -> bool:  # type: ignore[override]
@@ -122,7 +127,7 @@ class InfiniGenLayer(PromptLayer):
 
     @property
     def wants_speculation(self) -> bool:
-        """Whether there is anything to fetch for a next single token."""
+        """Tells whether there is anything to fetch for a next single token."""
         return self._pending is None and self.pool is not None
 
     def most_fetched_bytes(self) -> int:
@@ -130,7 +135,7 @@ class InfiniGenLayer(PromptLayer):
         pool = self.pool
         if pool is None:
             return 0
-        most = most_chosen(self.config, self._length + 1, max_forced(self.config), pool.num_slots)
+        most = most_chosen(self.config, self._length + 1, pool.num_slots)
         return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
@@ -147,20 +152,27 @@ class InfiniGenLayer(PromptLayer):
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         tokens = self.tokens
-        if self.pool is not None or tokens.window is None or tokens.is_window_full:
+        if tokens.window is None or tokens.is_window_full:
             return None
-        return tokens.window.append_exactly(keys, values)
+        if self.pool is None:
+            return tokens.window.append_exactly(keys, values)
+        tokens.window.append(keys, values)
+        # One token more, which `update` counts when it has the states
+        self._length += 1
+        states = self._lazy(None, None)
+        self._length -= 1
+        return states
 
     def _before_update(self) -> None:
-        self._step = None
         self.tokens.flush(self._left_padding)
         self._after_moving()
 
     def _after_moving(self) -> None:
         if self.pool is not None:
-            self._counters["tokens_evicted"] = self.tokens.store.num_evicted
+            self._counters["tokens_evicted"] = self.tokens.num_evicted
             # What is held does not depend on whether a token has been fetched yet
-            self._device_counters.start("tokens_fetched", self.device)
+            if "tokens_fetched" not in self._sums:
+                self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def on_exact_attention(
         self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
@@ -168,51 +180,22 @@ class InfiniGenLayer(PromptLayer):
         if self.check_queries is not None:
             check, self.check_queries = self.check_queries, None
             check(query)
-        if self.config.partial_ratio is not None:
+        if self.needs_prompt_attention:
             self._prompt_queries = query
         super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
-
-    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
-        self._last_scores = scores[..., -1, :].detach()
-        if self.config.partial_ratio is not None:
-            self._prompt_queries = query.flatten(1, 2)
-
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        last, self._last_scores = self._last_scores, None
-        if last is not None and by_heads is not None:
-            self._score_factor = score_factor(last, by_heads[..., -1, :].detach())
-        super().on_weighted_sum(weights, by_heads)
-
-    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
-        if query.shape[3] != 1 or self._num_new != 1 or not self.wants_speculation:
-            return None
-        factor = query.shape[4] ** -0.5 if self._score_factor is None else self._score_factor
-        return self._left_padding.let_through(self._chosen_scores(query, factor))
-
-    def _chosen_scores(self, query: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Scores of one new token `[B, H, G, 1, D]` for what was chosen for it, -inf for the rest."""
-        if self._step is None or self._step.fetch.length != self._length:
-            rows = query[:, :, :, 0]
-            fetch = self._fetch_for(rows, None, factor)
-            self._step = WrittenOutStep(fetch, self.tokens, self._times)
-            self._note(fetch.selection, rows, factor)
-        return self._step.scores(query)
-
-    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
-        if self._step is None or weights.shape[3] != 1:
-            return None
-        return self._step.sums(weights)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         self._refuse_evicted()
         if self.pool is not None and self._num_new == 1:
             _warn_of_all()
         self._counters["exact_calls"] += 1
-        for keys, values, start, stop in self.tokens.stretches():
+        for keys, values, start, stop in self._iter_dense():
             yield slice(start, stop), {"keys": keys, "values": values}
+
+    def _iter_dense(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        yield from self.tokens.iter_dense()
         if self._pending is not None:
-            keys, values = self._pending
-            yield slice(self._length - keys.shape[2], self._length), {"keys": keys, "values": values}
+            yield *self._pending, self._length - self._pending[0].shape[2], self._length
 
     def on_dense_read(self, side: str) -> None:
         if self.pool is not None:
@@ -234,9 +217,7 @@ class InfiniGenLayer(PromptLayer):
         self._fetch = self._start_fetch(query, attn_mask, scale, self._length + 1)
         self._counters["speculated_calls"] += 1
 
-    def _start_fetch(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor, length: int
-    ) -> Fetch:
+    def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
         """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
         pool = self.pool
         assert pool is not None
@@ -245,7 +226,7 @@ class InfiniGenLayer(PromptLayer):
             columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
         else:
             columns = self._valid_tokens(0, length)
-        selection = choose_tokens(query, self.tokens, columns, length, self.config)
+        selection = self.tokens.choose(query, columns, length)
         pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
@@ -254,11 +235,10 @@ class InfiniGenLayer(PromptLayer):
     ) -> torch.Tensor:
         scale = query.shape[3] ** -0.5 if scale is None else scale
         self._counters["attend_calls"] += 1
-        if self._num_new == 1 and self.wants_speculation:
-            if attn_mask is None or attn_mask.dim() < 3 or attn_mask.shape[-3] == 1:
-                return self._attend_selected(query, attn_mask, scale)
-            if query.shape[2] == 1:
-                return self._attend_biased(query, attn_mask, scale)
+        # Queries of a group may come as tokens, under a mask that all heads share
+        is_shared = attn_mask is None or attn_mask.shape[:-2][-1:] in ((), (1,))
+        if self._num_new == 1 and self.wants_speculation and (is_shared or query.shape[2] == 1):
+            return self._attend_selected(query, attn_mask, scale)
         if is_causal:
             shape = (query.shape[2], self._length)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -270,7 +250,7 @@ class InfiniGenLayer(PromptLayer):
         return output
 
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
-        """Everything held, with its columns of the mask."""
+        """Lists everything held, with its columns of the mask."""
         yield from self.tokens.parts(attn_mask, groups)
         if self._pending is not None:
             keys, values = self._pending
@@ -280,48 +260,52 @@ class InfiniGenLayer(PromptLayer):
         """Attention of one new token over what was fetched for it and the window."""
         pool = self.pool
         assert pool is not None
-        fetch = self._fetch_for(query, attn_mask, scale)
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(self.batch_size, 1, attn_mask.shape[-2], self._length)[:, 0, 0]
-        rows = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3])
-        output, kernel, is_fallback = attend_selected(rows, fetch, self.tokens, attn_mask, scale, self._times)
+        by_heads = self.batch_size, pool.num_heads, -1
+        mask = attn_mask
+        if mask is not None:
+            mask = mask.expand(self.batch_size, *mask.shape[-3:-2] or (1,), mask.shape[-2], self._length)[:, :, :1]
+            # A mask of which every head has its own, such as a bias of positions, takes no part in the choice
+            attn_mask = attn_mask if mask.shape[1] == 1 else None
+            mask = mask if mask.shape[1] == 1 else mask.reshape(*by_heads, self._length)
+        # What was speculated for this token; if nothing was, what its own query chooses
+        fetch, self._fetch = self._fetch, None
+        if fetch is None or fetch.length != self._length:
+            fetch = self._start_fetch(query, attn_mask, scale, self._length)
+        rows = query.reshape(*by_heads, query.shape[3])
+        # A copy of a fetch has its choice and no rows
+        staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
+        output, kernel, is_fallback = self.tokens.attend(rows, fetch.selection, staged, mask, scale)
         if kernel is not None:
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
 
-    def _attend_biased(self, query: torch.Tensor, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
-        """The same under a mask of which every head has its own, such as a bias of positions."""
-        by_heads = query.unflatten(1, (self._shapes["keys"][1], -1))  # [B, H, G, 1, D]
-        scores = (self._chosen_scores(by_heads, scale) * scale).flatten(1, 2)
-        masked = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        weights = masked.softmax(dim=-1).unflatten(1, by_heads.shape[1:3])
-        assert self._step is not None
-        return self._step.sums(weights).flatten(1, 2).to(query.dtype)
-
-    def _fetch_for(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor) -> Fetch:
-        """What was speculated for this token; if nothing was, what its own query chooses."""
-        fetch, self._fetch = self._fetch, None
-        if fetch is None or fetch.length != self._length:
-            fetch = self._start_fetch(query, attn_mask, scale, self._length)
-        return fetch
-
-    def _note(self, selection: Selection, query: torch.Tensor, scale: float | torch.Tensor) -> None:
+    def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
-        pool, on_device = self.pool, self._device_counters
+        pool = self.pool
         assert pool is not None
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += self._length * self.batch_size * pool.num_heads
         if self.padding is not None:
-            on_device.add("tokens_fetchable", -pool.num_heads * self.padding.sum())
-        on_device.add("tokens_fetched", selection.count.sum())
+            self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
+        self._add("tokens_fetched", selection.count.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:
-            hits = count_hits(self.tokens.store, selection, query.float() * scale, self._left_padding)
-            on_device.add("hits", hits)
-            on_device.add("hits_possible", selection.count.sum())
+            keys = self.tokens.pooled_keys()
+            scores = query.float() * scale @ keys.float().transpose(2, 3)
+            if self.padding is not None:
+                is_padding = pool.positions(keys.device) < self.padding[:, None, None]
+                scores = scores.masked_fill(is_padding[:, :, None], -torch.inf)
+            self._add("hits", count_hits(selection, scores))
+            self._add("hits_possible", selection.count.sum())
+
+    def _add(self, name: str, amount: torch.Tensor) -> None:
+        """Adds an integer, a tensor without dimensions, to what the device counts."""
+        before = self._sums.get(name)
+        # Not in place: what was made in inference mode could not be written to outside of it
+        self._sums[name] = amount if before is None else before.to(amount.device, non_blocking=True) + amount
 
     def _refuse_evicted(self) -> None:
         if self._counters["tokens_evicted"]:
@@ -331,58 +315,52 @@ class InfiniGenLayer(PromptLayer):
 
     def materialize(self, side: str) -> torch.Tensor:
         self._refuse_evicted()
-        number = 0 if side == "keys" else 1
         dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        for *states, start, stop in self.tokens.stretches():
-            dense[:, :, start:stop] = states[number]
-        if self._pending is not None:
-            dense[:] = self._pending[number]
+        for keys, values, start, stop in self._iter_dense():
+            dense[:, :, start:stop] = keys if side == "keys" else values
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch = self._step = None
+        self._fetch = None
         self.tokens.drop_newest(count)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = self._step = None
+        self._fetch = None
         self.tokens.map(function)
-        if self._score_factor is not None and self._score_factor.device != self.device:
-            self._score_factor = self._score_factor.to(self.device)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tokens.named_tensors()
-        for tensor in self._device_counters.tensors():
+        for tensor in self._sums.values():
             yield "index", tensor
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
         return iter(()) if self.pool is None else self.pool.host_tensors()
 
     def offload(self) -> None:
-        """Nothing: what can stand in host memory does so already."""
+        """Does nothing: what can stand in host memory does so already."""
 
     def prefetch(self) -> None:
-        """Nothing: tokens are fetched when they have been chosen."""
+        """Does nothing: tokens are fetched when they have been chosen."""
 
     def _move_to(self, device: torch.device) -> None:
-        self._fetch, self._step, self.device = None, None, device
-        if self._score_factor is not None:
-            self._score_factor = self._score_factor.to(device)
+        self._fetch, self.device, self._token_kind = None, device, None
         self.tokens.serve(device)
         if self.padding is not None:
             self.padding = self.padding.to(device)
 
     def stats(self) -> Mapping[str, float]:
-        counters = dict(self._counters)
-        for name, value in self._device_counters.values().items():
-            counters[name] += value
-        if self.pool is not None:
-            counters["bytes_fetched"] = counters["tokens_fetched"] * self.pool.row_dim * self.pool.dtype.itemsize
+        counters: dict[str, float] = dict(self._counters)
+        for name, amount in self._sums.items():
+            counters[name] += int(amount)
+        pool = self.pool
+        if pool is not None:
+            counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
         times: dict[str, float] = {}
         if self._times is not None:
             times = {"transfer_s": 0.0, "stalled_s": 0.0, **self._times.seconds()}
         return {
             "tokens_cached": self._length,
-            "tokens_pooled": 0 if self.pool is None else self.pool.num_slots,
+            "tokens_pooled": 0 if pool is None else pool.num_slots,
             **counters,
             "dense_reads": self.dense_reads,
             **times,

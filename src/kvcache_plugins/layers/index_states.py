@@ -3,7 +3,6 @@
 They are few numbers a token, and decide which tokens are attended to at all: they stay exact.
 """
 
-from abc import ABC
 from collections.abc import Callable, Iterator
 
 import torch
@@ -36,38 +35,3 @@ class IndexStates:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in (self.keys, self.positions) if tensor is not None)
-
-
-class IndexedLayerMixin(ABC):
-    """Mixed into a cache layer: what indexed sparse attention asks of it."""
-
-    # `ABC`, as of all layers: so a layer may be given the class of one that keeps recurrent states too
-
-    _index: IndexStates
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """
-        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
-
-        Args:
-            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
-        """
-        return self._index.append(indexer_key_states)
-
-    # The name that one family has for it
-    update_index = update_indexer
-
-    @property
-    def has_index(self) -> bool:
-        """Whether it holds keys of an indexer."""
-        return self._index.keys is not None
-
-    @property
-    def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
-        positions = self._index.positions
-        return None if positions is None else positions.movedim(0, 1)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, position_ids: torch.Tensor | None) -> None:
-        self._index.positions = None if position_ids is None else position_ids.movedim(1, 0)

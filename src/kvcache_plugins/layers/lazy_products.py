@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.online_softmax import OnlineAttention
+from kvcache_plugins.kernels.attention import OnlineAttention
+from kvcache_plugins.kernels.masks import slice_mask
 
 from .contexts import without_gradients
 from .head_layout import HeadLayout, find_head_layout

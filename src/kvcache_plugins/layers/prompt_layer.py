@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
+from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
-from .index_states import IndexedLayerMixin, IndexStates
+from .index_states import IndexStates
 from .lazy_layer import LazyLayer
 from .lazy_states import stored_states
 from .left_padding import LeftPadding
@@ -24,7 +24,7 @@ from .left_padding import LeftPadding
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 
-class PromptLayer(IndexedLayerMixin, LazyLayer):
+class PromptLayer(LazyLayer):
     """
     A layer whose prompt waits until attention has seen it.
 
@@ -183,6 +183,33 @@ class PromptLayer(IndexedLayerMixin, LazyLayer):
                     f"`past_key_values` holds {side} of {held[0]} heads of {held[1]} in layer {self.layer_idx}, but "
                     f"got {got[0]} of {got[1]}: it was filled by another model; make {ANOTHER_PROMPT}"
                 )
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """
+        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
+
+        Args:
+            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
+        """
+        return self._index.append(indexer_key_states)
+
+    # The name that one family has for it
+    update_index = update_indexer
+
+    @property
+    def has_index(self) -> bool:
+        """Whether it holds keys of an indexer."""
+        return self._index.keys is not None
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
+        positions = self._index.positions
+        return None if positions is None else positions.movedim(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: torch.Tensor | None) -> None:
+        self._index.positions = None if position_ids is None else position_ids.movedim(1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if query_length == 0 and self._length:

@@ -7,7 +7,7 @@
 So two prompts have the same name for a block if, and only if, they are equal up to its end; and whoever has a name has
 those of all blocks before it.
 
-A block has the state of every layer (`gear.state`) that holds its tokens alone. What comes with the first tokens
+A block has the state of every layer (`layers.layer_state`), of its tokens alone. What comes with the first tokens
 (exact ones in front, tables) is in the first block. Layers of sliding windows, which forget, have the tokens that the
 block's end can still see.
 """
@@ -31,12 +31,11 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.snapshot import restore_layers, state_of
-from kvcache_plugins.gear.state import BlockState, DenseState, LayerState
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.gear.transform.storage import ROWS
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
+from kvcache_plugins.layers.packed_tokens import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 
 
@@ -214,7 +213,7 @@ class PromptCache(GEARCache):
         self.model_name = str(model.config.name_or_path)
         super().__init__(model, **options)
         for index, layer in enumerate(self.layers):
-            if type(layer) not in (GEARLayer, TransformLayer, DynamicLayer, DynamicSlidingWindowLayer):
+            if type(layer) not in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(
                     f"`model`: layer {index} has states of another kind than keys and values "
                     f"(`{type(layer).__name__}`), of which a prompt's blocks cannot be kept"
@@ -268,7 +267,7 @@ class PromptCache(GEARCache):
             compressed = [state for state in own if isinstance(state, LayerState)]
             dense = [state for state in own if isinstance(state, DenseState)]
             joined: LayerState | DenseState | None = None
-            if isinstance(layer, GEARLayer | TransformLayer) and len(compressed) == len(blocks):
+            if isinstance(layer, CompressedLayer) and len(compressed) == len(blocks):
                 joined = _join(compressed, num_tokens, layer.counter_names)
             elif isinstance(layer, DynamicLayer) and len(dense) == len(blocks):
                 window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens + 1
@@ -288,7 +287,7 @@ def _cut(state: LayerState | DenseState | None, index: int, tokens: slice) -> La
         return DenseState(tokens.stop, state.keys[:, :, tokens], state.values[:, :, tokens])
     if state is None:
         raise ValueError(f"layer {index} holds nothing")
-    if state.batch_size != 1 or any(each is not None for each in (state.padding, state.waiting, state.moments)):
+    if state.batch_size != 1 or any(each is not None for each in (state.padding, state.pending, state.moments)):
         raise ValueError(f"layer {index} holds no prompt alone and without padding")
     is_first = tokens.start == 0
     for number, block in enumerate(state.blocks):

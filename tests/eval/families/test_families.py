@@ -13,7 +13,7 @@ from kvcache_plugins import GEARCache
 from kvcache_plugins.eval.families.command import own_cases
 from kvcache_plugins.eval.families.survey import build_family, family_names, try_families, try_family
 from kvcache_plugins.eval.families.trial import generate, prompt
-from kvcache_plugins.gear.layer import GEARLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # fmt: off
@@ -57,7 +57,7 @@ def test_attention_that_only_exists_written_out_is_answered(family: str) -> None
     stats = cache.stats()
     assert stats["dense_reads"] == 0
     assert stats["tokens_compressed"] > 0
-    own = [layer for layer in cache.layers if isinstance(layer, GEARLayer)]
+    own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     assert stats["written_out_calls"] == 19 * len(own)
 
 

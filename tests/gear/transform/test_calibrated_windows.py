@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from kvcache_plugins import GEARCache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 20, "initializer_range": 0.2}
@@ -43,7 +44,7 @@ def test_layers_of_a_window_take_part(model, calibration, tmp_path):
     read = TransformCalibration.load(path, model)
     assert read.digest == calibration.digest
     assert [layer.window for layer in read.layers.values()] == [WINDOW, None, WINDOW, None]
-    assert all(layer.fixed is not None for layer in make_cache(model, read).layers)
+    assert all(layer.packing.fixed is not None for layer in make_cache(model, read).layers)
 
 
 def test_what_no_query_sees_does_not_count(model, random_windows):
@@ -65,9 +66,8 @@ def test_layers_share_bytes_with_those_that_see_as_much(model, calibration, quan
     own = [index for index, layer in calibration.layers.items() if layer.window == seen]
     layers = {index: calibration.layers[index] for index in own}
     alone = TransformCalibration(calibration.config, calibration.weights, layers)
-    coded = make_cache(model, calibration).layers
     sizes = [
-        [each.codec(index, 3.0, quantizer, coded[index].frequencies).row_sizes for index in own]
+        [each.codec(index, 3.0, quantizer, rotary_frequencies(model.config, index)).row_sizes for index in own]
         for each in (calibration, alone)
     ]
     assert sizes[0] == sizes[1]

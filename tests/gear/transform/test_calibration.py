@@ -14,9 +14,9 @@ from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
-from kvcache_plugins.gear.state import LayerState
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
@@ -142,7 +142,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.fixed.tables()]
+    tables = [table for layer in cache.layers for table in layer.packing.fixed.tables()]
     own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
@@ -241,7 +241,7 @@ def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, 
 def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(model, calibration, prompt, num_decoded):
     frequencies = rotary_frequencies(model.config, 0)
     config, codec = TransformConfig(key_nbits=3, value_nbits=3), calibration.codec(0, 3.0, "lloyd-max", frequencies)
-    layer, twin = (TransformLayer(config, 0, None, frequencies, codec, 100) for _ in range(2))
+    layer, twin = (CompressedLayer(config.packing(frequencies, codec), 0, sliding_window=100) for _ in range(2))
 
     def attend(each, count, seed):
         torch.manual_seed(seed)

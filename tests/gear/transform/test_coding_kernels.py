@@ -89,7 +89,7 @@ def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     kernels("triton")
     with pytest.raises(AssertionError, match="plain PyTorch"):
-        fill(model, create_cache("gear-t16-trellis", model))
+        fill(model, create_cache("gear-t16:quantizer=trellis", model))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")

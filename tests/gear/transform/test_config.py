@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 def test_bits_are_rounded_to_whole_blocks():
@@ -48,10 +48,10 @@ def test_one_side_alone_has_no_such_backbone():
 def test_presets_and_frequencies_of_a_config():
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
     cache = create_cache("gear-t16", config)
-    assert all(isinstance(layer, TransformLayer) for layer in cache.layers)
-    assert all(len(layer.frequencies) == 32 for layer in cache.layers)
+    assert all(isinstance(layer, CompressedLayer) for layer in cache.layers)
+    assert all(len(layer.packing.codecs.frequencies) == 32 for layer in cache.layers)
     assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0)
-    assert GEARCache(backbone="transform")._next_layer().frequencies is None
+    assert GEARCache(backbone="transform")._next_layer().packing.codecs.frequencies is None
 
 
 def test_options_make_the_same_config():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kvcache_plugins import measure_memory
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 NUM_HEADS, HEAD_DIM, SINKS, BUFFER = 2, 32, 4, 8
@@ -23,8 +23,8 @@ def kernel(monkeypatch, request):
     torch.manual_seed(0)
 
 
-def make_layer(config: TransformConfig = CONFIG) -> TransformLayer:
-    return TransformLayer(config, 0, None, FREQUENCIES)
+def make_layer(config: TransformConfig = CONFIG) -> CompressedLayer:
+    return CompressedLayer(config.packing(FREQUENCIES), 0)
 
 
 def states(batch_size, length, dtype=torch.float32, head_dim=HEAD_DIM):
@@ -158,7 +158,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(padding):
         else:
             # Chunks begin and end elsewhere, so that other tokens are exact
             assert float((together[own] - output).square().mean() / output.square().mean()) < 0.05
-    assert not batch._waiting and batch._moments is None
+    assert batch._pending_sequences is None and batch._moments is None
 
 
 @pytest.mark.parametrize("padding", [120, 150])
@@ -170,7 +170,7 @@ def test_an_item_may_begin_in_a_later_chunk(padding):
         feed(layer, keys[:, :, chunk], values[:, :, chunk], [0, padding], query[:, :, chunk])
     feed(alone, *(each[1:, :, padding:] for each in (keys, values)), None, query[1:, :, padding:])
     is_waiting = 200 - padding < SINKS + MIN_TOKENS
-    assert layer._waiting is is_waiting and layer.prefix.start.tolist() == [0, padding]
+    assert (layer._pending_sequences is not None) is is_waiting and layer.prefix.start.tolist() == [0, padding]
     assert layer.prefix.count.tolist() == [SINKS, 200 - padding if is_waiting else SINKS]
     for side, exact in (("keys", keys), ("values", values)):
         held = layer.materialize(side)[1:, :, padding:]
@@ -178,13 +178,13 @@ def test_an_item_may_begin_in_a_later_chunk(padding):
         assert torch.equal(held[:, :, :SINKS], exact[1:, :, padding : padding + SINKS])
     for _ in range(MIN_TOKENS):
         feed(layer, *states(2, 1), [0, padding])
-    assert not layer._waiting and layer.prefix.start.tolist() == [0, padding]
+    assert layer._pending_sequences is None and layer.prefix.start.tolist() == [0, padding]
 
 
 def test_a_short_item_waits_in_the_prefix():
     layer, (keys, values) = make_layer(), states(2, 100)
     feed(layer, keys, values, [0, 90])
-    assert layer._waiting and layer.prefix.count.tolist() == [SINKS, 10]
+    assert layer._pending_sequences is not None and layer.prefix.count.tolist() == [SINKS, 10]
     new = [states(2, 1) for _ in range(BUFFER + 1)]
     for each in new:
         feed(layer, *each, [0, 90])
@@ -196,7 +196,7 @@ def test_a_short_item_waits_in_the_prefix():
     assert layer.prefix.count.tolist() == [10 + BUFFER, SINKS, 10 + BUFFER]
     for _ in range(MIN_TOKENS):
         feed(layer, *states(3, 1), [90, 0, 90])
-    assert not layer._waiting
+    assert layer._pending_sequences is None
     materialized = layer.materialize("values")
     assert torch.equal(materialized[0, :, 90 : 100 + BUFFER], held[:, : 10 + BUFFER])
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, create_cache
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 TEXT = Path(__file__).resolve().parents[3] / "LICENSE"
@@ -48,7 +48,7 @@ def test_decoding_is_near_a_dense_cache(model_and_ids):
         cache = create_cache(name, model)
         kl[name] = mean_kl(feed(model, cache, token_ids), expected)
         assert 0 < kl[name] < bound
-        layers = [layer for layer in cache.layers if isinstance(layer, TransformLayer)]
+        layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         # The layout of the rotary embedding is told from keys alone
         assert {layer.codec.rope.name for layer in layers} == {"half-split"}
         assert sum(block.length for block in layers[0].blocks) > PREFIX

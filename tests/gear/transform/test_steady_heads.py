@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.files.schema import pack, unpack
-from kvcache_plugins.gear.state import LayerState
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import LayerState
 
 
 HEAD_DIM, PROMPT = 32, 150
@@ -27,7 +27,7 @@ def kernel(monkeypatch, request):
 
 
 def make_layer(nbits=2.25, quantizer="lloyd-max"):
-    return TransformLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer), 0, None, None)
+    return CompressedLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0)
 
 
 def feed(layer, keys, values, query=None, padding=None):
@@ -90,7 +90,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.codec.tables()[1].mean is not None and not layer._waiting
+    assert layer.codec.tables()[1].mean is not None and layer._pending_sequences is None
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -189,7 +189,7 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, queries, padding=[0, 100])
     feed(alone, keys[:1], values[:1], queries[:1])
-    assert padded._waiting and padded.codec.tables()[1].mean is None
+    assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
 
 

@@ -4,8 +4,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache_plugins.codecs.allocation import num_blocks
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
-from kvcache_plugins.gear.config import SLIDING, WINDOW_FACTOR
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.gear.config import SLIDING
+from kvcache_plugins.layers.packed_tokens import DROP_STEP
+from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.option_checks import check_choice
 
 
@@ -20,8 +25,12 @@ _NBITS = (4.0, 3.25)
 _MEAN_NBITS = (sum(_NBITS) / 2,) * 2
 # In shorter windows more is lost than the bytes are worth: docs/results/gear.md
 _LEAST_WINDOW = 2048
-# Rows that are let go of together, of a window: few enough to be no burden, and enough that moving the others is none
-DROP_STEP = 64
+# A window that is compressed by itself holds so many chunks and buffers
+_WINDOW_FACTOR = 4
+# Before a table is made of a sequence that grows token by token, tokens whose queries are heard
+_NUM_HEARD = 32
+# A prompt's own scales reach it, though deviations end with float16
+_LARGEST = 2.0**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,16 +90,47 @@ class TransformConfig:
     @property
     def least_window(self) -> int:
         """Tokens of the smallest window of which layers are coded if `sliding` is `"auto"`."""
-        return max(_LEAST_WINDOW, WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
+        return max(_LEAST_WINDOW, _WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
 
     def code_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Bytes that the codes of a key and of a value take: the sums of their blocks' widths."""
         return _bytes(self.key_nbits, key_dim, self.max_width), _bytes(self.value_nbits, value_dim, self.max_width)
 
+    def packing(self, frequencies: tuple[float, ...] | None, fixed: Codec | None = None) -> RowPacking:
+        """
+        Makes the packing of a layer.
+
+        Args:
+            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding, radians a token of every pair
+                of channels.
+            fixed (`Codec`, *optional*): codes tokens, if that does not depend on the prompt, as by a calibration.
+        """
+        return RowPacking(
+            fixed if fixed is not None else PromptCodecs(self, frequencies),
+            residual_length=self.residual_length,
+            num_sink_tokens=self.num_sink_tokens,
+            least_tokens=self.shortest_prompt if fixed is None else self.num_sink_tokens + 1,
+            num_heard=_NUM_HEARD,
+            largest=_LARGEST,
+        )
+
     @property
     def max_width(self) -> int:
         """The most bits that a channel may have."""
         return len(QUANTIZERS[self.quantizer].distortions) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCodecs:
+    """Makes codecs of prompts under some options, for keys of a rotary embedding."""
+
+    config: TransformConfig
+    frequencies: tuple[float, ...] | None
+
+    def __call__(self, key_dim: int, value_dim: int) -> PromptCodec:
+        layouts = candidate_layouts(self.frequencies, key_dim)
+        sizes = self.config.code_bytes(key_dim, value_dim)
+        return PromptCodec((key_dim, value_dim), sizes, layouts, self.config.quantizer)
 
 
 def _bytes(nbits: float, head_dim: int, max_width: int) -> int:

@@ -1,0 +1,800 @@
+"""One layer of packed tokens: when a token is packed, and attention over all of them.
+
+    [ prefix: exact, first tokens of each sequence ] [ blocks: packed ] [ buffer: exact, newest ]
+
+The life of a token: `update` hands it out exact; a prompt is packed right after attention has seen it, layer by layer,
+so that never more than one layer's prompt is dense at a time, and with it the codec is fitted that packs all that
+follows. A decoded token waits in the buffer, which is packed at the *beginning* of an update: a rollback (`crop`) of
+the newest update, as in assisted decoding, finds its tokens exact. How a run of tokens becomes bytes is asked of the
+layer's `Packing` and its codec.
+
+Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
+first token that the newest queries see, as in Transformers' own sliding layer. What no query to come sees is let go of
+before the next update, some rows at a time, so that the newest one can always be taken back, unless it was longer than
+the window; with `activate_past_recording` nothing is let go of before a `crop`.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T tokens, D head dim.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
+
+from .contexts import in_own_context
+from .finite_states import check_finite
+from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
+from .lazy_states import stored_states
+from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, PreparedParts, RowBlock
+from .packing import Packing, Split
+from .prompt_layer import PromptLayer
+from .residual_buffer import ResidualBuffer
+
+
+# An update of this many times `residual_length` tokens is a prompt of its own
+_PROMPT_FACTOR = 4
+# Columns that a mask which is kept is a multiple of: one column alone would stand for all
+_MASK_STEP = 8
+# Newest queries of a prompt that say what errors of keys do
+_NUM_QUERIES = 256
+
+
+class CompressedLayer(PromptLayer):
+    """
+    Keys and values of one layer: exact first tokens, packed tokens, and an exact tail.
+
+    While nothing is packed and tokens come one by one, it is what a dense layer is: two tensors of all tokens
+    (`_plain`), of which the buffer is made when it is asked for.
+
+    Args:
+        packing (`Packing`):
+            How its tokens are packed.
+        layer_idx (`int`):
+            Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[B, prompt length]`, *optional*):
+            The prompt's padding mask, for attention implementations that do not show it to the cache.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees, itself among them; all by default.
+
+    Attributes:
+        codec: how packed tokens are read; `None` before the first are packed.
+        record_past (`bool`): whether nothing is let go of before a `crop`. An emptied layer does not, so that it is
+            like a new one.
+        on_first_prompt (`Callable`, *optional*): called with the layer and queries before its first prompt is packed.
+    """
+
+    counter_names = (
+        "tokens_compressed",
+        "chunks_compressed",
+        "attend_calls",
+        "fused_calls",
+        "written_out_calls",
+        "kernel_fallbacks",
+        "prompts_without_mask",
+    )
+    on_first_prompt: Callable[["CompressedLayer", torch.Tensor], None] | None = None
+    # Of plain tokens: with how many there is something to be packed, and after how many queries are shown
+    _plain_limit = _first_heard = 0
+
+    def __init__(
+        self,
+        packing: Packing,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+    ):
+        assert sliding_window is None or packing.has_windows
+        self.packing = packing
+        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        super().__init__(layer_idx, attention_mask)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.record_past = False
+        # Position before which everything has been let go of
+        self._held_start = 0
+        self.prefix: ExactPrefix | None = None
+        # Position before which blocks may be of tokens that the prefix holds
+        self._prefix_stop = 0
+        self.blocks: list[Any] = []
+        # Whether decoded tokens may join the last block
+        self._is_open = False
+        self.buffer = None
+        self._prepared: PreparedParts | None = None
+        self.codec: Any = None
+        self._moments: QueryMoments | None = None
+        # Queries of single tokens that these do not count yet
+        self._newest_queries: list[torch.Tensor] = []
+        # Sequences that have no table yet, as they had too few tokens when others got theirs, `[B]`
+        self._pending_sequences: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """See `CacheLayerMixin.lazy_initialization`; makes the codec, which is still to be fitted."""
+        codec = self.packing.codec(key_states.shape[3], value_states.shape[3])
+        try:
+            codec.check_shapes(key_states, value_states)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_idx}: {error}") from None
+        self._unfitted = codec
+        super().lazy_initialization(key_states, value_states)
+
+    @property
+    def buffer(self) -> ResidualBuffer | None:
+        """The newest tokens, exact."""
+        if self._plain is not None:
+            self._end_plain(*self._plain)
+        return self._buffer
+
+    @buffer.setter
+    def buffer(self, buffer: ResidualBuffer | None) -> None:
+        self._buffer: ResidualBuffer | None = buffer
+        self._plain: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @in_own_context
+    def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes the buffer of all tokens that are not the prefix's."""
+        first = 0 if self.prefix is None else self.prefix.num_slots
+        keys, values = keys[:, :, first:], values[:, :, first:]
+        self.buffer = ResidualBuffer(keys, values, self._buffer_limit)
+        self.buffer.append(keys, values)
+
+    @property
+    def _buffer_limit(self) -> int:
+        """Tokens in the buffer with which the next update packs it."""
+        # No codec is fitted to the first tokens, all in the buffer, until there are enough of them
+        limit = self.packing.residual_length
+        return limit if self.codec is not None else max(limit, self.packing.least_tokens)
+
+    @property
+    def is_buffer_full(self) -> bool:
+        """Whether the next update packs what is in the buffer."""
+        return self.buffer is not None and self.buffer.length >= self._buffer_limit
+
+    def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys, values and their tokens in use, of what stands behind the packed ones."""
+        if self.buffer is not None and self.buffer.length:
+            yield *self.buffer.tensors(), self.buffer.length
+        if self._pending is not None:
+            yield *self._pending, self._pending[0].shape[2]
+
+    @property
+    def exact_start(self) -> int:
+        """Position of the first token behind the packed ones."""
+        return self._length - sum(length for *_, length in self._exact_tail())
+
+    def _is_prompt(self, count: int) -> bool:
+        return 0 < _PROMPT_FACTOR * self.packing.residual_length <= count
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PromptLayer.update`: a token like the last one is stored here, if nothing more is to be done."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+            return super().update(key_states, value_states)
+        kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device
+        if kind != self._token_kind:
+            return super().update(key_states, value_states)
+        plain, prepared, buffer = self._plain, self._prepared, self._buffer
+        if plain is not None and self._length < self._plain_limit:
+            # As a dense layer does
+            states = torch.cat((plain[0], key_states), dim=-2), torch.cat((plain[1], value_states), dim=-2)
+            self._plain, self._length = states, self._length + 1
+            return states if self._length <= self._first_heard else self._lazy(*states)
+        if prepared is None or buffer is None or buffer.length >= prepared.limit:
+            return super().update(key_states, value_states)
+        newest = None
+        if prepared.call is not None and buffer.left is None and buffer.length < buffer.capacity:
+            newest = prepared.call.accept(key_states, value_states)
+        if newest is not None:
+            # The call writes it
+            buffer.left, buffer.length = newest, buffer.length + 1
+        elif torch.is_inference_mode_enabled():
+            return super().update(key_states, value_states)
+        else:
+            buffer.append(key_states, value_states)
+        self._length += 1
+        return stored_states(self, kind[0], kind[1], self._length, self.dtype, self.device)
+
+    def _before_update(self) -> None:
+        """See `PromptLayer._before_update`: packs what has waited for long enough."""
+        is_full = self.is_buffer_full
+        if self._num_new > 1 or is_full:
+            self._prepared = None
+        if is_full:
+            assert self.buffer is not None
+            self._commit(self.buffer.keys, self.buffer.values, is_prompt=False)
+        if not self.record_past:
+            self._let_go()
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.packing.residual_length or self.codec is None:
+            if self.buffer is None:
+                self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
+            self.buffer.append(keys, values)
+            return
+        # Packed as they come; they are not counted yet
+        self._length += keys.shape[2]
+        try:
+            self._commit(keys, values, is_prompt=False)
+        finally:
+            self._length -= keys.shape[2]
+
+    def settle_prompt(self) -> None:
+        if self._pending is not None:
+            self._prepared = None
+        super().settle_prompt()
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        if self.buffer is not None and self.buffer.length:
+            keys = torch.cat([self.buffer.keys, keys], dim=2)
+            values = torch.cat([self.buffer.values, values], dim=2)
+        self._commit(keys, values, is_prompt=True)
+        if not is_first and not self.record_past:
+            self._let_go()
+
+    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `PromptLayer._exact_states`: until something is packed."""
+        prefix, buffer = self.prefix, self.buffer
+        if self.blocks or buffer is None:
+            return None
+        if self._first_visible:
+            # The buffer may begin before the window does; a prefix is of a sequence that has no room in one
+            skipped = self._first_visible - self.exact_start
+            return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
+        states, num_in_front = (buffer.keys, buffer.values), 0
+        if prefix is not None and prefix.num_slots:
+            if not prefix.is_uniform:
+                return None
+            num_in_front = prefix.num_slots
+            states = torch.cat((prefix.keys, states[0]), dim=2), torch.cat((prefix.values, states[1]), dim=2)
+        self._plain_limit = num_in_front + self._buffer_limit
+        if self.sliding_window is not None:
+            self._plain_limit = min(self._plain_limit, self.sliding_window)
+        self._first_heard = self._plain_limit - self.packing.num_heard * self._needs_queries
+        if self._length < self._plain_limit:
+            self._buffer, self._plain = None, states
+        return states
+
+    def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+        """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
+        packing, start, length = self.packing, self._length - keys.shape[2], self._length
+        is_first, end = self.codec is None, None
+        if is_first or self._pending_sequences is not None:
+            padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
+            split = packing.split(padding, length)
+            if is_first and split is None:
+                self._keep_exact(keys, values, 0)
+                return
+            self._add_newest_queries()
+            # Nothing is made of what is refused
+            valid = self._valid_tokens(start, keys.shape[2])
+            check_finite(keys, values, valid, self.layer_idx, packing.largest)
+            if is_first:
+                assert split is not None
+                end = padding + split.num_exact
+                start = self._begin(keys, values, padding, split)
+            else:
+                self._serve_pending(keys, values, padding, split)
+        first = start + self._num_passed(length - start)
+        count = packing.num_packed(length - first, is_prompt=is_prompt)
+        skipped = keys.shape[2] - (length - first)
+        if count:
+            tokens = slice(skipped, skipped + count)
+            try:
+                self._pack(keys[:, :, tokens], values[:, :, tokens], first, end, is_prompt=is_prompt)
+            except ValueError:
+                if is_first:
+                    self.codec = self.prefix = self._pending_sequences = None
+                raise
+        if first > start:
+            self._forget_before(first)
+        self._keep_exact(keys, values, skipped + count)
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, split: Split) -> int:
+        """Fits the codec to all tokens so far, makes the prefix, and returns the first token to be packed."""
+        first, end = split.first, padding + split.num_exact
+        valid = (torch.arange(first, keys.shape[2]) >= end[:, None]) & ~split.pending[:, None]
+        positions = Positions(first, self.padding)
+        self.codec = self._unfitted.fit(keys[:, :, first:], values[:, :, first:], valid, self._moments, positions)
+        if self.packing.residual_length:
+            self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
+            self._prefix_stop = int(end.max())
+        self._is_open = False
+        self._set_pending(split.pending)
+        return first
+
+    def _serve_pending(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, split: Split | None
+    ) -> None:
+        """Makes tables of sequences that now have enough tokens, and takes into the prefix those of all others."""
+        assert self.prefix is not None and self._pending_sequences is not None
+        pending, sinks = self._pending_sequences.cpu(), self.packing.num_sink_tokens
+        held = self.prefix.joined(keys, values, self._length - keys.shape[2], padding, pending)
+        served = torch.zeros_like(pending) if split is None else pending & ~split.pending
+        for number in served.nonzero().flatten().tolist():
+            tokens = slice(int(held.count[number]))
+            own = held.keys[number, None, :, tokens], held.values[number, None, :, tokens]
+            valid = (torch.arange(own[0].shape[2]) >= sinks)[None]
+            self.codec = self.codec.refit(number, *own, valid, self._moments)
+        kept = self.prefix.count.cpu().clamp(min=sinks)
+        self.prefix = held.shortened(torch.where(served, kept, self._length))
+        self._prefix_stop = int(self.prefix.end.max())
+        self._set_pending(pending & ~served)
+
+    def _set_pending(self, pending: torch.Tensor) -> None:
+        is_any = bool(pending.any())
+        self._pending_sequences = pending.to(self.device) if is_any else None
+        if not is_any:
+            self._moments = None
+
+    def _pack(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
+    ) -> None:
+        """
+        Adds tokens from position `start` on to a block. If they cannot be stored, what is stored stays as it was.
+
+        Args:
+            first_end (`torch.Tensor` of shape `[B]`, on the CPU, *optional*): where exact tokens in front end, if none
+                are packed yet.
+        """
+        packing = self.packing
+        valid = self._valid_tokens(start, keys.shape[2])
+        if start < self._prefix_stop:
+            assert self.prefix is not None
+            # With its data even where states have none
+            end = self.prefix.end if first_end is None or not keys.is_meta else first_end
+            valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
+        try:
+            block, too_large = packing.encode(
+                self.codec, keys, values, start, self.padding, valid, is_prompt=is_prompt
+            )
+        except ValueError as error:
+            # The codec notices, and here it is said, what is not finite
+            check_finite(keys, values, valid, self.layer_idx)
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        if isinstance(block, RowBlock):
+            if too_large is not None:
+                # What stands for padding, or is exact as well, may be anything
+                too_large = (too_large if valid is None else too_large & valid).any()
+            check_finite(keys, values, valid, self.layer_idx, packing.largest, too_large)
+            if first_end is not None:
+                rows, positions = (block.keys, block.values), Positions(start, self.padding)
+                self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
+        if self.blocks and start > self.blocks[-1].start + self.blocks[-1].length:
+            # A window has passed all that there was
+            self.blocks, self._is_open = [], False
+        self._prepared = None
+        is_joining = packing.joins(is_prompt=is_prompt)
+        if self._is_open and is_joining:
+            most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
+            self.blocks[-1].append(block, most)
+        else:
+            self.blocks.append(block)
+        self._is_open = is_joining
+        self._counters["tokens_compressed"] += block.length
+        self._counters["chunks_compressed"] += block.num_chunks if isinstance(block, GroupBlock) else 1
+
+    def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
+        buffer, count = self.buffer, keys.shape[2]
+        is_buffer = buffer is not None and buffer.length == count
+        if is_buffer and first < count:
+            assert buffer is not None
+            if first:
+                buffer.drop_first(first)
+            return
+        self.buffer = None if buffer is None else buffer.released()
+        if first < count:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+            if self.buffer is None:
+                self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
+            self.buffer.append(keys, values)
+
+    @property
+    def _needs_queries(self) -> bool:
+        return bool(self._unfitted.layouts) and (self.codec is None or self._pending_sequences is not None)
+
+    def _note_queries(self, query: torch.Tensor) -> None:
+        """Adds queries to what a codec will be fitted to, until it is."""
+        if self._pending is not None and self.codec is None and self.on_first_prompt is not None:
+            self.on_first_prompt(self, query)
+        if not self._needs_queries:
+            return
+        if query.shape[2] == 1 and self.padding is None:
+            # Added up several at a time. A new list, as a copy of the layer may hold the same
+            self._newest_queries = [*self._newest_queries, query.detach() if query.requires_grad else query]
+            if len(self._newest_queries) == self.packing.residual_length:
+                self._add_newest_queries()
+            return
+        query = query.detach()[:, :, -_NUM_QUERIES:]
+        self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
+
+    def _add_newest_queries(self) -> None:
+        if self._newest_queries:
+            queries, self._newest_queries = self._newest_queries, []
+            self._add_moments(torch.cat(queries, dim=2), None)
+
+    def _add_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> None:
+        moments = QueryMoments.of(query, self._shapes["keys"][1], self._unfitted.layouts, valid)
+        self._moments = moments if self._moments is None else self._moments.plus(moments)
+
+    def attend(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        if not self.packing.residual_length:
+            # What attention is over is packed
+            self._learn_padding(None if is_causal else attn_mask)
+            self.settle_prompt()
+        if is_causal:
+            shape = (query.shape[2], self.lazy_length())
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+        kernel, is_fallback = self.packing.choose(self._unfitted, query)
+        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
+        self._counters["attend_calls"] += 1
+        self._counters["fused_calls"] += kernel != "torch"
+        self._counters["kernel_fallbacks"] += is_fallback
+        self._after_attention(query, attn_mask, is_causal=is_causal)
+        if attn_mask is None and kernel == "compiled":
+            self._prepare_call(query, scale)
+        return output
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        prepared, buffer = self._prepared, self._buffer
+        if prepared is None or prepared.call is None or buffer is None or num_tokens != self._length:
+            return None
+        if query.requires_grad:
+            return None
+        output = prepared.call.attend(query, scale, buffer.storage, buffer.length, buffer.left)
+        if output is not None:
+            # It has been written
+            buffer.left = None
+            self._counters["attend_calls"] += 1
+            self._counters["fused_calls"] += 1
+        return output
+
+    def _prepare_call(self, query: torch.Tensor, scale: float | None) -> None:
+        """Prepares a call for the tokens to come, if all that they change is the buffer."""
+        prepared, buffer = self._prepared, self.buffer
+        if prepared is None or prepared.is_tried or prepared.limit == 0 or buffer is None or self._needs_queries:
+            return
+        prepared.is_tried = True
+        if buffer.length and not torch.compiler.is_dynamo_compiling():
+            parts = [*prepared.parts, DensePart(*buffer.tensors(), buffer.length, None)]
+            prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
+
+    def on_exact_attention(
+        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
+    ) -> None:
+        self._after_attention(query, attn_mask, is_causal=is_causal)
+
+    def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
+        self._learn_padding(None if is_causal else attn_mask)
+        if self._pending is not None or self._needs_queries:
+            self._note_queries(query)
+        if self._pending is not None:
+            self.settle_prompt()
+
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
+        """Everything held, each token once, with its columns of the mask."""
+        if attn_mask is None and self._pending is None and self.sliding_window is None:
+            if self._prepared is None:
+                limit = self._buffer_limit if self.blocks and self.buffer is not None else 0
+                self._prepared = PreparedParts(list(self.packed_parts(None)), limit)
+            yield from self._prepared.parts
+        else:
+            yield from self.packed_parts(attn_mask)
+        position, first = self.exact_start, self._first_visible
+        for keys, values, length in self._exact_tail():
+            if position + length > first:
+                yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
+            position += length
+
+    def packed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[Any]:
+        """Prefix and blocks, with their columns of the mask."""
+        prefix, first = self.prefix, self._first_visible
+        if prefix is not None and prefix.num_slots:
+            mask = None
+            if attn_mask is not None:
+                mask = mask_columns(attn_mask, prefix.positions - first, self.batch_size, self._length - first)
+            if not prefix.is_uniform or first:
+                mask = combine_masks(mask, prefix.in_use & (prefix.positions >= first))
+            yield DensePart(prefix.keys, prefix.values, prefix.num_slots, mask)
+        for block in self.blocks:
+            stop = block.start + block.length
+            if stop <= first or not block.length:
+                continue
+            mask = self._columns(attn_mask, block.start, stop)
+            if prefix is not None and block.start < self._prefix_stop:
+                if mask is None and self.device.type == "cpu":
+                    # No longer than needed, as it is kept
+                    stop = min(stop, -(-int(prefix.end.max()) // _MASK_STEP) * _MASK_STEP + block.start)
+                columns = torch.arange(block.start, stop, device=self.device)
+                mask = combine_masks(mask, columns >= prefix.end[:, None])
+            yield block.part(self.codec, self.padding, mask)
+
+    def _columns(self, attn_mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        """The mask's columns of the tokens from position `start` to `stop`, of which some may be out of sight."""
+        first = self._first_visible
+        if start >= first:
+            return slice_mask(attn_mask, start - first, stop - first)
+        return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
+
+    def materialize(self, side: str) -> torch.Tensor:
+        if not self._length:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        first, exact_start = self._first_visible, self.exact_start
+        position, stop = first, 0 if self.prefix is None else self.prefix.stop()
+        for block in self.blocks:
+            if position < block.start:
+                yield slice(position - first, block.start - first), self._prefix_tile(sides, position, block.start)
+                position = block.start
+            end = block.start
+            for tile in block.dense_tiles(sides, self.codec, self.padding):
+                end += next(iter(tile.values())).shape[2]
+                if end <= position:
+                    continue
+                states = {side: tile[side][:, :, position - end :].to(self.dtype) for side in sides}
+                if position < stop:
+                    self._overlay_prefix(states, position)
+                yield slice(position - first, end - first), states
+                position = end
+        if position < exact_start:
+            yield slice(position - first, exact_start - first), self._prefix_tile(sides, position, exact_start)
+            position = exact_start
+        end = exact_start
+        for keys, values, length in self._exact_tail():
+            end += length
+            if end > position:
+                skipped = length - (end - position)
+                exact = {"keys": keys[:, :, skipped:length], "values": values[:, :, skipped:length]}
+                yield slice(position - first, end - first), {side: exact[side] for side in sides}
+                position = end
+
+    def _prefix_tile(self, sides: Collection[str], start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Tokens that are in no block: the prefix, and padding."""
+        states = {}
+        for side in sides:
+            batch_size, num_heads, _, head_dim = self.states_shape(side)
+            shape = batch_size, num_heads, stop - start, head_dim
+            states[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._overlay_prefix(states, start)
+        return states
+
+    def _overlay_prefix(self, states: dict[str, torch.Tensor], start: int) -> None:
+        if self.prefix is not None:
+            for side, tile in states.items():
+                self.prefix.write_dense(side, tile, start)
+
+    def activate_past_recording(self) -> None:
+        """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
+        self.record_past = True
+
+    def _first_seen(self, length: int) -> int:
+        """Position of the first token that a query at position `length` sees."""
+        return 0 if self.sliding_window is None else max(length - self.sliding_window + 1, 0)
+
+    @property
+    def _first_visible(self) -> int:
+        return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
+
+    def lazy_length(self) -> int:
+        return self._length if self.sliding_window is None else self._length - self._first_visible
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length, _ = super().get_mask_sizes(query_length)
+        first = self._first_seen(self._length)
+        return length - first, first
+
+    def get_max_length(self) -> int:
+        return super().get_max_length() if self.sliding_window is None else self.sliding_window
+
+    get_max_cache_shape = get_max_length
+
+    def num_values(self) -> int:
+        if self.sliding_window is None or not self.is_initialized:
+            return super().num_values()
+        length = self._length - self._first_seen(self._length)
+        return sum(shape[0] * shape[1] * length * shape[3] for shape in map(self.states_shape, ("keys", "values")))
+
+    def _num_passed(self, count: int) -> int:
+        """How many of the newest `count` tokens no query to come sees."""
+        return 0 if self.record_past else max(count - (self._length - self._first_seen(self._length)), 0)
+
+    def _let_go(self) -> None:
+        """Drops what no query to come sees, some rows at a time."""
+        first = self._first_seen(self._length)
+        if first <= self._held_start:
+            return
+        blocks, newest = self.blocks, self.blocks[-1] if self.blocks else None
+        self.blocks = [block for block in blocks if block.start + block.length > first]
+        num_dropped = 0
+        if self.blocks and self.blocks[0].start < first:
+            num_dropped = (first - self.blocks[0].start) // DROP_STEP * DROP_STEP
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if num_dropped or len(self.blocks) < len(blocks):
+            self.after_cut(newest)
+            self._forget_before(self.blocks[0].start if self.blocks else self.exact_start)
+
+    def _forget_before(self, position: int) -> None:
+        """Takes down that no tokens are left before a position, and lets go of a prefix that ends there."""
+        self._held_start = max(position, self._held_start)
+        # Sequences that have no table have all their tokens in the prefix
+        if self.prefix is not None and self._pending_sequences is None and self.prefix.stop() <= position:
+            self.prefix = None
+
+    def can_crop(self, count: int) -> bool:
+        length = self._length - count
+        return length <= 0 or self._is_newest(count) or self._first_seen(length) >= self._held_start
+
+    def _is_newest(self, count: int) -> bool:
+        """Whether the newest `count` tokens, not all, still wait to be stored."""
+        return self._pending is not None and self._pending[0].shape[2] == count < self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `LazyLayer.crop`; a layer that records the past lets go of it here."""
+        super().crop(tokens_to_remove)
+        if self.record_past and self.is_initialized:
+            self.settle_prompt()
+            self._let_go()
+
+    def crop_tokens(self, count: int) -> None:
+        if self.sliding_window is not None:
+            is_newest = self._is_newest(count)
+            if not is_newest:
+                self.settle_prompt()
+            if not self.can_crop(count):
+                raise ValueError(
+                    f"`crop` of {count} tokens would go back to {self._length - count}, but a window of "
+                    f"{self.sliding_window} tokens has let go of what was seen there: call "
+                    "`activate_past_recording()` of the cache before the tokens that are to be taken back"
+                )
+            if is_newest:
+                self._pending = None
+                self._length -= count
+                self._num_new = 0
+                return
+        super().crop_tokens(count)
+        self._num_new = max(self._num_new - count, 0)
+
+    def _drop_newest(self, count: int) -> None:
+        self._prepared = None
+        exact_start, length = self.exact_start, self._length - count
+        if self.buffer is not None:
+            self.buffer.drop_last(min(count, self.buffer.length))
+        if length >= exact_start:
+            return
+        newest = self.blocks[-1] if self.blocks else None
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.blocks[-1].start + self.blocks[-1].length > length:
+            self.blocks[-1].truncate(length - self.blocks[-1].start)
+        self.after_cut(newest)
+        if self.prefix is not None:
+            self.prefix.truncate(length)
+
+    def after_cut(self, newest: Block | None) -> None:
+        """Called when tokens have been dropped of blocks, of which `newest` was the last."""
+        is_last = newest is not None and bool(self.blocks) and self.blocks[-1] is newest
+        self._is_open = self._is_open and is_last and self.blocks[-1].can_grow
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._prepared = None
+        self._add_newest_queries()
+        for stored in (self.prefix, self.buffer, *self.blocks):
+            if stored is not None:
+                stored.map(function)
+        if self._moments is not None:
+            self._moments = self._moments.map(function)
+        if self.codec is not None:
+            self.codec = self.codec.map(function)
+        if self._pending_sequences is not None:
+            self._pending_sequences = function(self._pending_sequences)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Which keeps some beside
+        self._prepared = None
+        for block in self.blocks:
+            yield from block.named_tensors()
+        if self.codec is not None:
+            yield from (("scales", tensor) for tensor in self.codec.tensors())
+        self._add_newest_queries()
+        if self._moments is not None:
+            yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
+        if self.buffer is not None:
+            yield from (("residual", tensor) for tensor in self.buffer.tensors())
+        if self.prefix is not None:
+            yield from (("residual", self.prefix.keys), ("residual", self.prefix.values))
+            yield from (("index", self.prefix.start), ("index", self.prefix.count))
+        if self._pending_sequences is not None:
+            yield "index", self._pending_sequences
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.packing.fixed is not None:
+            yield from (("calibration", tensor) for tensor in self.packing.fixed.shared_tensors())
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """
+        Yields every tensor that a copy of this layer may have in common with it, as neither writes to it from now on:
+        packed tokens, tables, and the exact tokens in front.
+        """
+        self.settle_prompt()
+        # Further tokens would be written into the room that the last block has left
+        self._is_open = False
+        for block in self.blocks:
+            yield from block.tensors()
+        if self.codec is not None and self._pending_sequences is None:
+            yield from self.codec.tensors()
+        if self.prefix is not None:
+            yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
+
+    def stats(self) -> dict[str, int]:
+        exact = self._num_exact() if self.is_initialized else 0
+        return {
+            "tokens_cached": self._length,
+            "tokens_exact": exact,
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }
+
+    def _num_exact(self) -> int:
+        """Tokens that are exact and have not been let go of, of the sequence that has most of them packed."""
+        if self.sliding_window is not None:
+            in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
+            return self._length - self.exact_start + in_front
+        exact = self._length - sum(block.length for block in self.blocks)
+        if self.prefix is None or not self.blocks:
+            return exact
+        in_front = min(self.packing.num_in_front(self.prefix), self._length)
+        return exact + max(in_front - self.blocks[0].start, 0)
+
+    def state(self) -> LayerState:
+        """Everything that it holds, as it is: nothing is copied."""
+        self.settle_prompt()
+        self._add_newest_queries()
+        batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
+        pending, buffer = self._pending_sequences, self.buffer
+        return LayerState(
+            dtype=self.dtype,
+            batch_size=batch_size,
+            num_heads=num_heads,
+            key_head_dim=key_head_dim,
+            value_head_dim=self._shapes["values"][3],
+            length=self._length,
+            held_start=self._held_start,
+            is_open=self._is_open and self.blocks[-1].length > 0,
+            counters=dict(self._counters),
+            padding=self.padding,
+            prefix=self.prefix,
+            blocks=[BlockState(each.start, each.length, *each.stored()) for each in self.blocks if each.length],
+            buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
+            tables=self.codec.state() if isinstance(self.codec, Codec) else None,
+            moments=self._moments,
+            pending=None if pending is None else pending.to(torch.uint8),
+        )
+
+    def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
+        """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
+        if state.counters.keys() != set(self.counter_names):
+            raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
+        self.codec, self.blocks = restore_blocks(state, self.packing, self.sliding_window, path)
+        self._prepared = None
+        self._length, self._counters = state.length, dict(state.counters)
+        heads = state.batch_size, state.num_heads, state.length
+        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
+        self.dtype, self.batch_size = state.dtype, state.batch_size
+        self.prefix, self.padding = state.prefix, state.padding
+        self.buffer = None if state.buffer is None else state.buffer.buffer(self.packing.residual_length)
+        self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
+        self._held_start, self._is_open, self._moments = state.held_start, state.is_open, state.moments
+        self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)
+        self._pending_sequences = None if state.pending is None else state.pending.bool()
+        self.is_initialized, self.device = True, device
+        self.map_tensors(lambda tensor: tensor.to(device))

@@ -1,0 +1,342 @@
+"""What holds for every command: help with examples that work, late imports, errors in one line, pipes that close."""
+
+import inspect
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from kvcache_plugins import cli
+from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR, read_function
+from kvcache_plugins.console.results import prepare_file
+from kvcache_plugins.eval.measures import generation
+from kvcache_plugins.models import reference_model
+from kvcache_plugins.registry import check_cache, parse_cache_spec
+
+
+SCRIPT = Path(sys.executable).parent / "kvcache-plugins"
+# Without `--json`: what they write is Markdown, a folder of files, lm-eval's matter, or one number
+WITHOUT_JSON = {"bench gpu", "eval report", "eval run", "eval ls", "eval validate", "store clear"}
+HEAVY = ("torch", "transformers", "lm_eval", "rich.table", "matplotlib")
+
+
+def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command and group by its words, the whole program as an empty text."""
+    yield " ".join(path), command
+    for name in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from walk(command.get_command(None, name), (*path, name))
+
+
+TREE = dict(walk(typer.main.get_command(cli.app)))
+GROUPS = [path for path, command in TREE.items() if hasattr(command, "list_commands")]
+LEAVES = [path for path in TREE if path not in GROUPS]
+
+
+def examples(path: str) -> list[str]:
+    """The command lines below `Examples:` in a command's help, those that go on with a backslash joined."""
+    text = TREE[path].help.replace("\\\n", " ")
+    found = re.search(r"\n\s*Examples?:\n((?:[ ]+\S.*(?:\n|$))+)", text)
+    return [] if found is None else [" ".join(line.split()) for line in found.group(1).splitlines()]
+
+
+EXAMPLES = list(dict.fromkeys(line for path in TREE for line in examples(path)))
+
+
+def test_the_tree_is_walked() -> None:
+    assert GROUPS == ["", "store", "bench", "eval"]
+    assert {"list", "doctor", "generate", "compare", "calibrate", "plan", "bench kernels", "eval run"} <= {*LEAVES}
+
+
+@pytest.mark.parametrize("path", TREE)
+def test_every_command_has_help_and_examples(path: str, run) -> None:
+    own = [line for line in examples(path) if f"kvcache-plugins {path}".strip() in line]
+    assert own, f"`{path}` has no example of itself"
+    shown = " ".join(run(*path.split(), "--help").stdout.replace("\\\n", " ").split())
+    assert all(" ".join(line.split()) in shown for line in own)
+
+
+def parse_example(line: str) -> None:
+    """Raises what the console would report."""
+    words = shlex.split(line)
+    words = words[words.index("kvcache-plugins") + 1 :]
+    words = words[: next((index for index, word in enumerate(words) if word in ("|", ">", "&&")), None)]
+    named = next(" ".join(words[:count]) for count in (2, 1) if " ".join(words[:count]) in LEAVES)
+    given = TREE[named].make_context(named, words[len(named.split()) :]).params.get("cache") or []
+    for spec in [given] if isinstance(given, str) else given:
+        name, options = parse_cache_spec(spec)
+        # Of a file that another example writes
+        options.pop("calibration", None)
+        check_cache(name, **options)
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_examples_parse(line: str) -> None:
+    parse_example(line)
+
+
+def test_examples_that_do_not_parse_are_found() -> None:
+    with pytest.raises(Exception, match="No such option: --cashe"):
+        parse_example("kvcache-plugins compare --cashe gear --prompt x")
+    with pytest.raises(ValueError, match="Unknown cache `gaer`"):
+        parse_example("cat x | kvcache-plugins compare --cache gaer --prompt x | head")
+
+
+@pytest.mark.parametrize("path", GROUPS)
+def test_groups_show_help(path: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without arguments too; of each command the first sentence, whole and in one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*path.split()).stdout
+    assert shown == run(*path.split(), "--help").stdout and "Examples:" in shown
+    lines = dict(line.split(maxsplit=1) for line in shown.partition("Commands:")[2].strip().splitlines())
+    assert list(lines) == list(TREE[path].lazy_commands)
+    for name, summary in lines.items():
+        assert summary.endswith(".") and not summary.endswith("...")
+        assert " ".join(TREE[f"{path} {name}".strip()].help.split()).startswith(summary)
+
+
+def test_commands_that_find_something_print_json() -> None:
+    without = {path for path in LEAVES if "--json" not in [name for each in TREE[path].params for name in each.opts]}
+    assert without == WITHOUT_JSON
+
+
+def test_exit_codes_are_in_the_help(run) -> None:
+    lines = [line.split() for line in run("--help").stdout.splitlines()]
+    codes = [int(words[0]) for words in lines if words and words[0].isdecimal()]
+    assert codes == [DONE, 1, USER_ERROR, INTERRUPTED, READER_GONE]
+
+
+# One process for all of them: each is a context of the whole program, as a shell's is
+IMPORTS = """
+import sys
+from kvcache_plugins import cli
+
+for line in sys.argv[1:]:
+    try:
+        cli.app(line.split())
+    except SystemExit as ended:
+        assert ended.code == 0, (line, ended.code)
+    print("imported:", line, *(name for name in {heavy!r} if name in sys.modules), sep="|")
+"""
+
+
+def imported_by(*lines: str) -> dict[str, list[str]]:
+    arguments = [sys.executable, "-c", IMPORTS.format(heavy=HEAVY), *lines]
+    finished = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=300)
+    found = [line.split("|") for line in finished.stdout.splitlines() if line.startswith("imported:|")]
+    return {line: names for _, line, *names in found}
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    lines = ["--version", *(f"{path} --help" for path in TREE)]
+    found = imported_by(*lines)
+    assert list(found.values()) == [[]] * len(lines) and len(lines) > 25
+
+
+def test_the_list_needs_no_transformers() -> None:
+    found = imported_by("list gear* --json", "list gear*", "list")
+    assert not {"torch", "transformers"} & {*found["list gear*"]}
+    # Whether there is a GPU only Torch can tell: what is imported is noticed
+    assert "torch" in found["list"] and "transformers" not in found["list"]
+
+
+def test_a_function_is_read_without_its_module(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "heavy_module.py").write_text(
+        '''
+import nothing_of_this_name
+from typing import Annotated, Any as Anything
+SIZES = [1, 2]
+Sizes = Annotated[list[int], "sizes"]
+
+@nothing_of_this_name.decorator
+def measure(sizes: Sizes = SIZES, **more: Anything) -> dict[str, Anything]:
+    """Measure."""
+    return {}
+'''
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    function = read_function("heavy_module:measure")
+    parameter = inspect.signature(function).parameters["sizes"]
+    assert (parameter.annotation, parameter.default) == (Annotated[list[int], "sizes"], [1, 2])
+    assert function.__doc__ == "Measure."
+    assert "heavy_module" not in sys.modules
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        function()
+    assert read_function("heavy_module:SIZES") is None
+    with pytest.raises(ImportError, match="there is no module none_such"):
+        read_function("none_such:measure")
+
+
+# Command lines, of which `MODEL` stands for a tiny model's folder and `TEXT` for a short text's file; and what is said
+WRONG = {
+    "lst": "No such command 'lst'. Did you mean 'list'?",
+    "bench kernls": "No such command 'kernls'. Did you mean 'kernels'?",
+    "list --jsn": "No such option: --jsn",
+    "bench step --jsn": "bench step --help`)",
+    "list a b": "Got unexpected extra argument",
+    "list no-such*": "No cache matches `no-such*`. Known caches: dynamic",
+    "compare --max-new-tokens many": "Invalid value for '--max-new-tokens'",
+    "compare --cache": "Option '--cache' requires an argument",
+    "calibrate --out file": "`text_file` has to be given with `cache` infinigen",
+    "calibrate --text-file TEXT": "`out` has to be given with `cache` infinigen",
+    "calibrate --text-file TEXT --out /proc/a": "/proc/a",
+    "plan --world-size 1 --lengths 64 --out /proc/a": "/proc/a",
+    "bench predict --bandwidth 1 --out /proc/a.json": "/proc/a.json",
+    "bench predict --bandwidth 1 --out /tmp": "`out` is to be a file, but",
+    "bench predict --bandwidth 1 --out TEXT/p.json": "exists",
+    "bench predict --bandwidth 1 --shape 16": "`shape` has the form",
+    "bench step --steps 1": "Invalid value for '--steps'",
+    "bench step --context -1 --cache gear --text-file TEXT": "'--context'",
+    "bench step --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 4136 are needed",
+    "bench decode --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 5256 are needed",
+    "bench kernels --context 0": "'--context'",
+    "bench kernels --cache gear:": "has the form `name`",
+    "bench kernels --dtype int4": "`dtype` must be one of `float32`",
+    "bench kernels --device gpu": "`device` must be one that torch knows",
+    "eval fidelity --cache gear": "Missing option '--text-file'",
+    "eval fidelity --windows 0 --cache gear --text-file TEXT": "'--windows'",
+    "generate --prompt x --temperature 0": "`temperature` must be above 0",
+    "generate --prompt x --model smollm": "did you mean `smollm2`?",
+    "generate --prompt x --model /no/such": "`model` is `/no/such`, but there is no such folder",
+    "generate --prompt x --model /tmp": "`model` is the folder `/tmp`, but there is no `config.json` in it",
+    "generate --prompt x --cache-option rnk=2": "Unknown option `rnk` for the cache `gear`",
+    "generate --prompt x --cache-option rank": "`key=value`",
+    "generate --prompt x --cache-option nbits=5": "`nbits`",
+    "generate --prompt x --cache gear:rank=8 --cache-option rank=4": "`rank` is given twice for the cache `gear`",
+    "generate --prompt x --max-kl .1 --cache gear": "`max_kl` chooses the cache",
+    "generate --prompt x --max-kl .1 --store s": "`store` keeps prompts by the cache",
+    "recommend --memory 8q --context 5": "`memory` has to be a number of bytes",
+    "recommend --memory 1GB --context 5 --host-memory much": "`host_memory` has to be a number of bytes",
+    "recommend --memory 1GB --context 5 --model /no/such": "`model` is `/no/such`, but there is no such folder",
+    "recommend --memory 1GB --context 0": "Invalid value for '--context'",
+    "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `gear`?",
+    "recommend --memory 1GB --context 5 --dtype int4": "`dtype` must be one of `float32`",
+    "recommend --memory 1GB --context 5 --device gpu": "`device` has to be one of ['cuda', 'cpu']",
+    "recommend --memory 1GB --context 5 --new-tokens 5": "they have to be fewer than 5 but are 5",
+}
+WRONG |= {
+    f"{command} --model MODEL {words}": message
+    for command in ("generate", "compare")
+    for words, message in {
+        "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `gear`?",
+        "--prompt-file no-such-file": "No such file or directory: 'no-such-file'",
+        "": "Give a prompt with `--prompt`, `--prompt-file` or both",
+        "--prompt ''": "The prompt is empty",
+        "--prompt x --max-new-tokens 0": "Invalid value for '--max-new-tokens'",
+        "--prompt x --dtype int4": "`dtype` must be one of `float32`, `bfloat16`, `float16`",
+        "--prompt x --device gpu": "`device` must be one that torch knows",
+        "--prompt x --chat": "`chat` needs a tokenizer with a chat template",
+    }.items()
+}
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG.items(), ids=WRONG)
+def test_errors_of_the_user_are_one_line(line: str, message: str, refuse, tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 3)
+    text = str(tmp_path / "text.txt")
+    refuse(message, *(word.replace("MODEL", tiny_folder).replace("TEXT", text) for word in shlex.split(line)))
+
+
+READERS = ["bench step", "bench decode", "bench compile", "bench infinigen", "bench prefix", "eval fidelity"]
+READERS += ["eval perplexity"]
+
+
+@pytest.fixture
+def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not what modules of commands import by name: one that is first imported here would keep it
+    monkeypatch.setattr(reference_model, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", *READERS])
+def test_caches_are_checked_before_a_model_is_loaded(command: str, no_model_is_loaded: None, refuse) -> None:
+    text = ["--text-file", "LICENSE"] if command in READERS else ["--prompt", "x"]
+    for cache in ("gaer", "gear:rnk=1", "gear:nbits=5", "gear:"):
+        refuse(cache.partition(":")[0], *command.split(), *text, "--cache", cache)
+
+
+@pytest.mark.parametrize("command", [*READERS, "generate"])
+def test_texts_are_read_before_a_model_is_loaded(
+    command: str, no_model_is_loaded: None, tmp_path: Path, refuse
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text("\n")
+    wrong = {"binary": "binary is no text in UTF-8 (byte 0:", "nothing": "nothing", "empty": "there is no text in "}
+    option = "--text-file" if command in READERS else "--prompt-file"
+    for name, message in list(wrong.items())[: 3 if command in READERS else 2]:
+        refuse(message, *command.split(), "--cache", "gear", option, str(tmp_path / name))
+
+
+def test_a_file_that_was_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    prepare_file(tmp_path / "old.json")
+    prepare_file(tmp_path / "new" / "new.json")
+    assert (tmp_path / "old.json").read_text() == "{}"
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+class OutputOfClosedPipe:
+    """Standard output whose reader has gone, in this process."""
+
+    def __enter__(self) -> io.TextIOWrapper:
+        reader, writer = os.pipe()
+        os.close(reader)
+        self.stream = os.fdopen(writer, "w")
+        return self.stream
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "--json"], ["bench"]], ids=" ".join)
+def test_a_closed_pipe_is_no_error(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvcache-plugins", *arguments])
+    with OutputOfClosedPipe() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            cli.app()
+        assert ended.value.code == READER_GONE
+    assert capsys.readouterr().err == ""
+
+
+def test_the_console_script_survives_head() -> None:
+    process = subprocess.Popen([SCRIPT, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=120) == READER_GONE
+
+
+def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
+    arguments = ["compare", "--model", tiny_folder, "--prompt", "x" * 300, "--max-new-tokens", "7000"]
+    process = subprocess.Popen(
+        [SCRIPT, *arguments, "--cache", "dynamic"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    said = ""
+    # What it does is announced when it begins: from here on it takes minutes
+    while not said.endswith("] dynamic\n"):
+        line = process.stderr.readline()
+        assert line, f"ended by itself: {said}"
+        said += line
+    process.send_signal(signal.SIGINT)
+    rest, output = process.stderr.read(), process.stdout.read()
+    assert process.wait(timeout=120) == INTERRUPTED
+    assert (rest, output) == ("Interrupted\n", "")
+
+
+def test_ctrl_c_in_this_process(tiny_folder: str, monkeypatch: pytest.MonkeyPatch, run) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "generate_with", interrupted)
+    assert "Traceback" not in run("generate", "--model", tiny_folder, "--prompt", "x", code=INTERRUPTED).output

@@ -1,0 +1,320 @@
+"""What commands print: tables for people, one JSON document for scripts, in the form that its schema says."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_plugins import list_caches, predict_memory, register_cache
+from kvcache_plugins.console.results import print_json
+
+
+SCHEMAS = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (Path(__file__).parent / "schemas").glob("*")
+}
+PROMPT = "It was the best of times, it was the worst of times. " * 3
+FOX = "the quick brown fox jumps over the lazy dog "
+HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "ms/token"]
+
+
+@pytest.fixture
+def fox(tmp_path: Path) -> str:
+    (tmp_path / "fox.txt").write_text(FOX * 40, encoding="utf-8")
+    return str(tmp_path / "fox.txt")
+
+
+def objects(schema: Any) -> list[dict[str, Any]]:
+    """Every part of a schema that describes an object."""
+    if isinstance(schema, list):
+        return [each for item in schema for each in objects(item)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema] if schema.get("type") == "object" else []
+    return own + [each for item in schema.values() for each in objects(item)]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_are_strict(name: str) -> None:
+    schema, validator = SCHEMAS[name], jsonschema.Draft202012Validator(SCHEMAS[name])
+    validator.check_schema(schema)
+    described = [each for each in objects(schema) if "properties" in each]
+    assert described and all(each["additionalProperties"] is False for each in described)
+    assert not validator.is_valid({})
+    assert not validator.is_valid({**dict.fromkeys(schema["properties"]), "more": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"), [(float("inf"), None), (float("nan"), None), (1.5, 1.5), ([(1, float("nan"))], [[1, None]])]
+)
+def test_what_json_does_not_know_is_null(value: object, printed: object, capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"value": value})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"value": printed}
+
+
+def test_list(run, read, forgets: None) -> None:
+    assert run("--version").stdout.startswith("kvcache-plugins 0.")
+    register_cache("absent", lambda model: Cache(layers=[]), summary="absent", requires="no-such-package")
+    lines = run("list").stdout.splitlines()
+    # `head -1` shows the head, and a pipe has the width of a terminal
+    assert lines[0].split()[0] == "cache" and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.split()[0] in list_caches()] == list_caches()
+    together = " ".join(" ".join(lines).split())
+    assert "(a CUDA device: " in together and "absent (no-such-package: missing)" in together
+    assert "nbits=2" in run("list", "gear-2bit", env={"COLUMNS": "120"}).stdout
+    caches = {each["name"]: each for each in read("list", schema="list")["caches"]}
+    assert list(caches) == list_caches()
+    assert caches["gear-2bit"]["options"]["nbits"] == 2 and caches["offloaded"]["requires"] == "a CUDA device"
+    assert [each["name"] for each in read("list", "kivi*")["caches"]] == list_caches("kivi*")
+
+
+def test_a_missing_backend_says_what_to_install(refuse, forgets: None) -> None:
+    register_cache("absent", lambda model: Cache(layers=[]), summary="absent", requires="no-such-package")
+    refuse(
+        "needs `no-such-package`: `pip install 'no-such-package'`", "generate", "--prompt", "x", "--cache", "absent"
+    )
+
+
+def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, read) -> None:
+    arguments = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "12", "--cache"]
+    dynamic = run(*arguments, "dynamic")
+    assert len(dynamic.stdout.removesuffix("\n")) == 12
+    assert dynamic.stderr.startswith("dynamic: ") and dynamic.stderr.rstrip().endswith(" ms")
+    for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
+        assert said in dynamic.stderr
+    gear = run(*arguments, "gear:nbits=8", "--cache-option", "residual_length=32")
+    # The share that is still exact, and the word for it
+    assert gear.stderr.startswith("gear: ") and "residual" in gear.stderr and "are exact" in gear.stderr
+    content = read(*arguments, "dynamic")
+    assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12
+    assert content["memory"]["total_bytes"] == content["memory"]["dense_bytes"] > 0
+    assert content["settings"]["num_prompt_tokens"] == 159
+    # Streamed all the same, beside the summary
+    assert run(*arguments, "dynamic", "--json").stderr.startswith(dynamic.stdout)
+
+
+def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Path, run) -> None:
+    (tmp_path / "text.txt").write_text("Call me Ishmael.\n")
+    options = ["generate", "--model", tiny_folder, "--cache", "dynamic", "--max-new-tokens", "8", "--prompt"]
+    together = run(*options, "Call me Ishmael.\n\nIn short:")
+    assert "prompt of 27 tokens" in together.stderr
+    parted = run(*options, "In short:", "--prompt-file", str(tmp_path / "text.txt"))
+    piped = run(*options, "In short:", "--prompt-file", "-", input="Call me Ishmael.\n")
+    assert parted.stdout == piped.stdout == together.stdout
+
+
+def test_sampling_repeats_with_the_seed(tiny_folder: str, run) -> None:
+    options = ["--model", tiny_folder, "--prompt", PROMPT, "--cache", "dynamic", "--temperature", "9"]
+    texts = [run("generate", *options, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_one_spelling_of_options_everywhere(tiny_folder: str, read) -> None:
+    options = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache"]
+    spec = read(*options, "gear-2bit:rank=8,residual_length=32")
+    both = read(*options, "gear-2bit:rank=8", "--cache-option", "residual_length=32")
+    assert spec["settings"]["options"] == {"rank": 8, "residual_length": 32}
+    assert spec["settings"] == both["settings"] and spec["memory"] == both["memory"]
+
+
+def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
+    options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
+    for cache in ("gear-2bit", "h2o"):
+        said = run("generate", *options, cache).stderr
+        assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ") and "%" not in said
+    lines = run("compare", *options, "gear-2bit").stdout.splitlines()
+    assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
+
+
+class BrokenLayer(DynamicLayer):
+    """Fails as soon as it is asked for its length with something in it."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.is_initialized:
+            raise RuntimeError("no [decode] here")
+        return super().get_mask_sizes(query_length)
+
+
+def test_compare(tiny_folder: str, run, read, forgets: None) -> None:
+    register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
+    options = ["compare", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "6", "--cache"]
+    result = run(*options, "gear-2bit:rank=2", "--cache", "kivi-4bit", env={"COLUMNS": "90"})
+    lines = result.stdout.splitlines()
+    top = next(index for index, line in enumerate(lines) if "differs at" in line)
+    assert all(heading in lines[top] for heading in HEADINGS)
+    assert max(len(line.rstrip()) for line in lines[top : top + 5]) <= 90
+    assert [line.split()[0] for line in lines[top + 2 : top + 5]] == ["dynamic", "gear-2bit:rank=2", "kivi-4bit"]
+    parts = lines[next(index for index, line in enumerate(lines) if line.startswith("kB held")) + 2].split()
+    assert {"dense", "codes", "scales", "low_rank", "outliers"} <= set(parts)
+    assert [line for line in lines if line.endswith(":")] == ["dynamic:", "gear-2bit:rank=2:", "kivi-4bit:"]
+    assert "\x1b" not in result.output and "gear-2bit:rank=2" in result.stderr
+
+    assert "failed with RuntimeError: no [decode] here" in run(*options, "broken", code=1).stdout
+    content = read(*options, "kivi-4bit", "--cache", "broken", schema="compare", code=1)
+    dynamic, kivi, broken = content["rows"]
+    assert (dynamic["cache"], kivi["cache"]) == ("dynamic", "kivi-4bit")
+    assert dynamic["kl"] == 0 < kivi["kl"] and kivi["memory"]["compression_ratio"] > 1
+    assert len(kivi["token_ids"]) == 6 and content["settings"]["num_prompt_tokens"] == 159
+    assert (kivi["error"], broken["error"]) == (None, "RuntimeError: no [decode] here")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config and nothing else."""
+    path: Path = tmp_path_factory.mktemp("config-alone")
+    tiny_model("llama").config.save_pretrained(path)
+    return str(path)
+
+
+SMALL = ["--context", "1000", "--device", "cuda", "--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen"]
+
+
+def test_recommend_finds_what_the_arithmetic_says(folder: str, run, read) -> None:
+    options = ["recommend", "--model", folder, *SMALL, "--memory", "400kB", "--new-tokens", "2"]
+    content = read(*options, "--host-memory", "1GiB", schema="recommend")
+    for row in content["caches"]:
+        report = predict_memory(folder, row["cache"], 1000, new_tokens=2)
+        assert (row["total_bytes"], row["kv_percent"]) == (report.total_bytes, report.kv_percent)
+        assert row["device_bytes"] == report.devices["cuda"]
+        assert sum(row["parts"].values()) == row["total_bytes"]
+    assert (content["host_memory_bytes"], content["recommended"]) == (2**30, "infinigen")
+    # Every field is named where a user looks for it
+    documented = run("recommend", "--help").stdout
+    assert all(name in documented for name in [*content, *content["caches"][0]])
+
+
+def test_recommend_marks_what_to_take(folder: str, run, read) -> None:
+    options = ["recommend", "--model", folder, *SMALL, "--memory"]
+    result = run(*options, "400kB")
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.split()}
+    assert " no " in lines["dynamic"] and " take it " in lines["infinigen"] and " yes " in lines["gear-2bit"]
+    headings = ["cache", "KL", "fits", "on cuda", "in host", "KV %", "max context", "max batch"]
+    assert " ".join(lines["cache"].split()) == " ".join(headings)
+    assert all(len(lines[name]) <= 80 for name in ("cache", "infinigen"))
+    # The title is folded where the folder's name is long
+    assert "in 400.00 kB" in " ".join(result.stdout.split())
+    assert "`infinigen` is nearest to the dense cache in measured KL of what fits" in result.stdout
+    assert "made for" not in result.stdout and "infinigen" in result.stderr
+    assert "No cache fits: the smallest, `" in run(*options, "1kB", code=1).stdout
+    content = read(*options, "1kB", schema="recommend", code=1)
+    assert content["recommended"] is None
+    assert all(row["largest_batch_size"] == 0 for row in content["caches"])
+
+
+def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monkeypatch, read) -> None:
+    options = ["recommend", "--model", folder, "--cache"]
+    said = run(*options, "h2o", "--memory", "64GiB", "--context", "9000", "--with-weights").stdout
+    assert "The model was made for 8,192 tokens: fewer than were asked for." in said
+    assert "beside weights of" in " ".join(said.split()) and ">16,777,216" in said
+    options += ["dynamic", "--context", "1000", "--memory"]
+    for memory, shown in {"100MB": "100.00 MB", "1.5 GB": "1.50 GB", "8GiB": "8.00 GiB"}.items():
+        said = run(*options, memory).stdout
+        assert f"in {shown}" in " ".join(said.split())
+        assert ("KiB" in said or "MiB" in said) == ("i" in memory)
+    for has_gpu, expected in ((False, ("cpu", "float32")), (True, ("cuda", "bfloat16"))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        content = read(*options, "1GB")
+        assert (content["device"], content["dtype"]) == expected
+
+
+def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run, read) -> None:
+    file = tmp_path / "new" / "calibration.safetensors"
+    options = ["--model", tiny_folder, "--text-file", fox, "--windows", "2", "--length", "300", "--out", str(file)]
+    assert "oracle" in run("calibrate", *options, "--rank", "8", "--min-recall", "0.01").stdout
+    compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4"]
+    run("compare", *compared, "--cache", f"infinigen:calibration={file}")
+    content = read("calibrate", *options, "--rank", "4")
+    assert content["file"] == str(file) and file.is_file()
+    # The first layer has none before it to be told by
+    assert [layer["layer_idx"] for layer in content["layers"]] == [1]
+    assert all(0 < layer["oracle"] <= 1 for layer in content["layers"])
+
+
+def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
+    options = ["--cache", "gear", "--model", tiny_folder, "--text-file", fox, "--text-file", fox]
+    shown = run("calibrate", *options, "--windows", "1", "--length", "200").stdout
+    (file,) = (tmp_path / "home" / "calibrations").iterdir()
+    assert file.name in shown.replace("\n", "")
+    for cache in ("gear-c16", f"gear-c12:calibration={file}"):
+        compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache]
+        assert "no calibration" not in run("compare", *compared).output
+
+
+def test_calibrate_needs_no_text_for_gear(tiny_folder: str, tmp_path: Path, fox: str, read) -> None:
+    files = [tmp_path / name for name in ("one.safetensors", "again.safetensors", "more.safetensors")]
+    options = ["calibrate", "--cache", "gear", "--model", tiny_folder, "--windows", "4", "--length", "90"]
+    for file, more in zip(files, ([], [], ["--text-file", fox]), strict=True):
+        settings = read(*options, *more, "--out", str(file))["settings"]
+        assert (settings["text_file"], settings["windows"], settings["length"]) == ("fox.txt" if more else None, 4, 90)
+    assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
+
+
+@pytest.mark.long
+def test_a_calibration_of_smollm2_is_nearer(smollm2, tmp_path: Path, run, read) -> None:
+    """On Python's own `argparse`, than prompts' own tables."""
+    file, text = tmp_path / "calibration.safetensors", tmp_path / "text.txt"
+    run("calibrate", "--cache", "gear", "--model", "smollm2", "--out", str(file))
+    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[40_000:], encoding="utf-8")
+    options = ["--model", "smollm2", "--text-file", str(text), "--windows", "2", "--prefix", "256", "--scored", "255"]
+    calibrated = f"gear-c16:calibration={file}"
+    rows = read("eval", "fidelity", *options, "--cache", "gear-t16", "--cache", calibrated)["rows"]
+    kl = {row["cache"]: row["kl"] for row in rows}
+    assert kl[calibrated] < 0.8 * kl["gear-t16"]
+
+
+BOOK = "--model MODEL --text-file TEXT "
+MEASURES = [
+    f"eval fidelity {BOOK} --windows 1 --cache llamacpp-q8_0 --prefix 40 --scored 8",
+    f"eval perplexity {BOOK} --windows 1 --cache llamacpp-q8_0 --length 40 --chunk 16",
+    f"bench step {BOOK} --context 40 --steps 3 --cache dynamic --cache kivi-4bit",
+    f"bench decode {BOOK} --prompt 20 --steps 6 --bin-length 3 --cache dynamic",
+    f"bench prefix {BOOK} --prefix 90 --continuations 3 --new-tokens 2",
+    "bench predict --bandwidth 100 --shape 1x128 --cache kivi-2bit",
+    "bench runahead-simulation --ranks 2 --length 4096 --bandwidth 10",
+]
+
+
+@pytest.mark.parametrize("line", MEASURES, ids=lambda line: " ".join(line.split()[:2]))
+def test_measures_print_what_they_write(line: str, tiny_folder: str, fox: str, tmp_path: Path, run) -> None:
+    out = tmp_path / "new" / "result.json"
+    words = [word.replace("MODEL", tiny_folder).replace("TEXT", fox) for word in line.split()]
+    result = run(*words, "--json", "--out", str(out))
+    content = json.loads(result.stdout)
+    assert content == json.loads(out.read_text(encoding="utf-8"))
+    assert content["rows"] and "settings" in content
+    # What it says to people as it goes is not lost
+    assert result.stderr.strip()
+    if "kivi-4bit" in words:
+        assert [row["cache"] for row in content["rows"]] == ["dynamic", "kivi-4bit"]
+        assert all(f"{name} " in result.stderr for name in ("dynamic", "kivi-4bit"))
+
+
+def test_sweep_lists_what_was_run(tiny_folder: str, fox: str, tmp_path: Path, read) -> None:
+    measures = {"a": {"perplexity": {"text_file": "fox.txt", "length": 30}}}
+    measures["b"] = {"perplexity": {"text_file": "fox.txt", "length": 10**6}}
+    content = {"models": [tiny_folder], "caches": ["dynamic"], "out": "results", "measures": measures}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(content), encoding="utf-8")
+    sweep = ["eval", "sweep", str(tmp_path / "sweep.yaml")]
+    assert [each["error"] for each in read(*sweep, "--dry-run")["runs"]] == [None, None]
+    done, failed = read(*sweep, code=1)["runs"]
+    assert done["run"].startswith("a/") and Path(done["file"]).is_file() and done["error"] is None
+    assert failed["run"].startswith("b/") and "tokens" in failed["error"]
+
+
+@pytest.mark.long
+def test_console_script_on_a_real_model(smollm2) -> None:
+    script = Path(sys.executable).parent / "kvcache-plugins"
+    arguments = ["compare", "--prompt", "The capital of France is", "--max-new-tokens", "4", "--cache", "kivi-4bit"]
+    finished = subprocess.run([script, *arguments], capture_output=True, text=True, check=True, timeout=300)
+    assert all(heading in finished.stdout for heading in HEADINGS)
+    assert "Paris" in finished.stdout.split("dynamic:\n")[1]
+    assert "\x1b" not in finished.stdout + finished.stderr
