@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .harness.caches import cache_stats, check_length, was_exercised
+from .harness import cache_stats, check_length, was_exercised
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import create_cache
 
 from .continuations import DECODE, ContinuationScorer, Feeding, Score
-from .harness.caches import was_exercised
+from .harness import was_exercised
 from .lm_eval_ranks import CacheRecord, find_rank, gather_records
 from .lm_eval_requests import Group, Request, group_by_context, take_cache
 

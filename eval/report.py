@@ -1,13 +1,122 @@
-"""`kvcache-plugins eval report`: any result of this package as a Markdown table, and what figures there are of it."""
+"""Reports of results: `kvcache-plugins eval report`, and the README's table and figure of all caches.
+
+    python -m kvcache_plugins.eval.report
+
+puts together what was measured apart: it reads the files named below from `eval/results/`, predicts the bytes of a
+bfloat16 model from its config alone, writes
+`eval/results/overview.json`, from which the table is rendered, and draws `docs/figures/fidelity_1024_smollm2.png`.
+"""
 
 import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
-from .tables.documents import render_result
-from .tables.sweeps import read_sweep
+from kvcache_plugins.advice.memory_prediction import predict_memory
+from kvcache_plugins.console.results import provenance, write_json
+
+from .tables import read_sweep, render_result
+
+
+RESULTS = Path("eval/results")
+FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
+# Of the same windows of the same text; the first that has a cache is taken, and what was not measured yet left out
+PROMPT = (
+    "fidelity_presets_1024_smollm2.json",
+    "fidelity_transform_1024_smollm2.json",
+    "fidelity_transform_calibrated_1024_smollm2.json",
+    "fidelity_peers_1024_smollm2.json",
+    "fidelity_wikitext2_smollm2.json",
+)
+DECODED = (
+    "fidelity_transform_decoded_1024_smollm2.json",
+    "fidelity_trellis_decoded_1024_smollm2.json",
+    "fidelity_presets_decoded_1024_smollm2.json",
+    "fidelity_peers_decoded_1024_smollm2.json",
+)
+STEPS = "step_transform_4096_smollm2.json"
+MODEL, CONTEXT = "smollm2", 4096
+CACHES = {
+    "dynamic": "Transformers' default",
+    "llamacpp-q8_0": "llama.cpp's type",
+    "llamacpp-q4_0": "llama.cpp's type",
+    "turboquant-4bit": "TurboQuant",
+    "quanto-4bit": "Transformers' `QuantizedCache`",
+    "kivi-4bit": "KIVI",
+    "gear-4bit": "GEAR as in its paper",
+    "gear-t30": "this package, nearest to dense",
+    "gear-t25": "this package's default, `gear`",
+    "gear-t22": "this package",
+    "gear-t16": "this package, smallest",
+    "gear-c16": "this package, calibrated",
+}
+# Parts of GEAR alone, which nobody takes, and what would make the figure a thicket
+_NOT_DRAWN = ("per-token-*", "gear-l-*", "kcvt-*", "*trellis", "*:*")
+
+
+def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
+    """
+    Merges results of `eval fidelity`; of a cache that several have the first counts, and files that are not there are
+    left out.
+
+    Raises:
+        ValueError: if they were not measured in the same way.
+    """
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in _there(results, names)]
+    if any(each["settings"] != contents[0]["settings"] for each in contents):
+        raise ValueError(f"{', '.join(names)} were not measured in the same way")
+    rows: dict[str, Any] = {}
+    for content in contents:
+        for row in content["rows"]:
+            rows.setdefault(row["cache"], row)
+    return {"settings": contents[0]["settings"], "rows": list(rows.values())}
+
+
+def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the rows that are in tables alone."""
+    rows = [row for row in merged["rows"] if not any(fnmatchcase(row["cache"], each) for each in _NOT_DRAWN)]
+    return {**merged, "rows": rows}
+
+
+def _there(results: Path, names: Sequence[str]) -> list[Path]:
+    return [results / name for name in names if (results / name).is_file()]
+
+
+def compile_overview(results: Path) -> dict[str, Any]:
+    """
+    Compiles a row for each cache that was measured: percent of a 16-bit cache, KL behind a prompt and while decoding,
+    speed beside `dynamic`.
+    """
+    prompt, decoded = (
+        {"dynamic": 0.0, **{row["cache"]: row["kl"] for row in merge_fidelity(results, names)["rows"]}}
+        for names in (PROMPT, DECODED)
+    )
+    steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
+    speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
+    rows = []
+    for cache, what in CACHES.items():
+        if cache not in prompt:
+            continue
+        held = predict_memory(MODEL, cache, CONTEXT, dtype="bfloat16", device="cpu")
+        rows.append(
+            {
+                "cache": cache,
+                "what": what,
+                "kv_percent": held.kv_percent,
+                "kv_percent_with_shared": held.kv_percent_with_shared,
+                "kl": prompt[cache],
+                "kl_decoded": decoded.get(cache),
+                "speed_against_dynamic": speeds.get(cache),
+            }
+        )
+    found = (", ".join(path.name for path in _there(results, names)) for names in (PROMPT, DECODED))
+    sources: dict[str, Any] = dict(zip(("prompt", "decoded"), found, strict=True))
+    sources |= {"steps": STEPS, "context": CONTEXT, "model": MODEL}
+    return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
 
 def write_report(
@@ -35,7 +144,7 @@ def write_report(
         out.write_text(text, encoding="utf-8")
     if figures is None:
         return
-    from .tables.figures import draw_result, draw_sweep
+    from .figures import draw_result, draw_sweep
 
     if result.is_dir():
         paths = draw_sweep(read_sweep(result), figures, result.name)
@@ -43,3 +152,17 @@ def write_report(
         paths = [draw_result(json.loads(result.read_text(encoding="utf-8")), figures / f"{result.stem}.png")]
     for path in paths:
         typer.echo(f"drew {path}", err=True)
+
+
+def main() -> None:
+    """Writes `eval/results/overview.json` and draws the figure."""
+    from .figures import draw_result
+
+    path = RESULTS / "overview.json"
+    write_json(path, compile_overview(RESULTS))
+    typer.echo(f"wrote {path}")
+    typer.echo(f"drew {draw_result(select_drawn(merge_fidelity(RESULTS, PROMPT)), FIGURE)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

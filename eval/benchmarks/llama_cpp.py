@@ -1,14 +1,12 @@
 """llama.cpp beside caches of this package: decode steps with the same weights in float32, and attention alone.
 
 All take turns in one process. Caches on both sides are filled by repeating what was read of a text, see
-`harness.filled_caches`; where all was read, llama.cpp's next-token probabilities are held against Transformers'.
-
-    kvcache-plugins bench llama-cpp --text-file FILE --out eval/results/llama_cpp_smollm2.json
+`harness.fill_cache`; where all was read, llama.cpp's next-token probabilities are held against Transformers'.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib import metadata
@@ -20,22 +18,35 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.inputs import ModelOption, load_for_evaluation, read_text
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.eval.harness.caches import check_length, with_reference
-from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
-from kvcache_plugins.eval.harness.timing import spread, time_in_turns
-from kvcache_plugins.eval.llama_cpp.attention import GgmlAttention
-from kvcache_plugins.eval.llama_cpp.library import KV_TYPES, import_llama_cpp
-from kvcache_plugins.eval.llama_cpp.model import LlamaContext, LlamaModel
-from kvcache_plugins.eval.llama_cpp.weights import float32_gguf
+from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.harness import (
+    States,
+    check_length,
+    fill_cache,
+    make_cache,
+    read_states,
+    spread,
+    take_turns,
+    time_call,
+    with_reference,
+)
+from kvcache_plugins.eval.llama_cpp import (
+    KV_TYPES,
+    GgmlAttention,
+    LlamaContext,
+    LlamaModel,
+    float32_gguf,
+    import_llama_cpp,
+)
+from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
-from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_caches
 from kvcache_plugins.reports.memory import measure_memory
 
-from .contest import Contest, Shape
+from .kernels import Contest, Shape
 
 
 PARTS = ("step", "attention")
@@ -66,14 +77,13 @@ def time_steps(
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Rows of decode steps over `context` tokens, a cache each."""
+    """Times decode steps over `context` tokens; a row for each cache."""
     functions: dict[str, Callable[[], Any]] = {}
     held: dict[str, dict[str, Any]] = {}
     token = torch.tensor([token_ids[:1]])
     expected = network(torch.tensor([token_ids[:context]]), logits_to_keep=1).logits[0, -1].log_softmax(-1)
     for spec in caches:
-        name, options = parse_cache_spec(spec)
-        cache: Cache = create_cache(name, network, **options)
+        cache: Cache = make_cache(spec, network)
         fill_cache(cache, states, context)
         functions[spec] = partial(network, token, **as_argument(cache))
         functions[spec]()
@@ -88,12 +98,11 @@ def time_steps(
             kl = _divergence(name, expected, own.logits_read)
             held[name] = {"bytes": states_bytes(states, context, kv_type), "kl_after_reading": kl}
             functions[name] = own.step
-        measured = time_in_turns(functions, _CPU, rounds, seconds)
-    return _rows("step", measured, held, {"context": context})
+        return _rows("step", functions, rounds, seconds, held, {"context": context})
 
 
 def _divergence(name: str, expected: torch.Tensor, logits: torch.Tensor) -> float:
-    """KL of llama.cpp's next token from Transformers', in nats."""
+    """Computes the KL of llama.cpp's next token from Transformers', in nats."""
     kl = float((expected.exp() * (expected - logits.log_softmax(-1))).sum())
     # Not `>`: NaN has to fail
     if not kl < (_MOST_KL_F16 if name == llama_name("f16") else _MOST_KL):
@@ -109,7 +118,7 @@ def time_attention(
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Rows of attention alone over `context` random tokens: dense, from GEAR's storage, and llama.cpp's."""
+    """Times attention alone over `context` random tokens: dense, from GEAR's storage, and llama.cpp's."""
     contest = Contest(Shape(context=context, **heads), torch.float32, _CPU)
     for spec in caches:
         contest.add(spec)
@@ -129,8 +138,7 @@ def time_attention(
             functions[name] = own
             num_bytes = states_bytes([(contest.keys, contest.values)], context, kv_type)
             held[name] = {"bytes": num_bytes, "relative_error": error}
-        measured = time_in_turns(functions, _CPU, rounds, seconds)
-    return _rows("attention", measured, held, {"context": context, **heads})
+        return _rows("attention", functions, rounds, seconds, held, {"context": context, **heads})
 
 
 def states_bytes(states: States, context: int, kv_type: str) -> int:
@@ -140,10 +148,18 @@ def states_bytes(states: States, context: int, kv_type: str) -> int:
 
 
 def _rows(
-    part: str, measured: Mapping[str, Sequence[float]], held: Mapping[str, Mapping[str, Any]], where: Mapping[str, int]
+    part: str,
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    seconds: float,
+    held: Mapping[str, Mapping[str, Any]],
+    where: Mapping[str, int],
 ) -> list[dict[str, Any]]:
+    """Times functions in turns, each called once before that; makes a row of each."""
+    numbered = {name: lambda number, each=each: each() for name, each in functions.items()}
+    measured = take_turns(numbered, partial(time_call, device=_CPU), rounds, warm_up=1, seconds=seconds)
     first = statistics.median(next(iter(measured.values())))
-    rows = [
+    return [
         {
             "part": part,
             **where,
@@ -154,25 +170,9 @@ def _rows(
         }
         for name, times in measured.items()
     ]
-    for row in rows:
-        typer.echo(f"{part}, {row['context']:6d} tokens, {row['cache']:<16} {1e3 * row['median_s']:9.3f} ms")
-    return rows
 
 
-def _measure(
-    measurements: Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]], limit: float
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Rows of all that is begun within `limit` seconds, and what is not."""
-    start = time.perf_counter()
-    rows, failures = list[dict[str, Any]](), list[dict[str, str]]()
-    for what, measure in measurements:
-        if time.perf_counter() - start > limit:
-            failures.append({"what": what, "reason": f"{limit:.0f} seconds were over"})
-        else:
-            rows += measure()
-    return rows, failures
-
-
+@benchmark("llama-cpp")
 @torch.inference_mode()
 def benchmark_llama_cpp(
     text_file: Annotated[Path, typer.Option(help="A text, of which up to 512 tokens are read.")],
@@ -201,9 +201,9 @@ def benchmark_llama_cpp(
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [1024, 4096, 16384],
     rounds: Annotated[int, typer.Option(help="Steps of each that a median is over; twice of attention.", min=3)] = 20,
     seconds: Annotated[float, typer.Option(help="After these, three rounds are enough in one context.", min=0)] = 10.0,
-    num_threads: Annotated[int | None, typer.Option(help="Of both; PyTorch's default if not given.", min=1)] = None,
+    num_threads: NumThreadsOption = None,
     limit: Annotated[float, typer.Option(help="Seconds after which no further context is begun.", min=0)] = 3600.0,
-) -> dict[str, Any]:
+) -> Iterator[Found]:
     """Time steps and attention beside llama.cpp. The same weights in float32; all take turns.
 
     Needs the extra `llama-cpp`. Caches are filled by repeating what was read.
@@ -219,8 +219,8 @@ def benchmark_llama_cpp(
     check_caches(attention_cache)
     specs = with_reference(check_caches(cache))
     bindings = import_llama_cpp()
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    yield Settings(dtype="float32")
+    yield Content(versions={"llama-cpp-python": metadata.version("llama-cpp-python")})
     measurements: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = []
     with ExitStack() as stack:
         if "step" in part:
@@ -237,8 +237,10 @@ def benchmark_llama_cpp(
             for heads, length in product(_HEADS, [length for length in context if length % _GROUP == 0]):
                 alone = partial(time_attention, heads, length, attention_cache, kv_type, 2 * rounds, seconds)
                 measurements.append((f"attention over {length} tokens", alone))
-        rows, failures = _measure(measurements, limit)
-    settings = {"model": model, "text_file": text_file.name, "rounds": rounds, "seconds": seconds, "dtype": "float32"}
-    content: dict[str, Any] = provenance(_CPU)
-    content["versions"] = {**content["versions"], "llama-cpp-python": metadata.version("llama-cpp-python")}
-    return {"benchmark": "llama-cpp", **content, "settings": settings, "rows": rows, "failures": failures}
+        start = time.perf_counter()
+        for what, measure in measurements:
+            if time.perf_counter() - start > limit:
+                yield Failure(what, f"{limit:.0f} seconds were over")
+                continue
+            say(what)
+            yield from measure()

@@ -5,18 +5,18 @@ costs. Tasks of log-likelihoods only: multiple choice and rolling perplexity.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.display import Announce, make_table, open_console, track_progress
+from kvcache_plugins.console.display import Announce, track_progress
 from kvcache_plugins.console.inputs import CachesOption, DeviceOption, DtypeOption, ModelOption, load_for_evaluation
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.eval.harness.timing import spread
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
+from kvcache_plugins.eval.harness import spread
+from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.eval.tasks import find_task
-from kvcache_plugins.registry import check_caches
 
 
 OWN = "hf"
@@ -70,8 +70,8 @@ def compare_models(
     batch_size: int,
     max_length: int | None,
     announce: Announce,
-) -> list[dict[str, Any]]:
-    """A row for lm-eval's model and one for each cache and mode: seconds, and how far scores are from the first's."""
+) -> Iterator[Found]:
+    """Yields a row for lm-eval's model and for each cache and mode: seconds, and how far scores are from the first."""
     from lm_eval.models.huggingface import HFLM
 
     from kvcache_plugins.eval.lm_eval_model import KVCacheLM
@@ -90,29 +90,26 @@ def compare_models(
             answers = getattr(models[name], kind)(requests, disable_tqdm=True)
             seconds[name].append(time.perf_counter() - start)
             scores[name] = _log_likelihoods(answers)
-    rows = []
     picks = _picks(requests, scores[OWN])
     for name in models:
         timing = spread(seconds[name])
         own = _picks(requests, scores[name])
         differences = [abs(one - other) for one, other in zip(scores[name], scores[OWN], strict=True)]
-        rows.append(
-            {
-                "model": name,
-                **timing,
-                "rounds_s": seconds[name],
-                "speed_against_hf": spread(seconds[OWN])["median_s"] / timing["median_s"],
-                "largest_difference": max(differences),
-                "largest_relative_difference": max(
-                    difference / abs(score) for difference, score in zip(differences, scores[OWN], strict=True)
-                ),
-                "same_picks": sum(one == other for one, other in zip(own, picks, strict=True)),
-                "num_items": len(picks),
-            }
-        )
-    return rows
+        yield {
+            "model": name,
+            **timing,
+            "rounds_s": seconds[name],
+            "speed_against_hf": spread(seconds[OWN])["median_s"] / timing["median_s"],
+            "largest_difference": max(differences),
+            "largest_relative_difference": max(
+                difference / abs(score) for difference, score in zip(differences, scores[OWN], strict=True)
+            ),
+            "same_picks": sum(one == other for one, other in zip(own, picks, strict=True)),
+            "num_items": len(picks),
+        }
 
 
+@benchmark("lm-eval", "{model} on {task}, medians of {rounds}")
 def benchmark_lm_eval(
     task: Annotated[str, typer.Option(help="A task of log-likelihoods: kv_piqa, a YAML file, or one of lm-eval's.")],
     cache: CachesOption = ["dynamic"],
@@ -127,7 +124,7 @@ def benchmark_lm_eval(
     rounds: Annotated[int, typer.Option(help="Runs of every model, taking turns.", min=1)] = 3,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-) -> dict[str, Any]:
+) -> Iterator[Found]:
     """lm-eval's own model beside `kvcache`. Seconds on one task, and the largest difference of their scores.
 
     \b
@@ -135,36 +132,9 @@ def benchmark_lm_eval(
         kvcache-plugins bench lm-eval --task kv_openbookqa --limit 50
         kvcache-plugins bench lm-eval --task kv_copa --limit 200 --mode prefix --mode chunk --mode decode --rounds 1
     """
-    settings = dict(locals())
-    check_caches(cache)
     kind, requests = build_requests(task, limit, num_fewshot)
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    yield from loaded_settings(loaded)
+    sizes: dict[str, Any] = {"rounds": rounds, "batch_size": batch_size, "max_length": max_length}
     with track_progress(rounds * (1 + len(cache) * len(mode))) as announce:
-        rows = compare_models(
-            loaded,
-            tokenizer,
-            kind,
-            requests,
-            cache,
-            mode,
-            rounds=rounds,
-            batch_size=batch_size,
-            max_length=max_length,
-            announce=announce,
-        )
-    headings = ("seconds", "quartiles", "times hf", "largest difference", "relative", "same picks")
-    cells = [
-        [
-            row["model"],
-            f"{row['median_s']:.2f}",
-            f"{row['lower_quartile_s']:.2f}-{row['upper_quartile_s']:.2f}",
-            f"{row['speed_against_hf']:.2f}",
-            f"{row['largest_difference']:.1e}",
-            f"{row['largest_relative_difference']:.1e}",
-            f"{row['same_picks']} of {row['num_items']}",
-        ]
-        for row in rows
-    ]
-    title = f"{model} on {task}: {len(requests)} requests, medians of {rounds}"
-    open_console().print(make_table(title, {"model": "name", **dict.fromkeys(headings, "number")}, cells))
-    return {"benchmark": "lm-eval", **provenance(loaded.device), "settings": settings, "rows": rows}
+        yield from compare_models(loaded, tokenizer, kind, requests, cache, mode, **sizes, announce=announce)

@@ -5,76 +5,60 @@ clocks to read; what of the copy bandwidth the slots allow, and how many times a
 at best, follows. Both are bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in
 them. A loop over outliers within a tile counts as often as the preset's own lists make it run. Of kernels that code
 rows all counts, a loop over channels as often as it runs, and the fit of a scale once, though it may be repeated.
-
-    kvcache-plugins bench machine-code
 """
 
 from collections import Counter
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.eval.machine_code.bounds import counted_row
-from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
-from kvcache_plugins.eval.machine_code.listing import Listing
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
+from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
-from .coding_machine_code import SIDES, count_coding, is_coded
-from .contest import Shape, random_states
+from .kernels import Shape, random_states
+from .step import random_model
 
 
-if TYPE_CHECKING:
-    from kvcache_plugins.triton_kernels.attention.partials import Launch
-
-
+_ROWS = ("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16")
 PRESETS = (
-    "kivi-2bit",
-    "kivi-4bit",
-    "gear-k4v3:value_nbits=4",
-    "gear-k4v3:value_nbits=4,q_group_size=32",
-    "gear-k4v3",
-    "gear-k4v3:nbits=3,value_nbits=2",
-    "gear-k4v3:nbits=2,value_nbits=2",
-    "kcvt-4bit",
-    "per-token-2bit",
-    "per-token-4bit",
-    "gear-l-2bit",
-    "gear-l-4bit",
-    "gear-2bit",
-    "gear-4bit",
-    "gear-t16",
-    "gear-t25",
-    "gear-t16:quantizer=trellis",
-    "gear-c16",
+    *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
+    *("gear-k4v3:nbits=3,value_nbits=2", "gear-k4v3:nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
+    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit", *_ROWS),
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
-_CPU = torch.device("cpu")
-_CONTEXT = 1024
-_NUM_HEADS = 8
+_CONTEXT, _NUM_HEADS = 1024, 8
 # Enough for a calibration of random weights
 _CALIBRATION_TOKENS = 96
+# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
+_CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
+_SLOTS, _DENSE_BITS = 4, 16
 
 
 def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
-    """The compressed prompt of one layer."""
-    model = _random_model(head_dim)
+    """Compresses the prompt of one layer of random states, of a model with random weights."""
+    sizes: dict[str, int] = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": _NUM_HEADS * head_dim, "num_attention_heads": _NUM_HEADS}
+    with torch.random.fork_rng():
+        model: Any = random_model(LlamaConfig(**sizes), torch.float32)  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
         tokens = torch.arange(_CALIBRATION_TOKENS) % model.config.vocab_size
         options["calibration"] = calibrate_transform(model, [tokens], num_draws=1)
     layers = create_cache(cache, model, **options)
     shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
-    keys, values = random_states(shape, torch.bfloat16, _CPU)
+    keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
     with torch.inference_mode():
         # Transform coding looks at whether keys were turned
         angles = model.model.rotary_emb(keys, torch.arange(_CONTEXT)[None])
@@ -89,78 +73,89 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     return part
 
 
-def _random_model(head_dim: int) -> LlamaForCausalLM:
-    """A model of one layer, whose rotary embedding and, where asked for, calibration a cache has."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=_NUM_HEADS * head_dim,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=_NUM_HEADS,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
+def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
+    """Counts the instructions of decode attention a cached number: a row but for its cache."""
+    # Imported late, as Triton need not be there
+    from kvcache_plugins.kernels.triton import prepare_part
 
-
-def count(
-    cache: str, part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int
-) -> dict[str, Any]:
-    """One row: instructions a number by kind, registers, spilled bytes, shared memory, and the bounds."""
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
-    launch = _prepare(query, part)
+    launch: Any = prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(disassemble(compiled))
     if isinstance(part, CodedPart):
         # There is another loop, for what is left of a tile
         kinds = listing.count(listing.shortest_loop())
+        # Tables of rows, which do not grow, and spare room are left out
+        num_bytes = sum(side[:, :, : part.length].nbytes for side in (part.keys, part.values))
     else:
-        kinds = _count_tile(listing, part, launch)
+        kinds = _count_tile(listing, part, launch.arguments["BLOCK_E"])
+        tensors = (getattr(side, name) for side in (part.keys, part.values) for name in TENSOR_NAMES)
+        num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
-    names = {"cache": cache, "kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
-    bits = _num_bits(part) / (2 * _NUM_HEADS * head_dim * part.length)
-    return counted_row(names, compiled, kinds, numbers, bits)
+    bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
+    names = {"kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
+    return {**names, **_bounds(compiled, kinds, numbers, bits, num_dense_bits=0)}
 
 
-def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
-    """Prepares the launch that a GPU would run. Imported late, as Triton need not be there."""
-    from kvcache_plugins.kernels.triton import prepare_part
-    from kvcache_plugins.kernels.triton import prepare_part as prepare_rows
-
-    if isinstance(part, CodedPart):
-        return prepare_rows(query, part, 1.0, packed=True).launch
-    return prepare_part(query, part, 1.0, packed=True).launch
-
-
-def _count_tile(listing: Listing, part: CompressedPart, launch: "Launch") -> Counter[str]:
-    """Instructions of a tile by kind, those of its outliers as often as the lists of the part make them run."""
+def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
+    """Counts instructions of a tile, those of its outliers as often as the lists of the part make them run."""
     tile_loop = listing.tile_loop()
     inner = listing.loops_within(tile_loop)
     kinds = listing.count(tile_loop, without=inner)
-    block_entries = launch.arguments["BLOCK_E"]
-    sides = [side for side in (part.keys, part.values) if side.outlier_offsets is not None]
-    for side, loop in zip(sides, inner, strict=True):
-        assert side.outlier_offsets is not None
-        turns = (side.outlier_offsets.diff(dim=-1) / block_entries).ceil().mean().item()
+    offsets = [side.outlier_offsets for side in (part.keys, part.values) if side.outlier_offsets is not None]
+    for each, loop in zip(offsets, inner, strict=True):
+        turns = (each.diff(dim=-1) / block_entries).ceil().mean().item()
         for kind, number in listing.count(loop).items():
-            kinds[kind] += number * turns
+            kinds[kind] += number * turns  # type: ignore[assignment]
     return kinds
 
 
-def describe(row: dict[str, Any]) -> str:
-    """One line of a result."""
-    heads = "" if row["query_heads"] is None else f", {row['query_heads']:2d} query heads"
-    bound = f"{100 * row['share_of_copy_bandwidth']:.0f} % of copy bandwidth"
-    if row["times_dense"] is not None:
-        bound = f"{row['times_dense']:.2f} times dense"
-    return (
-        f"{row['cache']:<16} {row['kernel']:<9} D {row['head_dim']:3d}{heads}: "
-        f"{row['instructions_a_number']:.3f} instructions a number, {row['registers']} registers, "
-        f"{row['spilled']} bytes spilled, {row['shared']} shared, at best {bound}"
-    )
+def count_coding(part: CodedPart, head_dim: int, capability: int) -> Iterator[dict[str, Any]]:
+    """Counts the instructions of coding a number of keys and of values, but for a trellis, which no kernel codes."""
+    from kvcache_plugins.kernels.triton import prepare_encoding
+
+    assert isinstance(part.codec, RowCodec)
+    tables = part.codec.tables()
+    for side, table in zip(("keys", "values"), tables if tables[0].quantizer != "trellis" else (), strict=False):
+        states = torch.empty(1, part.keys.shape[1], part.length, head_dim, dtype=torch.bfloat16)
+        launch = prepare_encoding(states, table, part.positions, has_products_of_bfloat16=True)
+        compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
+        # Loops with products are over channels
+        kinds = Listing(disassemble(compiled)).count_all(-(-head_dim // launch.arguments["BLOCK_C"]))
+        numbers = launch.arguments["BLOCK_T"] * head_dim / launch.options["num_warps"]
+        # Numbers are read, and rows written
+        bounds = _bounds(compiled, kinds, numbers, 8 * table.row_size / head_dim, num_dense_bits=_DENSE_BITS)
+        yield {"kernel": f"{side} coded", "head_dim": head_dim, "query_heads": None, **bounds}
 
 
+def _bounds(
+    compiled: Any, kinds: Counter[str], num_numbers: float, bits: float, *, num_dense_bits: int
+) -> dict[str, Any]:
+    """
+    Computes what instructions allow at best.
+
+    Args:
+        compiled (`Any`): The kernel, see `compile_for`.
+        kinds (`Counter[str]`): Warp instructions by kind.
+        num_numbers (`float`): Numbers that these are for.
+        bits (`float`): Of a number in codes.
+        num_dense_bits (`int`): Bits a number that are moved besides. If any, no cache is read, and there is no bound
+            beside a dense one.
+    """
+    instructions = sum(kinds.values()) / num_numbers
+    moved, issue = _CLOCKS_A_DENSE_NUMBER * (num_dense_bits + bits) / _DENSE_BITS, instructions / _SLOTS
+    return {
+        **resources(compiled),
+        "instructions_a_number": instructions,
+        "kinds": {kind: number / num_numbers for kind, number in kinds.most_common()},
+        "bits_a_number": bits,
+        "share_of_copy_bandwidth": min(1.0, moved / issue),
+        "times_dense": None if num_dense_bits else _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
+    }
+
+
+@benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")
 def benchmark_machine_code(
     cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default all.")] = None,
     head_dim: Annotated[
@@ -168,8 +163,8 @@ def benchmark_machine_code(
     ] = None,
     query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],
     capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
-) -> dict[str, Any]:
-    """Count the machine code of decode attention and of coding.
+) -> Iterator[Found]:
+    """Count the machine code of attention and coding.
 
     It is compiled for a GPU that need not be there: nothing is timed.
 
@@ -178,27 +173,16 @@ def benchmark_machine_code(
         kvcache-plugins bench machine-code
         kvcache-plugins bench machine-code --cache gear-k4v3 --head-dim 64 --head-dim 128 --capability 80
     """
-    typer.echo("counted in machine code, not measured; bounds for an H200")
-    rows = []
+    yield Settings(dtype="bfloat16", context=_CONTEXT, num_heads=_NUM_HEADS)
+    yield Content(device="compiled, not run")
     for size in head_dim or HEAD_DIMS:
         for name in check_caches(cache or PRESETS):
             part = compress(name, size)
             if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
                 continue
-            counted = [partial(count, name, part, size, num_rows, capability) for num_rows in query_heads]
-            if isinstance(part, CodedPart) and is_coded(part):
-                counted += [partial(count_coding, name, part, size, side, capability) for side in SIDES]
-            for each in counted:
-                rows.append(each())
-                typer.echo(describe(rows[-1]))
-    settings = {"capability": capability, "dtype": "bfloat16", "context": _CONTEXT, "num_heads": _NUM_HEADS}
-    origin = {**provenance(_CPU), "device": "compiled, not run"}
-    return {"benchmark": "machine-code", **origin, "settings": settings, "rows": rows}
-
-
-def _num_bits(part: CompressedPart | CodedPart) -> int:
-    """Of what a decode step reads. Tables of rows, which do not grow, and spare room are left out."""
-    if isinstance(part, CodedPart):
-        return sum(8 * side[:, :, : part.length].nbytes for side in (part.keys, part.values))
-    tensors = (getattr(side, name) for side in (part.keys, part.values) for name in TENSOR_NAMES)
-    return sum(8 * tensor.nbytes for tensor in tensors if tensor is not None)
+            say(f"{name}, {size} channels")
+            for num_rows in query_heads:
+                yield {"cache": name, **count_attention(part, size, num_rows, capability)}
+            if isinstance(part, CodedPart):
+                for row in count_coding(part, size, capability):
+                    yield {"cache": name, **row}

@@ -1,70 +1,132 @@
-"""Time of a whole decode step of a model, for several caches that take turns in one process.
-
-kvcache-plugins bench step --context 4096 --cache dynamic --cache gear --text-file FILE
+"""Whole decode steps of a model, through several caches that take turns in one process.
 
 The context is the text's, read by the model through each cache; or, with `read`, the states of its first tokens,
-repeated, where a prefill would take far longer than the steps.
+repeated, where a prefill would take far longer than the steps. With `shape` models are random ones that stand for
+SmolLM2, a fifth as deep and with a fifth of its words, so that the parts of a step keep their proportions; `gqa-4` has
+Llama 3 8B's heads.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from kvcache_plugins.console.inputs import DtypeOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.eval.harness.caches import cache_stats
-from kvcache_plugins.eval.harness.filled_caches import fill_cache, read_states
-from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, parse_dtype, read_text
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
+from kvcache_plugins.eval.harness import (
+    REFERENCE,
+    cache_stats,
+    check_length,
+    fill_cache,
+    make_cache,
+    read_states,
+    read_tokens,
+    spread,
+    take_turns,
+    time_call,
+    with_reference,
+)
+from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
+from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
 
 
-def time_turns(
+# Of random models: longer contexts are these again
+_TOKENS_READ = 512
+# Steps in which everything is compiled and recompiled
+_COMPILING = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """Heads of a random model: `num_heads` for keys and values, with `groups` query heads each."""
+
+    num_heads: int
+    groups: int
+    head_dim: int = 64
+    num_layers: int = 6
+
+    def config(self) -> LlamaConfig:
+        """Makes the config of a model of these heads, with SmolLM2's other proportions."""
+        hidden_size = self.num_heads * self.groups * self.head_dim if self.head_dim == 64 else 1024
+        return LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size * 8 // 3,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads * self.groups,
+            num_key_value_heads=self.num_heads,
+            head_dim=self.head_dim,
+            vocab_size=9830,
+            max_position_embeddings=32768,
+        )
+
+
+SHAPES = {
+    "mha": Heads(num_heads=9, groups=1),
+    "gqa-3": Heads(num_heads=3, groups=3),
+    "gqa-4": Heads(num_heads=8, groups=4, head_dim=128, num_layers=2),
+    "mqa": Heads(num_heads=1, groups=9),
+}
+
+
+def time_steps(
     network: PreTrainedModel,
     caches: Mapping[str, Cache],
     token_ids: torch.Tensor,
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    is_time_up: Callable[[], bool] = lambda: False,
-) -> dict[str, list[float]]:
+    seconds: float = float("inf"),
+    forwards: Mapping[str, Callable[..., Any]] | None = None,
+    start: int | None = None,
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
-    Seconds of every decode step of each cache; the caches take turns.
+    Times every decode step of each cache; the caches take turns.
 
     Args:
-        network (`PreTrainedModel`): the model.
-        caches (`Mapping[str, Cache]`): caches that hold the context already.
-        token_ids (`torch.Tensor` of shape `[batch_size, steps]`): what is fed, a token a step.
-        guard (`Callable`, *optional*): entered with a cache's name around each of its steps. A cache whose step it
-            ends early takes no further turns.
-        is_time_up (`Callable[[], bool]`, *optional*): asked before each round whether it is to be the end.
+        network (`PreTrainedModel`): The model.
+        caches (`Mapping[str, Cache]`): Caches that hold the context already.
+        token_ids (`torch.Tensor` of shape `[batch_size, steps]`): What is fed, a token a step.
+        guard, seconds: See `take_turns`.
+        forwards (`Mapping[str, Callable]`, *optional*): What is called instead of the model, by cache.
+        start (`int`, *optional*): Position of the first token, for what cannot tell it by itself: a static cache.
+
+    Returns:
+        Seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in caches}
-    racing = list(caches)
-    for position in range(token_ids.shape[1]):
-        if is_time_up():
-            break
-        token = token_ids[:, position : position + 1]
-        for name in racing:
-            with guard(name):
-                step = partial(network, token, **as_argument(caches[name]))
-                seconds[name].append(time_call(step, network.device))
-        racing = [name for name in racing if len(seconds[name]) > position]
-    return seconds
+    logits: dict[str, torch.Tensor] = {}
+
+    def step(name: str, number: int) -> None:
+        place = {} if start is None else {"position_ids": torch.tensor([[start + number]], device=network.device)}
+        token, forward = token_ids[:, number : number + 1], (forwards or {}).get(name, network)
+        output = forward(token, **as_argument(caches[name]), **place)
+        if number == 0:
+            logits[name] = output.logits[:, -1].float()
+
+    functions = {name: partial(step, name) for name in caches}
+    clock = partial(time_call, device=network.device)
+    measured = take_turns(functions, clock, token_ids.shape[1], seconds=seconds, guard=guard)
+    first = next(iter(logits.values()), torch.empty(0))
+    return measured, {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
-def step_rows(seconds: Mapping[str, list[float]], caches: Mapping[str, Cache], context: int) -> list[dict[str, Any]]:
-    """A row for each cache that took at least three turns; speeds are against the first of them."""
+def step_rows(
+    seconds: Mapping[str, Sequence[float]], caches: Mapping[str, Cache], context: int, **more: Any
+) -> list[dict[str, Any]]:
+    """Makes a row for each cache that took at least three turns; speeds are against the first of them."""
     measured = {name: times for name, times in seconds.items() if len(times) > 2}
     first = statistics.median(next(iter(measured.values()), [1.0]))
     return [
         {
+            **more,
             "context": context,
             "cache": name,
             **spread(times),
@@ -78,61 +140,172 @@ def step_rows(seconds: Mapping[str, list[float]], caches: Mapping[str, Cache], c
     ]
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """One line of a result."""
-    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
-    return (
-        f"{row['context']:6d} tokens, {row['cache']:<16} {median:8.2f} ms a token ({lower:.2f} to {upper:.2f}), "
-        f"{row['speed_against_first']:5.2f} times as fast as the first"
-    )
+def bin_rows(
+    seconds: Mapping[str, Sequence[float]], caches: Mapping[str, Cache], context: int, length: int
+) -> list[dict[str, Any]]:
+    """Makes a row for each cache, with medians over bins of consecutive steps."""
+    rows = []
+    for name, times in seconds.items():
+        starts = range(0, len(times) - length + 1, length)
+        bins = [{"context": context + at + length // 2, **spread(times[at : at + length])} for at in starts]
+        held = measure_memory(caches[name]).total_bytes
+        rows.append({"cache": name, "bins": bins, "stats": cache_stats(caches[name]), "bytes": held})
+    return rows
 
 
+@benchmark("step", "Decode steps of {model}, {dtype}")
 @torch.inference_mode()
 def benchmark_steps(
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... ; repeatable; first: the measure.")],
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")],
+    cache: CachesOption,
+    text_file: Annotated[
+        Path | None, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")
+    ] = None,
     model: ModelOption = "smollm2",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of a model and a text: random ones, mha, gqa-3, gqa-4 or mqa; repeatable."),
+    ] = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [4096],
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
-    dtype: DtypeOption = None,
+    batch_size: Annotated[list[int], typer.Option(help="Sequences; repeatable.", min=1)] = [1],
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16; repeatable.")
+    ] = None,
+    num_threads: Annotated[list[int] | None, typer.Option(help="Of the CPU; repeatable.", min=1)] = None,
     read: Annotated[int | None, typer.Option(help="Tokens whose states are repeated up to --context.", min=64)] = None,
-    num_threads: NumThreadsOption = None,
-) -> dict[str, Any]:
+    num_layers: Annotated[
+        int | None, typer.Option(help="Keep the model's first layers only, to save time.", min=1)
+    ] = None,
+    bin_length: Annotated[
+        int | None, typer.Option(help="Medians over bins of so many steps: does a long decode slow down?", min=3)
+    ] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Also by `torch.compile`, beside `StaticCache`; a CPU needs a C++ compiler."),
+    ] = False,
+    seconds: Annotated[float | None, typer.Option(help="After these, three steps are enough in one place.")] = None,
+    max_gigabytes: Annotated[
+        float | None, typer.Option(help="Places where a dense cache takes more are left out.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(help="Seconds after which no further place is begun.", min=0)] = None,
+) -> Iterator[Found]:
     """Time whole decode steps of a model. Caches take turns.
+
+    Speeds are against the first cache, of random models against `dynamic`. Lists of contexts, batches, dtypes and
+    threads are all measured with each other.
 
     \b
     Examples:
         kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt
-        kvcache-plugins bench step --cache dynamic --cache quanto-4bit --context 1024 --text-file book.txt --out s.json
         kvcache-plugins bench step --cache dynamic --cache gear --context 65536 --read 4096 --text-file book.txt
+        kvcache-plugins bench step --cache gear --shape mqa --shape gqa-4 --num-threads 1 --num-threads 2
+        kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --steps 5000 --bin-length 500
     """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    check_caches(cache)
-    text = read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, dtype)
-    token_ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)
-    num_read = max(context) if read is None else read
-    if token_ids.shape[1] < num_read + steps:
-        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_read + steps} are needed")
-    states = None if read is None else read_states(network, token_ids[:, :read])
-    rows: list[dict[str, Any]] = []
-    for length in context:
-        caches: dict[str, Cache] = {}
-        for spec in cache:
-            name, options = parse_cache_spec(spec)
-            caches[spec] = create_cache(name, network, **options)
-            if states is None:
-                network(token_ids[:, :length], **as_argument(caches[spec]), logits_to_keep=1)
-            else:
-                fill_cache(caches[spec], states, length)
-            typer.echo(f"{length} tokens {'read through' if read is None else 'filled into'} {spec}", err=True)
-        start = length if read is None else read
-        rows += step_rows(time_turns(network, caches, token_ids[:, start : start + steps]), caches, length)
-        for row in rows[-len(caches) :]:
-            typer.echo(describe(row))
-    precision = str(network.dtype).removeprefix("torch.")
-    settings = {"model": model, "steps": steps, "text_file": text_file.name, "dtype": precision}
-    if read is not None:
-        settings["read"] = read
-    return {"benchmark": "step", **provenance(network.device), "settings": settings, "rows": rows}
+    for each in shape or ():
+        check_choice("shape", each, tuple(SHAPES))
+    for each in dtype or ():
+        parse_dtype(each)
+    if text_file is None and not shape:
+        raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
+    if bin_length is not None and steps < bin_length:
+        raise ValueError(f"`steps` has to be at least `bin_length`, {bin_length}, but got {steps}")
+    text = "" if text_file is None or shape else read_text(text_file, "text_file")
+    specs, threads = with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
+    read = _TOKENS_READ if shape else read
+    num_fed = (steps + compiled * _COMPILING) * len(threads)
+    yield Settings(dtype=", ".join(dtype or []))
+    yield Content(benchmark="decode" if bin_length else "shapes" if shape else "step")
+    start = time.perf_counter()
+    kinds: list[str | None] = [*shape] if shape else [None]
+    precisions: list[str | None] = [*dtype] if dtype else [None]
+    for kind, precision in product(kinds, precisions):
+        num_read = max(context) if read is None else read
+        if kind is None:
+            network, tokenizer = load_for_evaluation(model, precision)
+            token_ids = read_tokens(tokenizer, text, num_read + num_fed, network.device)
+        else:
+            network = random_model(SHAPES[kind].config(), parse_dtype(precision or "float32"))
+            token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
+        if num_layers is not None:
+            _keep_layers(network, num_layers)
+        yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
+        states = None if read is None else read_states(network, token_ids[:, :read])
+        for size, length in product(batch_size, context):
+            where = f"{' '.join(filter(None, (kind or model, precision)))}, batch {size}, {length} tokens"
+            gigabytes = _dense_bytes(network, size * length) / 1e9
+            if max_gigabytes is not None and gigabytes > max_gigabytes:
+                yield Failure(where, f"a dense cache of {gigabytes:.1f} GB")
+                continue
+            if limit is not None and time.perf_counter() - start > limit:
+                yield Failure(where, f"{limit:.0f} seconds were over")
+                continue
+            forwards = _forwards(specs, network, compiled)
+            caches: dict[str, Cache] = {}
+            for name in forwards:
+                spec, is_static = name.removesuffix(", compiled"), name.startswith("static")
+                caches[name] = (
+                    StaticCache(config=network.config, max_cache_len=length + num_fed)
+                    if is_static
+                    else make_cache(spec, network)
+                )
+                if states is None:
+                    network(token_ids[:, :length], **as_argument(caches[name]), logits_to_keep=1)
+                    if size > 1:
+                        caches[name].batch_repeat_interleave(size)
+                else:
+                    fill_cache(caches[name], states, length, size)
+                say(f"{where}: {'read through' if states is None else 'filled into'} {name}")
+            at = length if read is None else read
+            fed = token_ids[:, at : at + num_fed].expand(size, -1)
+            each_fed = num_fed // len(threads)
+            for index, (number, part) in enumerate(zip(threads, fed.split(each_fed, dim=1), strict=True)):
+                torch.set_num_threads(number)
+                used: dict[str, Any] = {"forwards": forwards, "start": length + index * each_fed} if compiled else {}
+                times, errors = time_steps(network, caches, part, seconds=seconds or float("inf"), **used)
+                if bin_length is not None:
+                    yield from bin_rows(times, caches, length, bin_length)
+                    continue
+                place: dict[str, Any] = {"batch_size": size, "num_threads": number}
+                place |= {"dtype": str(network.dtype).removeprefix("torch.")}
+                place |= {"part": "step", "shape": kind} if kind else {}
+                kept = {name: each[compiled * _COMPILING :] for name, each in times.items()}
+                for row in step_rows(kept, caches, length, **place):
+                    firsts = {"first_step_s": times[row["cache"]][0]} if compiled else {}
+                    yield {**row, **firsts, "relative_error": errors[row["cache"]]}
+            if not compiled and seconds is None:
+                for used_cache in caches.values():
+                    check_length(used_cache, length + num_fed)
+
+
+def _forwards(specs: Sequence[str], network: PreTrainedModel, compiled: bool) -> dict[str, Callable[..., Any]]:
+    """Lists what takes turns, and what each calls: shapes grow for all but a static cache."""
+    if not compiled:
+        return dict.fromkeys(specs, network)
+    forward: Callable[..., Any] = network.forward
+    found: dict[str, Callable[..., Any]] = {}
+    for spec in (*specs, "static"):
+        found[spec] = forward
+        if spec != REFERENCE:
+            found[f"{spec}, compiled"] = torch.compile(forward, dynamic=spec != "static")
+    return found
+
+
+def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Makes a random Llama, always the same."""
+    torch.manual_seed(0)
+    # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy
+    network: Any = LlamaForCausalLM(config)
+    return network.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def _keep_layers(network: PreTrainedModel, num_layers: int) -> None:
+    network.config.num_hidden_layers = num_layers
+    decoder: Any = network.base_model
+    decoder.layers = decoder.layers[:num_layers]
+
+
+def _dense_bytes(network: PreTrainedModel, num_tokens: int) -> int:
+    config = network.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * num_heads * head_dim * num_tokens * network.dtype.itemsize)

@@ -12,33 +12,46 @@ own:
 
 The way `none` takes the same time for every prompt, and a long one: with `unaided` it answers only the first of each
 scenario, and rows say how many there are. What a store has given has to be what reading has given, to the last token,
-or there is no result.
-
-    kvcache-plugins bench store --text-file FILE --out FILE.json
+or there is no result. A process that answers prompts is this module, run by itself.
 """
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
+from kvcache_plugins import PromptStore
 from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, default_device, read_text
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.rows import Content, Found
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.reference_model import load_model, resolve_model
+from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import check_caches
 
 
 BASELINES = ("none", "pickle")
-_WORKER = "kvcache_plugins.eval.benchmarks.store_process"
+# More than a block of a store, so that compressed states are attended to
+_WARM_UP = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +106,7 @@ SCENARIOS: dict[str, Callable[[list[int], Sizes], list[Visit]]] = {
 }
 
 
+@benchmark("store")
 def benchmark_store(
     text_file: Annotated[Path, typer.Option(help="A text of three documents' tokens at least.")],
     way: Annotated[list[str], typer.Option(help="none, pickle, or a GEAR cache's NAME; repeatable.")] = [
@@ -117,7 +131,7 @@ def benchmark_store(
         int | None, typer.Option(help="Prompts of a scenario that `none` answers at most; all if not given.", min=1)
     ] = None,
     num_threads: NumThreadsOption = None,
-) -> dict[str, Any]:
+) -> Iterator[Found]:
     """Time the first token of prompts that were read before.
 
     Those who read them are processes that have ended. Without a store, with a pickled DynamicCache, and with a prompt
@@ -128,9 +142,8 @@ def benchmark_store(
         kvcache-plugins bench store --text-file book.txt --out store.json
         kvcache-plugins bench store --text-file book.txt --scenario again --way gear --document 2000
     """
-    unknown = sorted(set(scenario) - SCENARIOS.keys())
-    if unknown:
-        raise ValueError(f"`scenario` has to be one of {list(SCENARIOS)} but got {unknown[0]!r}")
+    for each in scenario:
+        check_choice("scenario", each, tuple(SCENARIOS))
     check_caches([each for each in way if each not in BASELINES])
     sizes = Sizes(
         document=document,
@@ -144,7 +157,7 @@ def benchmark_store(
     needed = max(3 * document, document + max(questions, turns) * question_tokens)
     if len(text) < needed:
         raise ValueError(f"the text has {len(text)} tokens, but {needed} are needed")
-    rows = []
+    yield Content(device=torch.device(default_device()))
     for name in scenario:
         for each in way:
             visits = SCENARIOS[name](text, sizes)
@@ -152,11 +165,7 @@ def benchmark_store(
             if each == "none" and unaided is not None:
                 visits = _first_prompts(visits, unaided)
             for row in _measure(name, each, visits, model, new_tokens, num_threads):
-                rows.append({**row, "prompts_of_scenario": all_prompts})
-    settings = {"model": model, "document": document, "questions": questions, "question_tokens": question_tokens}
-    settings |= {"turns": turns, "new_tokens": new_tokens, "text_file": text_file.name}
-    settings |= {"unaided": unaided, "num_threads": num_threads}
-    return {"benchmark": "store", **provenance(torch.device(default_device())), "settings": settings, "rows": rows}
+                yield {**row, "prompts_of_scenario": all_prompts}
 
 
 def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
@@ -172,8 +181,7 @@ def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
 
 def _measure(
     scenario: str, way: str, visits: Sequence[Visit], model: str, new_tokens: int, num_threads: int | None
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
     known: dict[tuple[int, ...], list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for visit in visits:
@@ -185,26 +193,16 @@ def _measure(
                 tokens, prompt = answer.pop("tokens"), tuple(visit.prompts[number])
                 if known.setdefault(prompt, tokens) != tokens and way not in BASELINES:
                     raise RuntimeError(f"`{way}` has answered a prompt of `{scenario}` in two ways: one is wrong")
+                say(f"{scenario}, {way}, {visit.name}: first token after {answer['first_token_s']:.2f} s")
                 row = {"scenario": scenario, "way": way, "visit": visit.name, **answer, "load": os.getloadavg()[0]}
-                rows.append({**row, "disk_bytes": _disk_bytes(Path(folder))})
-                typer.echo(describe(rows[-1]))
-    return rows
-
-
-def describe(row: dict[str, Any]) -> str:
-    """One line of a result."""
-    return (
-        f"{row['scenario']:<10} {row['way']:<12} {row['visit']:<13} "
-        f"{row['num_saved']:>6} of {row['num_tokens']} known, "
-        f"first token after {row['first_token_s']:8.2f} s ({row['first_token_cpu_s']:.2f} s of CPU), "
-        f"{row['disk_bytes'] / 1e6:8.1f} MB on disk"
-    )
+                disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+                yield {**row, "disk_bytes": disk}
 
 
 def _run_process(request: dict[str, Any]) -> list[dict[str, Any]]:
     # The working directory may hold folders that are called as packages are
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", _WORKER]
+    command = [sys.executable, "-m", "kvcache_plugins.eval.benchmarks.store"]
     done = subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, check=False, env=environment
     )
@@ -223,5 +221,94 @@ def _forget_pages(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _disk_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+# What a process that answers prompts does
+
+
+class FirstToken(StoppingCriteria):
+    """Notes when the first token is there, and stops nothing."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.cpu_seconds: float | None = None
+        self._started = time.perf_counter(), time.process_time()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
+        if self.seconds is None:
+            self.seconds = time.perf_counter() - self._started[0]
+            self.cpu_seconds = time.process_time() - self._started[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def answer_prompts(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """
+    Answers prompts: seconds to the first token of each, its tokens, and how many of it did not have to be read.
+
+    Args:
+        request (`dict`): `model`, `way`, `folder`, `prompts` (token ids), `new_tokens`, `num_threads`.
+    """
+    if request["num_threads"] is not None:
+        torch.set_num_threads(request["num_threads"])
+    model, _ = load_model(request["model"])
+    # What is compiled, loaded or allocated the first time is no prompt's own
+    with tempfile.TemporaryDirectory() as other:
+        _answer(model, request["way"], Path(other), torch.tensor([request["prompts"][0][:_WARM_UP]]), 2)
+    folder, count = Path(request["folder"]), request["new_tokens"]
+    return [_answer(model, request["way"], folder, torch.tensor([each]), count) for each in request["prompts"]]
+
+
+def _answer(
+    model: PreTrainedModel, way: str, folder: Path, input_ids: torch.Tensor, new_tokens: int
+) -> dict[str, Any]:
+    first = FirstToken()
+    cache, num_saved = _cache_of(model, way, folder, input_ids)
+    tokens = model.generate(  # type: ignore[operator]
+        input_ids,
+        **as_argument(cache),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([first]),
+    )
+    total = time.perf_counter()
+    if way == "pickle":
+        with (folder / "cache.pickle").open("wb") as file:
+            pickle.dump((tokens[:, : cache.get_seq_length()], copy.deepcopy(cache)), file)
+    return {
+        "first_token_s": first.seconds,
+        "first_token_cpu_s": first.cpu_seconds,
+        "keep_s": time.perf_counter() - total,
+        "num_tokens": input_ids.shape[1],
+        "num_saved": num_saved,
+        "tokens": tokens[0, input_ids.shape[1] :].tolist(),
+    }
+
+
+def _cache_of(model: PreTrainedModel, way: str, folder: Path, input_ids: torch.Tensor) -> tuple[Cache, int]:
+    if way == "none":
+        return DynamicCache(config=model.config), 0
+    if way == "pickle":
+        cache = _read_pickle(model, folder / "cache.pickle", input_ids)
+        return cache, cache.get_seq_length()
+    store = PromptStore(folder)
+    made = store.cache_for(model, input_ids, way)
+    num_saved = made.get_seq_length()
+    store.prefill(model, made, input_ids)
+    return made, num_saved
+
+
+def _read_pickle(model: PreTrainedModel, path: Path, input_ids: torch.Tensor) -> Cache:
+    if not path.exists():
+        return DynamicCache(config=model.config)
+    with path.open("rb") as file:
+        known, cache = pickle.load(file)
+    length = min(known.shape[1], input_ids.shape[1] - 1)
+    num_same = int((known[0, :length] == input_ids[0, :length]).long().cumprod(dim=0).sum())
+    if not num_same:
+        return DynamicCache(config=model.config)
+    if num_same < cache.get_seq_length():
+        cache.crop(num_same - cache.get_seq_length())
+    return cache
+
+
+if __name__ == "__main__":
+    found = answer_prompts(json.load(sys.stdin))
+    print(json.dumps(found))  # noqa: T201

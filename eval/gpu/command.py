@@ -22,27 +22,33 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from kvcache_plugins.option_checks import check_choice
+
+from .infinigen import measure_offloading
+from .largest_batch import search_largest_batches
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
-from .parts import PARTS
-from .plan import FULL, TINY
+from .parts import run_presets, run_tests, time_attention, time_captured, time_coding, time_whole_steps
+from .plan import FULL, TINY, Plan
 
 
-# Shares of the time limit
-_SHARES = {
-    "checks": 0.16,
-    "presets": 0.14,
-    "coding": 0.04,
-    "attention": 0.16,
-    "step": 0.14,
-    "captured": 0.11,
-    "infinigen": 0.13,
-    "batch": 0.12,
+Part = Callable[[Plan, Path, torch.device, TimeBox], None]
+# In order, with shares of the time limit
+PARTS: dict[str, tuple[Part, float]] = {
+    "checks": (run_tests, 0.16),
+    "presets": (run_presets, 0.14),
+    "coding": (time_coding, 0.04),
+    "attention": (time_attention, 0.16),
+    "step": (time_whole_steps, 0.14),
+    "captured": (time_captured, 0.11),
+    "infinigen": (measure_offloading, 0.13),
+    "batch": (search_largest_batches, 0.12),
 }
 # Seconds between the end of a part's time, when it begins nothing new, and the end of its process
 _GRACE = 15.0
@@ -62,17 +68,17 @@ def run_on_gpu(
         kvcache-plugins bench gpu --part attention --out /tmp/results
         TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
     """
-    if part is not None and part not in PARTS:
-        raise ValueError(f"`part` must be one of {', '.join(f'`{name}`' for name in PARTS)}, but got `{part}`")
+    if part is not None:
+        check_choice("part", part, tuple(PARTS))
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
         raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
     if part is not None:
-        PARTS[part](TINY if tiny else FULL, out, device, TimeBox(limit))
+        PARTS[part][0](TINY if tiny else FULL, out, device, TimeBox(limit))
         return
     report = PartialReport(out / "gpu_run.json", "run", device, {"limit": limit, "tiny": tiny})
     whole, planned = TimeBox(limit), 0.0
-    for name, share in _SHARES.items():
+    for name, (_, share) in PARTS.items():
         planned += share * limit
         seconds = whole.left - (limit - planned)
         typer.echo(f"[{limit - whole.left:4.0f} s] {name}, {seconds:.0f} s at most")

@@ -8,6 +8,7 @@ included, but moves nothing over the bus: what is left between the two is what t
 import gc
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +17,22 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.eval.benchmarks.step import step_rows
-from kvcache_plugins.eval.harness.timing import time_call
+from kvcache_plugins.eval.harness import time_call
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
-from .models import build_llama
 from .partial_report import PartialReport, TimeBox
-from .plan import Plan
+from .parts import build_llama, open_report
+from .plan import Plan, make_llama
 
 
 RESIDENT = ", all resident"
 # Tokens decoded before those that are timed: kernels are compiled, a run of tokens moves into the pool
 _WARM_STEPS = 3
 _LOGIT_TOLERANCE = 1e-3
-_EXACT_MODEL = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-}
+_EXACT_MODEL = make_llama(1000, 256, 512, 4, 8, 4, 4096)
 
 
 def check_exact(device: torch.device, num_context: int, num_steps: int) -> dict[str, Any]:
@@ -78,6 +71,16 @@ def check_exact(device: torch.device, num_context: int, num_steps: int) -> dict[
     if not are_equal or not error < _LOGIT_TOLERANCE:
         raise MismatchError(f"everything is fetched, and logits are wrong by {error:.1e}, tokens equal: {are_equal}")
     return {"tokens_equal": are_equal, "logit_error": error}
+
+
+@torch.inference_mode()
+def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Measures InfiniGen beside what it stands in for: exact where everything is fetched, then timed."""
+    fields, steps = plan.offload_model, plan.offload_steps
+    report = open_report(out, "gpu_infinigen", "offloading", device, fields, steps=steps)
+    with report.attempt("exactness"):
+        report.settings["exactness"] = check_exact(device, *plan.exact_tokens)
+    time_offloading(plan, report, build_llama(plan.offload_model, device), box)
 
 
 def time_offloading(plan: Plan, report: PartialReport, model: PreTrainedModel, box: TimeBox) -> None:

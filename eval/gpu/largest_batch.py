@@ -13,17 +13,23 @@ import gc
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.eval.harness.timing import spread, time_call
+from kvcache_plugins.eval.harness import spread, time_call
+from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
 from .partial_report import TimeBox, TimeIsUpError
+from .parts import build_llama, open_report
+from .plan import Plan
 
 
 WAYS = ("repeated", "read")
@@ -185,14 +191,7 @@ def measure_largest_batch(
     budget: Budget,
     box: TimeBox,
 ) -> dict[str, Any] | None:
-    """
-    The row of the largest batch for a cache; see `find_largest`.
-
-    Args:
-        model, way, context, steps, budget: see `run_batch`.
-        create (`Callable[[], Cache]`): makes an empty cache.
-        box (`TimeBox`): limits the search.
-    """
+    """Measures the largest batch for a cache that `create` makes: see `run_batch` and `find_largest`."""
 
     def try_batch(batch_size: int) -> dict[str, Any] | None:
         budget.start()
@@ -209,3 +208,53 @@ def measure_largest_batch(
     one_bytes = one["cache_bytes"] if way == "repeated" else one["peak_bytes"] - (budget.num_bytes - available)
     row = find_largest(try_batch, max(1, int(0.95 * available / one_bytes)), most + 1, box)
     return row if row is None else {**row, "bytes_per_sequence": row["cache_bytes"] / row["largest_batch"]}
+
+
+@torch.inference_mode()
+def search_largest_batches(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Searches the largest batch in a fixed budget, for each way in which context comes into a cache."""
+    model, budget = build_llama(plan.model, device), Budget(plan.budget, device)
+    report = open_report(
+        out,
+        "gpu_largest_batch",
+        "batch",
+        device,
+        plan.model,
+        model_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        context=plan.batch_context,
+        steps=plan.steps,
+        budget_bytes=plan.budget,
+        enforced_by=budget.enforced_by,
+    )
+    right = []
+    for name in plan.batch_caches:
+        with report.attempt(name):
+            _require_close_batch(name, model, create_cache(name, model), plan.batch_context)
+            right.append(name)
+    searches = [(way, name) for way in WAYS for name in right]
+    with budget:
+        for index, (way, name) in enumerate(searches):
+            typer.echo(f"largest batch: {name}, context {way}")
+            with report.attempt(f"{name}, {way}"):
+                # What is left is shared with the searches that follow
+                share = TimeBox(box.left / (len(searches) - index))
+                row = measure_largest_batch(
+                    model, partial(create_cache, name, model), way, plan.batch_context, plan.steps, budget, share
+                )
+                if row is None:
+                    raise torch.OutOfMemoryError("not even one sequence fits into the budget")
+                first = next((each for each in report.rows if each["way"] == way), row)
+                ratio = row["tokens_per_s"] / first["tokens_per_s"]
+                report.add({"cache": name, "way": way, **row, "throughput_against_first": ratio})
+                typer.echo(
+                    f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "
+                    f"peak {row['peak_bytes'] / 2**30:.2f} GiB, search {row['search']}"
+                )
+
+
+def _require_close_batch(name: str, model: PreTrainedModel, cache: Cache, context: int) -> None:
+    """Raises a `MismatchError` if attention over a batch of two, with a decoded token in the buffer, is wrong."""
+    tokens = torch.randint(model.config.vocab_size, (2, context + 1), device=model.device)
+    model(tokens[:, :-1], **as_argument(cache), logits_to_keep=1)
+    model(tokens[:, -1:], **as_argument(cache))
+    require_close_layers(name, cache, model.config.num_attention_heads)

@@ -2,8 +2,9 @@
 
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,40 +72,24 @@ class PartialReport:
         self.failures.append({"what": what, "reason": reason})
         self.save()
 
-    def attempt(self, what: str) -> "Attempt":
-        """A context in which an error becomes a failure of `what`, and what comes after goes on."""
-        return Attempt(self, what)
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """
+        Turns any error inside into a failure of `what`; what comes after goes on.
+
+        Any: time on a GPU machine is lent, and a kernel, a driver or a peer's cache can raise whatever it likes. What
+        was measured before and can be measured after is worth having all the same; nothing is passed over in silence.
+        """
+        try:
+            yield
+        except TimeIsUpError:
+            self.fail(what, "skipped: time")
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text, where = " ".join(str(error).split()), f"{Path(place.filename).name}:{place.lineno}"
+            self.fail(what, f"{type(error).__name__}: {text[:500]} ({where})")
 
     def save(self) -> None:
         """Writes the file as things stand."""
         content = {**self._origin, "settings": self.settings, "rows": self.rows, "failures": self.failures}
         write_json(self.path, content)
-
-
-class Attempt:
-    """
-    Turns any error inside into a failure in a report.
-
-    Any: time on a GPU machine is lent, and a kernel, a driver or a peer's cache can raise whatever it likes. What was
-    measured before and what can be measured after is worth having all the same; nothing is passed over in silence.
-    """
-
-    def __init__(self, report: PartialReport, what: str) -> None:
-        self._report, self._what = report, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        if isinstance(error, TimeIsUpError):
-            self._report.fail(self._what, "skipped: time")
-            return True
-        place = traceback.extract_tb(trace)[-1]
-        text = " ".join(str(error).split())
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        self._report.fail(self._what, f"{type(error).__name__}: {text[:500]} ({where})")
-        return True

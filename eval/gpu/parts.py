@@ -1,40 +1,69 @@
-"""The parts of `gpu`. Each checks what it times against plain PyTorch, and notes in its result what went wrong."""
+"""The parts of `bench gpu`. Each checks what it times against plain PyTorch, and notes what went wrong."""
 
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
-from transformers import Cache, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcache_plugins.eval.benchmarks.contest import BACKENDS, Contest
-from kvcache_plugins.eval.benchmarks.kernels import describe
-from kvcache_plugins.eval.benchmarks.step import describe as describe_step
-from kvcache_plugins.eval.benchmarks.step import step_rows, time_turns
-from kvcache_plugins.eval.harness.timing import time_call
-from kvcache_plugins.gear.kernel_check import require_close_layers
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, Contest
+from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
+from kvcache_plugins.eval.harness import cache_stats, spread, time_call, time_on_gpu
+from kvcache_plugins.gear.cache import GEARCache
+from kvcache_plugins.gear.captured_steps import CapturedSteps
+from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close_layers, require_same_rows
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
-from .captured import time_captured
-from .coding import time_coding
-from .infinigen import check_exact, time_offloading
-from .largest_batch import WAYS, Budget, measure_largest_batch
-from .models import DTYPE, build_llama
 from .partial_report import PartialReport, TimeBox, TimeIsUpError
 from .plan import Plan
-from .presets import check_presets
 
 
+DTYPE = torch.bfloat16
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
+# Presets in calibrated bases, and the tokens that a calibration is made of
+_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
+# Times that coding is timed, and bytes that are copied before that: more than a GPU's cache holds
+_ROUNDS, _AHEAD_BYTES = 20, 2**28
+# Of decoded tokens, whose room is kept from the beginning
+_ROOM = 1024
+
+
+def build_llama(fields: Mapping[str, int], device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
+    """Builds a Llama of any size with random weights on the device: nothing is downloaded or copied."""
+    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def open_report(
+    out: Path, name: str, kind: str, device: torch.device, fields: Mapping[str, Any], **settings: Any
+) -> PartialReport:
+    """Opens the result of a part, measured on a model with random weights."""
+    dtype = str(DTYPE).removeprefix("torch.")
+    return PartialReport(
+        out / f"{name}.json", kind, device, {"weights": "random", **fields, **settings, "dtype": dtype}
+    )
+
+
+def milliseconds(row: Mapping[str, Any]) -> str:
+    """Says the median of a row, and its quartiles."""
+    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+    return f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})"
 
 
 def run_tests(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
@@ -65,14 +94,119 @@ def _count_outcomes(results: Path, report: PartialReport) -> dict[str, int]:
 
 
 def run_presets(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """Every preset's attention, a prompt and decoded tokens compressed: right, or a failure."""
-    settings = {"weights": "random", **plan.preset_model, "dtype": str(DTYPE).removeprefix("torch.")}
-    check_presets(plan, PartialReport(out / "gpu_presets.json", "presets", device, settings), device, box)
+    """
+    Checks every preset's attention over what it stores, a row for each that is right.
+
+    A preset runs two layers of random states: a prompt, decoded tokens that the update after them compresses, and one
+    more. What attention makes of that is held against plain PyTorch from the same storage.
+    """
+    report = open_report(out, "gpu_presets", "presets", device, plan.preset_model)
+    model, longest = build_llama(plan.preset_model, device), 0.0
+    for name in plan.presets:
+        with report.attempt(name):
+            box.require(1.5 * longest)
+            start = time.monotonic()
+            error = _check_preset(name, create_preset(name, model), model, plan)
+            longest = max(longest, time.monotonic() - start)
+            report.add({"cache": name, "relative_error": error, "seconds": time.monotonic() - start})
+            typer.echo(f"{name}: relative error {error:.1e}")
+
+
+def create_preset(name: str, model: PreTrainedModel) -> Cache:
+    """Creates a preset's cache; those in calibrated bases share a calibration of the model."""
+    options: dict[str, Any] = {"calibration": _calibrate(model)} if name.startswith(_CALIBRATED) else {}
+    return create_cache(name, model, **options)
+
+
+@lru_cache(maxsize=1)
+def _calibrate(model: PreTrainedModel) -> Any:
+    tokens = torch.randint(model.config.vocab_size, (_CALIBRATION_TOKENS,), device=model.device)
+    return calibrate_transform(model, [tokens], num_draws=1)
+
+
+def _check_preset(name: str, cache: Cache, model: PreTrainedModel, plan: Plan) -> float:
+    with torch.inference_mode():
+        for count in plan.preset_tokens:
+            tokens = torch.randint(model.config.vocab_size, (1, count), device=model.device)
+            model(tokens, **as_argument(cache), logits_to_keep=1)
+        error = require_close_layers(name, cache, model.config.num_attention_heads)
+    stats = cache_stats(cache)
+    if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
+        raise MismatchError(f"{name} was not computed by the kernels: {stats}")
+    return error
+
+
+def time_coding(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Times a prompt and a chunk of tokens coded by kernels and plain PyTorch, and copied, if coded right."""
+    report = open_report(out, "gpu_coding", "coding", device, plan.preset_model, tokens=plan.coding_tokens)
+    model = build_llama(plan.preset_model, device)
+    for name in plan.coding_caches:
+        with report.attempt(name):
+            box.require(0.0)
+            for row in _time_coding_of(name, create_preset(name, model), model, plan, device):
+                report.add({"cache": name, **row})
+                typer.echo(f"{name}, {row['tokens']} tokens, {row['way']}: {1e3 * row['median_s']:.3f} ms")
+
+
+@torch.inference_mode()
+def _time_coding_of(
+    name: str, cache: Cache, model: PreTrainedModel, plan: Plan, device: torch.device
+) -> list[dict[str, Any]]:
+    layer, keys, values = _fill_layer(cache, model, max(plan.coding_tokens), device)
+    assert layer.codec is not None
+    start, rows = layer.blocks[0].start, []
+    positions = Positions(start)
+    for count in plan.coding_tokens:
+        own_keys, own_values = (each[:, :, start : start + count] for each in (keys, values))
+        encode = partial(layer.codec.encode, own_keys, own_values, positions)
+        found = require_same_rows(f"{name}, {count} tokens", layer.codec, own_keys, own_values, positions)
+        states = [own_keys, own_values]
+        targets = [torch.empty_like(each) for each in states]
+        ways: dict[str, Callable[[], Any]] = {
+            "kernels": encode,
+            "plain": partial(_in_plain_pytorch, encode),
+            "copy": partial(torch._foreach_copy_, targets, states),
+        }
+        for way, function in ways.items():
+            seconds = _time_coding(function, device)
+            rows.append({"tokens": states[0].shape[2], "way": way, "different_rows": found, **spread(seconds)})
+    return rows
+
+
+def _fill_layer(
+    cache: Cache, model: PreTrainedModel, count: int, device: torch.device
+) -> tuple[CompressedLayer, torch.Tensor, torch.Tensor]:
+    """Has the first layer of a cache code a prompt of random states; returns these too."""
+    config, layer = model.config, cache.layers[0]
+    assert isinstance(layer, CompressedLayer)
+    head_dim = config.hidden_size // config.num_attention_heads
+    size = config.num_key_value_heads, count + layer.packing.num_sink_tokens, head_dim
+    keys, values = torch.randn(2, 1, *size, device=device).to(DTYPE)
+    keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
+    layer.update(keys, values)
+    query = torch.randn(1, config.num_attention_heads, *size[1:], device=device).to(DTYPE)
+    layer.on_exact_attention(query, None, is_causal=True, scale=None)
+    layer.settle_prompt()
+    return layer, keys, values
+
+
+def _in_plain_pytorch(function: Callable[[], Any]) -> None:
+    with plain_pytorch():
+        function()
+
+
+def _time_coding(function: Callable[[], Any], device: torch.device) -> list[float]:
+    if device.type != "cuda":
+        return [time_call(function, device)]
+    function()
+    source = torch.empty(_AHEAD_BYTES // 4, device=device)
+    ahead = partial(torch.empty_like(source).copy_, source)
+    return [time_on_gpu(function, ahead) for _ in range(_ROUNDS)]
 
 
 @torch.inference_mode()
 def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """Decode attention alone, a file a shape. What is not right is not timed; the others are."""
+    """Times decode attention alone, a file a shape. What is not right is not timed; the others are."""
     longest = 0.0
     for name, shape in plan.shapes.items():
         title = f"attention, {shape.batch_size} x {shape.context} tokens"
@@ -92,7 +226,7 @@ def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) ->
                     longest = max(longest, time_call(partial(contest.add, cache_name), device))
             for row in contest.run(plan.rounds):
                 report.add(row)
-                typer.echo(describe(row))
+                typer.echo(milliseconds(row))
 
 
 def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
@@ -102,10 +236,9 @@ def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
 
 
 @torch.inference_mode()
-def time_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """Whole decode steps of a model at batch 1, caches taking turns."""
-    settings = {"weights": "random", **plan.model, "steps": plan.steps, "dtype": str(DTYPE).removeprefix("torch.")}
-    report = PartialReport(out / "gpu_step.json", "step", device, settings)
+def time_whole_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Times whole decode steps of a model at batch 1, caches taking turns."""
+    report = open_report(out, "gpu_step", "step", device, plan.model, steps=plan.steps)
     model = build_llama(plan.model, device)
     # One decoded token goes before those that are timed
     tokens = torch.randint(model.config.vocab_size, (1, plan.context + 1 + plan.steps), device=device)
@@ -123,10 +256,10 @@ def time_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> Non
             require_close_layers(name, cache, model.config.num_attention_heads)
             caches[name] = cache
             longest = max(longest, time.monotonic() - start)
-    seconds = time_turns(model, caches, tokens[:, plan.context + 1 :], report.attempt, lambda: box.is_up)
+    seconds, _ = time_steps(model, caches, tokens[:, plan.context + 1 :], report.attempt, box.left)
     for row in step_rows(seconds, caches, plan.context):
         report.add({**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]})
-        typer.echo(describe_step(row))
+        typer.echo(milliseconds(row))
     for name, times in seconds.items():
         if len(times) < plan.steps:
             report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
@@ -135,7 +268,7 @@ def time_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> Non
 def _fill(
     model: PreTrainedModel, create: Callable[[], Cache], tokens: torch.Tensor, plan: Plan
 ) -> tuple[Cache, float]:
-    """A cache that holds the context and one decoded token, and the seconds of reading the context a second time."""
+    """Fills a cache with the context and one token; returns also the seconds of reading the context again."""
     context, token = tokens[:, : plan.context], tokens[:, plan.context : plan.context + 1]
     # The first time is for what is compiled
     model(context, **as_argument(create()), logits_to_keep=1)
@@ -145,77 +278,67 @@ def _fill(
     return cache, seconds
 
 
-@torch.inference_mode()
-def search_largest_batches(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """The largest batch in a fixed budget, for each way in which context comes into a cache."""
-    model, budget = build_llama(plan.model, device), Budget(plan.budget, device)
-    settings = {
-        "weights": "random",
-        **plan.model,
-        "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "context": plan.batch_context,
-        "steps": plan.steps,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "budget_bytes": plan.budget,
-        "enforced_by": budget.enforced_by,
-    }
-    report = PartialReport(out / "gpu_largest_batch.json", "batch", device, settings)
-    right = []
-    for name in plan.batch_caches:
-        with report.attempt(name):
-            _require_close_batch(name, model, create_cache(name, model), plan.batch_context)
-            right.append(name)
-    searches = [(way, name) for way in WAYS for name in right]
-    with budget:
-        for index, (way, name) in enumerate(searches):
-            typer.echo(f"largest batch: {name}, context {way}")
-            with report.attempt(f"{name}, {way}"):
-                # What is left is shared with the searches that follow
-                share = TimeBox(box.left / (len(searches) - index))
-                row = measure_largest_batch(
-                    model, partial(create_cache, name, model), way, plan.batch_context, plan.steps, budget, share
-                )
-                if row is None:
-                    raise torch.OutOfMemoryError("not even one sequence fits into the budget")
-                first = next((each for each in report.rows if each["way"] == way), row)
-                ratio = row["tokens_per_s"] / first["tokens_per_s"]
-                report.add({"cache": name, "way": way, **row, "throughput_against_first": ratio})
-                typer.echo(
-                    f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "
-                    f"peak {row['peak_bytes'] / 2**30:.2f} GiB, search {row['search']}"
-                )
-
-
-def _require_close_batch(name: str, model: PreTrainedModel, cache: Cache, context: int) -> None:
-    """Raises a `MismatchError` if attention over a batch of two, with a decoded token in the buffer, is wrong."""
-    tokens = torch.randint(model.config.vocab_size, (2, context + 1), device=model.device)
-    model(tokens[:, :-1], **as_argument(cache), logits_to_keep=1)
-    model(tokens[:, -1:], **as_argument(cache))
-    require_close_layers(name, cache, model.config.num_attention_heads)
+def captured(cache: Cache, model: PreTrainedModel) -> CapturedSteps:
+    """Enters the capture of a GEAR cache's steps."""
+    assert isinstance(cache, GEARCache)
+    return cache.captured_steps(model, _ROOM)
 
 
 @torch.inference_mode()
-def measure_offloading(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """InfiniGen beside what it stands in for: exact where everything is fetched, then timed."""
-    settings = {
-        "weights": "random",
-        **plan.offload_model,
-        "steps": plan.offload_steps,
-        "dtype": str(DTYPE).removeprefix("torch."),
-    }
-    report = PartialReport(out / "gpu_infinigen.json", "offloading", device, settings)
-    with report.attempt("exactness"):
-        report.settings["exactness"] = check_exact(device, *plan.exact_tokens)
-    time_offloading(plan, report, build_llama(plan.offload_model, device), box)
+def check_captured(name: str, model: PreTrainedModel, plan: Plan) -> dict[str, Any]:
+    """
+    Decodes what a cache decodes, with and without graphs, chunks being compressed on the way.
+
+    Raises:
+        MismatchError: if tokens differ, or there were other graphs than one.
+    """
+    tokens = torch.randint(model.config.vocab_size, (1, plan.preset_tokens[0]), device=model.device)
+
+    def decode(cache: Cache) -> torch.Tensor:
+        step, decoded = tokens, []
+        for _ in range(plan.captured_tokens):
+            step = model(step, **as_argument(cache), logits_to_keep=1).logits.argmax(dim=-1)
+            decoded.append(step)
+        return torch.cat(decoded, dim=1)
+
+    expected, cache = decode(create_cache(name, model)), create_cache(name, model)
+    with captured(cache, model) as steps:
+        got = decode(cache)
+    counts = {"recorded": steps.num_recorded, "replayed": steps.num_replayed, "others": steps.num_others}
+    num_equal = int((got == expected).cumprod(dim=1).sum())
+    if num_equal < plan.captured_tokens or steps.num_recorded != 1:
+        raise MismatchError(f"{name}, captured: {num_equal} of {plan.captured_tokens} tokens are right, {counts}")
+    return counts
 
 
-PARTS: dict[str, Callable[[Plan, Path, torch.device, TimeBox], None]] = {
-    "checks": run_tests,
-    "presets": run_presets,
-    "coding": time_coding,
-    "attention": time_attention,
-    "step": time_steps,
-    "captured": time_captured,
-    "infinigen": measure_offloading,
-    "batch": search_largest_batches,
-}
+@torch.inference_mode()
+def time_captured(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+    """Times whole steps at batch 1, captured as CUDA graphs and not, if they decode the same tokens in float32."""
+    checked = {"steps": plan.steps, "checked_tokens": plan.captured_tokens}
+    report = open_report(out, "gpu_captured", "captured", device, plan.model, **checked)
+    small, counts = build_llama(plan.preset_model, device, torch.float32), {}
+    for name in plan.captured_caches:
+        with report.attempt(f"{name}, tokens"):
+            counts[name] = check_captured(name, small, plan)
+            typer.echo(f"{name}: tokens of {plan.captured_tokens} steps are equal, {counts[name]}")
+    model = build_llama(plan.model, device)
+    tokens = torch.randint(model.config.vocab_size, (1, plan.context + 1 + plan.steps), device=device)
+    caches: dict[str, Cache] = {}
+    with ExitStack() as stack:
+        longest = 0.0
+        for name in ("dynamic", *(each for right in counts for each in (right, f"{right}, captured"))):
+            with report.attempt(name):
+                box.require(2 * longest)
+                preset, _, way = name.partition(", ")
+                cache = create_cache(preset, model)
+                read = partial(model, tokens[:, : plan.context], **as_argument(cache), logits_to_keep=1)
+                longest = max(longest, time_call(read, device))
+                if way:
+                    stack.enter_context(captured(cache, model))
+                # What is compiled and recorded is so before the first turn
+                model(tokens[:, plan.context : plan.context + 1], **as_argument(cache))
+                caches[name] = cache
+        seconds, _ = time_steps(model, caches, tokens[:, plan.context + 1 :], report.attempt, box.left)
+        for row in step_rows(seconds, caches, plan.context):
+            report.add({**row, **counts.get(row["cache"].partition(", ")[0], {})})
+            typer.echo(milliseconds(row))

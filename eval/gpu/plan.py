@@ -3,58 +3,39 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache_plugins.eval.benchmarks.contest import Shape
-from kvcache_plugins.eval.benchmarks.kernels import CACHES
+from kvcache_plugins.eval.benchmarks.kernels import CACHES, Shape
+from kvcache_plugins.registry import describe_caches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """
-    Sizes of a run.
+    """Sizes of a run; of caches the most wanted come first, the first being the measure."""
 
-    Attributes:
-        tests (`tuple[str, ...]`): arguments of pytest.
-        presets (`tuple[str, ...]`): what is attended to once, to be checked, the most wanted first.
-        preset_model (`Mapping[str, int]`): fields of a `LlamaConfig`.
-        preset_tokens (`tuple[int, ...]`): tokens of each of its calls.
-        coding_caches (`tuple[str, ...]`): presets that code tokens, by the layers of `preset_model`.
-        coding_tokens (`tuple[int, ...]`): tokens that are coded at once, of a prompt and of a chunk.
-        shapes (`Mapping[str, Shape]`): attention alone, by the name of the result.
-        attention_caches (`tuple[str, ...]`): what is attended to, the most wanted first.
-        rounds (`int`): times that each attention is timed.
-        model (`Mapping[str, int]`): fields of a `LlamaConfig`.
-        context, steps (`int`): tokens in the cache, and decoded.
-        step_caches (`tuple[str, ...]`): what decodes, the first as the measure.
-        captured_caches (`tuple[str, ...]`): what decodes captured and not, the most wanted first.
-        captured_tokens (`int`): decoded tokens that have to be the same.
-        budget (`int`): bytes for the largest batch.
-        batch_context (`int`): tokens of each sequence of the largest batch.
-        batch_caches (`tuple[str, ...]`): whose largest batch is looked for.
-        exact_tokens (`tuple[int, int]`): tokens of a context, and decoded, that have to be a dense cache's where
-            everything is fetched.
-        offload_model (`Mapping[str, int]`): fields of the `LlamaConfig` that offloaded caches are measured with.
-        offload_context, offload_steps (`int`): tokens in those caches, and decoded.
-        offload_caches (`tuple[str, ...]`): what decodes there, with options; the most wanted first.
-    """
-
+    # Arguments of pytest
     tests: tuple[str, ...]
+    # Attention that is checked: presets, fields of a `LlamaConfig`, and tokens of each call
     presets: tuple[str, ...]
     preset_model: Mapping[str, int]
     preset_tokens: tuple[int, ...]
+    # Coded at once, of a prompt and of a chunk
     coding_caches: tuple[str, ...]
     coding_tokens: tuple[int, ...]
+    # Attention alone, by the name of the result
     shapes: Mapping[str, Shape]
     attention_caches: tuple[str, ...]
     rounds: int
+    # Whole steps; of those that are captured so many tokens have to be the same
     model: Mapping[str, int]
     context: int
     steps: int
     step_caches: tuple[str, ...]
     captured_caches: tuple[str, ...]
     captured_tokens: int
+    # The largest batch in so many bytes
     budget: int
     batch_context: int
     batch_caches: tuple[str, ...]
+    # Of a context, and decoded: those of a dense cache where everything is fetched
     exact_tokens: tuple[int, int]
     offload_model: Mapping[str, int]
     offload_context: int
@@ -62,30 +43,21 @@ class Plan:
     offload_caches: tuple[str, ...]
 
 
-# Every GEAR preset. One of each kind of kernel goes before its relatives
-_PRESETS = (
-    "gear",
-    "gear-2bit",
-    "gear-c16",
-    "kivi-2bit",
-    "gear-t16:quantizer=trellis",
-    "gear-c16:quantizer=trellis",
-    "gear-k4v3",
-    "gear-4bit",
-    "gear-t16",
-    "gear-l-2bit",
-    "kcvt-4bit",
-    "per-token-2bit",
-    "gear-t22",
-    "gear-t25",
-    "gear-t30",
-    "gear-c12",
-    "gear-c20",
-    "gear-c28",
-    "gear-l-4bit",
-    "kivi-4bit",
-    "per-token-4bit",
+def make_llama(
+    vocabulary: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int
+) -> dict[str, int]:
+    """Makes the fields of a `LlamaConfig`."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return {**sizes, **heads_of, "max_position_embeddings": tokens}
+
+
+# One of each kind of kernel goes before its relatives, all that are registered
+_FIRST = (
+    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
+    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
 )
+_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
 FULL = Plan(
     tests=(
         "tests/triton_kernels/test_attention.py",
@@ -96,17 +68,9 @@ FULL = Plan(
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",
     ),
-    presets=_PRESETS,
+    presets=tuple(dict.fromkeys((*_FIRST, *_REGISTERED))),
     # Heads as below, so that what is compiled is needed again
-    preset_model={
-        "vocab_size": 1000,
-        "hidden_size": 1024,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-    },
+    preset_model=make_llama(1000, 1024, 1024, 2, 8, 2, 4096),
     # A prompt, decoded tokens at once, and the one that finds them compressed
     preset_tokens=(600, 64, 1),
     coding_caches=("gear-t25", "gear-t16", "gear-c16", "gear-t22", "gear-t30"),
@@ -120,15 +84,7 @@ FULL = Plan(
     attention_caches=(*CACHES, "gear-t16", "gear-t16:quantizer=trellis"),
     rounds=50,
     # Llama 3.1 8B
-    model={
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
+    model=make_llama(128256, 4096, 14336, 32, 32, 8, 131072),
     context=4096,
     # More than a chunk, so that every cache compresses one on the way
     steps=72,
@@ -151,15 +107,7 @@ FULL = Plan(
     batch_caches=("dynamic", "gear-2bit", "gear"),
     exact_tokens=(1100, 40),
     # Llama 2 7B
-    offload_model={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 65536,
-    },
+    offload_model=make_llama(32000, 4096, 11008, 32, 32, 32, 65536),
     offload_context=32768,
     offload_steps=40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
@@ -169,30 +117,14 @@ FULL = Plan(
 TINY = Plan(
     tests=("tests/triton_kernels/test_attention.py", "-k", "no_tokens"),
     presets=("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit"),
-    preset_model={
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-    },
+    preset_model=make_llama(128, 64, 64, 1, 4, 2, 1024),
     preset_tokens=(70, 64, 1),
     coding_caches=("gear-t25",),
     coding_tokens=(70, 9),
     shapes={"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
     attention_caches=("gear-2bit", "gear-l-2bit", "gear-t25"),
     rounds=3,
-    model={
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 1024,
-    },
+    model=make_llama(128, 128, 128, 1, 2, 1, 1024),
     context=128,
     steps=3,
     step_caches=("dynamic", "gear", "gear-2bit", "static", "no-such-cache"),
@@ -203,15 +135,7 @@ TINY = Plan(
     batch_context=64,
     batch_caches=("dynamic", "gear-2bit"),
     exact_tokens=(120, 6),
-    offload_model={
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-    },
+    offload_model=make_llama(128, 64, 64, 4, 2, 2, 1024),
     offload_context=100,
     offload_steps=4,
     offload_caches=("dynamic", "infinigen:share=0.1", "infinigen-gear:share=0.1", "offloaded"),

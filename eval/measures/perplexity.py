@@ -5,19 +5,32 @@ averaged over stretches of 256 tokens, as the papers plot them: errors that pile
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.eval.harness.caches import (
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import memory_fields
+from kvcache_plugins.eval.benchmark import benchmark
+from kvcache_plugins.eval.harness import (
     CacheFactory,
+    cache_factories,
     cache_stats,
     check_is_empty,
     check_length,
+    encode_text,
+    spread_windows,
+    stretch_stops,
+    with_reference,
 )
+from kvcache_plugins.eval.rows import Content, Found
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -49,9 +62,9 @@ class Perplexity:
     @property
     def ppl_by_stretch(self) -> tuple[float, ...]:
         """Over each stretch of all windows."""
-        starts = range(0, self.num_scored, self.stretch)
-        lengths = [min(self.stretch, self.num_scored - start) for start in starts]
-        sums = [sum(window[number] for window in self.nll) for number in range(len(lengths))]
+        stops = [0, *stretch_stops(self.stretch, self.num_scored)]
+        lengths = [stop - start for start, stop in zip(stops, stops[1:], strict=False)]
+        sums = map(sum, zip(*self.nll, strict=True))
         return tuple(math.exp(total / (length * len(self.nll))) for total, length in zip(sums, lengths, strict=True))
 
 
@@ -113,3 +126,48 @@ def measure_perplexity(
             stats=cache_stats(cache),
         )
     return results
+
+
+def perplexity_fields(cache: str, result: Perplexity) -> dict[str, object]:
+    """Makes a row of a result."""
+    return {
+        "cache": cache,
+        "ppl": result.ppl,
+        "ppl_by_stretch": result.ppl_by_stretch,
+        "stretch": result.stretch,
+        "num_scored": result.num_scored,
+        "nll": result.nll,
+        "memory_at_end": memory_fields(result.memory),
+        "stats": result.stats,
+    }
+
+
+@benchmark("perplexity")
+def evaluate_perplexity(
+    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: ModelOption = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
+    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
+    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> Iterator[Found]:
+    """Perplexity against position. Texts are decoded through each cache from the first token on.
+
+    \b
+    Examples:
+        kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
+    """
+    text = read_text(text_file, "text_file")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    token_ids, start_ids = encode_text(tokenizer, text)
+    # One token comes before the first that is scored
+    cut = spread_windows(token_ids, windows, 1 + len(start_ids), length - 1 - len(start_ids), start_ids)
+    factories = cache_factories(with_reference(cache), loaded)
+    yield Content(device=loaded.device)
+    with track_progress(len(cut) * len(factories)) as announce:
+        results = measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)
+    for name, result in results.items():
+        yield perplexity_fields(name, result)

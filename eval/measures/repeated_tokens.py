@@ -23,9 +23,8 @@ from kvcache_plugins.registry import create_cache
 
 
 PROMPTS = {"newlines": "\n" * 800, '" the"': " the" * 400, '" 0"': " 0" * 400, "1200 dots": "." * 1200}
-# The promises' text
-_TEXT_FILE = Path(__file__).parents[1] / "results" / "promises" / "text.txt"
 CACHES = ("gear-t16", "gear", "gear-t30", "gear-c16", "gear-4bit", "gear-k4v3", "kivi-2bit")
+# The promises' text
 _TEXT_FILE = Path(__file__).parents[1] / "results" / "promises" / "text.txt"
 _TEXT, _PROMPT, _BEHIND, _DECODED, _SCORED = "text", 400, 64, 160, 64
 

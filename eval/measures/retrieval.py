@@ -5,17 +5,80 @@ pairs (`ordered_kv_records`, `key`, `value`). The context with its question fill
 token by token, and a row is right if every token of it is the most likely one: just what greedy decoding would say.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.harness.caches import CacheFactory
+from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference
+from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.reports.memory import MemoryReport, StatValue
 
-from .questions import Question
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A context that ends where the answer begins, and the answer."""
+
+    context: str
+    answer: str
+
+
+def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
+    """
+    Reads the questions of a JSON-lines file.
+
+    Args:
+        path (`Path`): the file.
+        num_records (`int`, *optional*):
+            Lines, or pairs, that are left of each context: neighbours of the one that is asked for, which keeps its
+            place among them. For models to which the whole sets are too hard, however they are read.
+
+    Raises:
+        ValueError: if a row is of neither set, or `num_records` is below 1.
+    """
+    if num_records is not None and num_records < 1:
+        raise ValueError(f"`records` has to be at least 1 but is {num_records}")
+    rows = [json.loads(line) for line in read_text(path, "data_file").splitlines() if line]
+    return [_question(row, path, num_records) for row in rows]
+
+
+def _around(place: int, total: int, num_records: int | None) -> slice:
+    """So many of `total` records, of which the one at `place` stands as far from their start as from that of all."""
+    if num_records is None or num_records >= total:
+        return slice(None)
+    start = place - place * num_records // total
+    return slice(start, start + num_records)
+
+
+def _question(row: Mapping[str, Any], path: Path, num_records: int | None) -> Question:
+    if "expected_number" in row:
+        name = "-".join(str(part) for part in row["random_idx"][:-1])
+        lines = row["prompt"].rstrip().split("\n")
+        places = [place for place, line in enumerate(lines) if line.startswith("line ")]
+        asked = next(place for place in places if lines[place].startswith(f"line {name}:"))
+        kept = set(places[_around(places.index(asked), len(places), num_records)])
+        prompt = "\n".join(line for place, line in enumerate(lines) if place in kept or place not in places)
+        context = f"{prompt}\n\nThe <REGISTER_CONTENT> in line {name} is <"
+        return Question(context=context, answer=f"{row['expected_number']}>")
+    if "ordered_kv_records" in row:
+        pairs = row["ordered_kv_records"]
+        asked = [key for key, _ in pairs].index(row["key"])
+        records = json.dumps(dict(pairs[_around(asked, len(pairs), num_records)]), indent=1)
+        context = (
+            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+            f'{records}\n\nKey: "{row["key"]}"\nCorresponding value: "'
+        )
+        return Question(context=context, answer=f'{row["value"]}"')
+    raise ValueError(f"`data_file`: rows of {path} have fields {sorted(row)}, which are of neither set")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,3 +142,41 @@ def answer_questions(
         )
         for name, scorer in scorers.items()
     }
+
+
+def retrieval_fields(cache: str, result: Retrieval) -> dict[str, object]:
+    """Makes a row of a result."""
+    numbers = {name: getattr(result, name) for name in ("accuracy", "standard_error", "token_accuracy")}
+    return {"cache": cache, **numbers, "correct": list(result.correct), "stats": result.stats}
+
+
+@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions")
+def evaluate_retrieval(
+    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: ModelOption = "smollm2",
+    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
+    records: Annotated[
+        int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> Iterator[Found]:
+    """Ask for one line, or one value, of a long context. Each cache is asked.
+
+    \b
+    Examples:
+        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
+    """
+    asked = read_questions(data_file, records)[:questions]
+    if not asked:
+        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    factories = cache_factories(with_reference(cache), loaded)
+    yield Settings(num_questions=len(asked))
+    yield Content(device=loaded.device)
+    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
+        results = answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
+    for name, result in results.items():
+        yield retrieval_fields(name, result)

@@ -2,42 +2,49 @@
 
 The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache. With
 `--throttle` the ranks talk through network namespaces, first at the full speed of virtual cables, then throttled.
-
-    kvcache-plugins bench runahead --length 4096 --length 8192 --text-file FILE
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from kvcache_plugins.console.display import make_table, open_console
+from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.inputs import ModelOption, read_text
-from kvcache_plugins.console.results import provenance
-from kvcache_plugins.kv_runahead.planner import resolve_partition
+from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.harness import spread
+from kvcache_plugins.eval.rows import Content, Found, Settings
+from kvcache_plugins.kv_runahead.planner import Link, PartitionTable, even, predicted, resolve_partition
 
 from .isolated_network import IsolatedNetwork
 from .measure import (
     FULL,
+    ONE_RANK,
     THROTTLED,
+    TSP,
+    Way,
+    describe_model,
     encode,
+    fit_cost,
+    measure_link,
+    plan_slices,
+    prefill,
+    slices_to_time,
+    time_slices,
+    worst_error,
 )
-from .rank_processes import Ranks
-from .ways import LinkComparison, compare_links
+from .rank_processes import Ranks, Worker
+
+
+_WARM_UP_TOKENS = 256
 
 
 def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
-    """
-    Shares of a prompt that an option such as `0.6,0.4` names.
-
-    Raises:
-        ValueError: if they are no numbers, or more than there are ranks.
-    """
+    """Parses shares of a prompt such as `0.6,0.4`; a `ValueError` if they are none, or more than there are ranks."""
     try:
         shares = tuple(float(each) for each in text.split(","))
     except ValueError as error:
@@ -48,7 +55,7 @@ def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
 
 
 def parse_sweep(text: str | None, world_size: int) -> list[tuple[float, ...]]:
-    """Partitions for two ranks whose first shares an option such as `0.5,0.6,0.7` names."""
+    """Parses partitions for two ranks whose first shares are named, such as `0.5,0.6,0.7`."""
     if text is None:
         return []
     if world_size != 2:
@@ -60,27 +67,70 @@ def parse_sweep(text: str | None, world_size: int) -> list[tuple[float, ...]]:
     return [parse_shares(f"{first},{1 - first}", world_size) for first in firsts]
 
 
-def _show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    headings = ("tokens", "seconds", "quartiles", "against one rank", "against full link", "logits differ", "MB sent")
-    cells = [
-        [
-            row["method"],
-            " + ".join(map(str, row["lengths"])),
-            row["link"],
-            str(row["length"]),
-            f"{row['median_s']:.3f}",
-            f"{row['lower_quartile_s']:.3f}-{row['upper_quartile_s']:.3f}",
-            f"{row['speed_against_one_rank']:.2f}x",
-            f"{row['seconds_against_full']:.3f}" if "seconds_against_full" in row else "-",
-            f"{row['logits_difference']:.1e}",
-            f"{row['bytes_sent'] / 1e6:.1f}",
-        ]
-        for row in rows
-    ]
-    columns = {"method": "name", "slices": "name", "link": "name", **dict.fromkeys(headings, "number")}
-    open_console().print(make_table(title, columns, cells))
+def load_table(worker: Worker, path: str) -> PartitionTable:
+    """Loads a table of `kvcache-plugins plan`, checked against the model and number of ranks."""
+    return PartitionTable.load(path, worker.model, worker.size)
 
 
+def ways_to_prefill(
+    length: int, num_ranks: int, plans: Mapping[str, tuple[int, ...]], shares: Sequence[tuple[float, ...]]
+) -> dict[str, Way]:
+    """Lists every way that is compared for a length, by name."""
+    ways: dict[str, Way] = {ONE_RANK: ONE_RANK}
+    if num_ranks > 1:
+        ways |= {TSP: TSP, "even": even(length, num_ranks), **plans}
+    for each in shares:
+        ways["shares " + ",".join(f"{share:.3g}" for share in each)] = resolve_partition(each, length, num_ranks)
+    return ways
+
+
+def measure_ways(
+    ranks: Ranks, token_ids: Sequence[int], ways: Mapping[str, Way], rounds: int, announce: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """
+    Prefills one prompt in all ways, in rounds that go through them forwards and backwards in turn.
+
+    Args:
+        ranks (`Ranks`): The ranks.
+        token_ids (`Sequence[int]`): The prompt.
+        ways (`Mapping[str, Way]`): What is compared; `ONE_RANK` comes first.
+        rounds (`int`): Three at least.
+        announce (`Callable[[str], None]`): Called before every prefill with what is done.
+
+    Returns:
+        `list[dict[str, Any]]`: A row for each way: its seconds, slices, difference from one rank's logits, and what
+        the ranks sent and how long they waited in the last round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    last: dict[str, list[Any]] = {}
+    for number in range(rounds):
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            announce(f"{len(token_ids)} tokens, round {number + 1}: {name}")
+            last[name] = ranks.call(prefill, token_ids, ways[name])
+            seconds[name].append(last[name][-1].seconds)
+    alone, rows = spread(seconds[ONE_RANK])["median_s"], []
+    for name, way in ways.items():
+        timing, answers = spread(seconds[name]), last[name]
+        lengths = {ONE_RANK: (len(token_ids),), TSP: even(len(token_ids), ranks.size)}.get(name, way)
+        rows.append(
+            {
+                "length": len(token_ids),
+                "method": name,
+                "lengths": lengths,
+                "num_ranks": len(lengths),
+                "seconds": timing["median_s"],
+                **timing,
+                "rounds_s": seconds[name],
+                "logits_difference": answers[-1].difference,
+                "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
+                "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
+                "speed_against_one_rank": alone / timing["median_s"],
+            }
+        )
+    return rows
+
+
+@benchmark("runahead", "Seconds to the first token of {model}, medians of {rounds}")
 def benchmark_runahead(
     text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
     length: Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.", min=1)] = [4096, 8192],
@@ -96,7 +146,7 @@ def benchmark_runahead(
     throttle: Annotated[
         float | None, typer.Option(help="Bytes a second of every link, or, below 1, share of what it has. Needs root.")
     ] = None,
-) -> dict[str, Any]:
+) -> Iterator[Found]:
     """Time to first token of KV-Runahead, TSP and one rank. All run on ranks of this machine and take turns.
 
     \b
@@ -113,26 +163,63 @@ def benchmark_runahead(
         raise ValueError(f"`throttle` has to be above 0, and needs two ranks, but is {throttle:g} for {world_size}")
     with ExitStack() as stack:
         network = None if throttle is None else stack.enter_context(IsolatedNetwork(world_size))
-        typer.echo(f"starting {world_size} ranks", err=True)
+        say(f"starting {world_size} ranks")
         namespaces = None if network is None else network.namespaces
-        ranks = stack.enter_context(
-            Ranks(model, world_size, dtype=dtype, num_threads=num_threads, namespaces=namespaces)
-        )
+        ranks = Ranks(model, world_size, dtype=dtype, num_threads=num_threads, namespaces=namespaces)
+        stack.enter_context(ranks)
         token_ids = ranks.call(encode, text)[0]
         if len(token_ids) < lengths[-1]:
             raise ValueError(f"the text has {len(token_ids)} tokens, but {lengths[-1]} are needed")
-        benchmark = LinkComparison(ranks, lengths, rounds, shares)
-        benchmark.prepare(token_ids, table, plan_rounds)
-        link = benchmark.measure_link(FULL)
-        benchmark.run(token_ids, link, FULL)
-        if network is not None and throttle is not None and link is not None:
-            network.throttle(throttle * link.bytes_per_second if throttle < 1 else throttle)
-            benchmark.run(token_ids, benchmark.measure_link(THROTTLED), THROTTLED)
-            compare_links(benchmark.rows)
-    _show(benchmark.rows, f"{model}: seconds to the first token, medians of {rounds}")
-    settings = {"model": model, "world_size": world_size, "rounds": rounds, "text_file": text_file.name}
-    settings |= {"machine": ranks.describe_machine(benchmark.facts.dtype), "throttle": throttle}
-    settings |= {"table": None if table is None else table.name}
-    cost = None if benchmark.cost is None else asdict(benchmark.cost)
-    content = {"benchmark": "runahead", **provenance(torch.device("cpu")), "settings": settings, "cost": cost}
-    return {**content, **benchmark.found, "rows": benchmark.rows}
+        facts = ranks.call(describe_model)[0]
+        yield Settings(machine=ranks.describe_machine(facts.dtype))
+        short = token_ids[:_WARM_UP_TOKENS]
+        for way in dict.fromkeys((ONE_RANK, TSP, even(len(short), world_size))):
+            ranks.call(prefill, short, way)
+        planned = None if table is None else ranks.call(load_table, str(table))[0]
+        if planned is not None:
+            cost = planned.cost
+        else:
+            slices = slices_to_time(lengths, world_size, facts.by_shapes)
+            with track_progress(plan_rounds * len(slices)) as announce:
+                timings = time_slices(ranks, facts, slices, plan_rounds, announce)
+            cost = fit_cost(timings, facts)
+            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst_error(timings, cost))
+        yield Content(cost=None if cost is None else asdict(cost))
+        links: dict[str, Any] = {}
+        full: dict[tuple[int, str], dict[str, Any]] = {}
+        first_plans: dict[int, tuple[int, ...]] = {}
+
+        def run(name: str) -> Iterator[dict[str, Any]]:
+            link: Link | None = None if world_size == 1 else measure_link(ranks, facts, lengths[-1])
+            if link is not None:
+                links[name] = asdict(link)
+                speed = link.bytes_per_second / 1e9
+                say(f"{name} link: {speed:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
+            ways = {}
+            for each in lengths:
+                plans: dict[str, tuple[int, ...]] = {}
+                # A table holds for the link that it was measured with
+                if planned is not None and (cost is None or name == FULL):
+                    plans["planned"] = predicted(each, planned)
+                elif world_size > 1:
+                    plans["planned"] = plan_slices(each, world_size, cost, link, facts)
+                if name == FULL and plans:
+                    first_plans[each] = plans["planned"]
+                elif name == THROTTLED:
+                    plans["planned for full"] = first_plans[each]
+                ways[each] = ways_to_prefill(each, world_size, plans, shares)
+            with track_progress(rounds * sum(map(len, ways.values()))) as announce:
+                for each in lengths:
+                    for row in measure_ways(ranks, token_ids[:each], ways[each], rounds, announce):
+                        yield {"link": name, **row}
+
+        for row in run(FULL):
+            full[row["length"], row["method"]] = row
+            yield row
+        if network is not None and throttle is not None:
+            bandwidth = links[FULL]["bytes_per_second"]
+            network.throttle(throttle * bandwidth if throttle < 1 else throttle)
+            for row in run(THROTTLED):
+                method = "planned" if row["method"] == "planned for full" else row["method"]
+                yield {**row, "seconds_against_full": row["seconds"] / full[row["length"], method]["seconds"]}
+        yield Content(links=links)

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.wikitext import preprocess_wikitext
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
-from kvcache_plugins.eval.measures.questions import read_questions
+from kvcache_plugins.eval.measures.retrieval import read_questions
 
 
 DATA_VARIABLE = "KVCACHE_PLUGINS_DATA"
@@ -29,32 +30,33 @@ NUM_EXAMPLES = 32
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Source:
     """
     Where the rows of a set are.
 
     Args:
-        folder (`str`): Its folder in the data folder.
         files (`Mapping[str, str]`): Each split's JSON lines. A set without `train` gives its first rows to it.
         hub (`tuple[str, str | None]`): Path and name of the hub's data set.
-        hub_splits (`Mapping[str, str]`): The hub's name of each split.
+        hub_test (`str`): The hub's name of the split `test`.
         convert (`Callable[[Row], Row]`): What lm-eval sees of a row, of a file or of the hub.
+        has_examples (`bool`): Whether the hub's split `train` is for examples.
     """
 
-    folder: str
     files: Mapping[str, str]
     hub: tuple[str, str | None]
-    hub_splits: Mapping[str, str]
+    hub_test: str
     convert: Callable[[Row], Row]
+    has_examples: bool = True
 
-    def load(self, data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-        """The splits `train`, for examples, and `test`. What else stands in lm-eval's metadata is not for us."""
+    def load(self, name: str, data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
+        """Loads the splits `train`, for examples, and `test`. What else stands in lm-eval's metadata is not for us."""
         folder = _find_folder(data_folder)
         if folder is None:
             rows = datasets.load_dataset(*self.hub)
-            return _as_splits({split: map(self.convert, rows[name]) for split, name in self.hub_splits.items()})
-        splits = {split: _read_lines(folder / self.folder / file) for split, file in self.files.items()}
+            names = {"train": "train", "test": self.hub_test} if self.has_examples else {"test": self.hub_test}
+            return _as_splits({split: map(self.convert, rows[each]) for split, each in names.items()})
+        splits = {split: _read_lines(folder / name / file) for split, file in self.files.items()}
         if "train" not in splits:
             splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
         return _as_splits({split: map(self.convert, rows) for split, rows in splits.items()})
@@ -136,61 +138,25 @@ def _gsm8k_row(row: Row) -> Row:
     return {"question": row["question"], "target": row["answer"].split("####")[-1].strip()}
 
 
-_COPA = Source(
-    folder="copa",
-    files={"train": "dev.jsonl", "test": "test.jsonl"},
-    hub=("aps/super_glue", "copa"),
-    hub_splits={"train": "train", "test": "validation"},
-    convert=_copa_row,
-)
-_PIQA = Source(
-    folder="piqa",
-    files={"test": "valid.jsonl"},
-    hub=("baber/piqa", None),
-    hub_splits={"train": "train", "test": "validation"},
-    convert=_piqa_row,
-)
-_RTE = Source(
-    folder="rte",
-    files={"test": "dev.jsonl"},
-    hub=("nyu-mll/glue", "rte"),
-    hub_splits={"train": "train", "test": "validation"},
-    convert=_rte_row,
-)
-_OPENBOOKQA = Source(
-    folder="openbookqa",
-    files={"test": "test.jsonl"},
-    hub=("allenai/openbookqa", "main"),
-    hub_splits={"train": "train", "test": "test"},
-    convert=_openbookqa_row,
-)
-_ARC = Source(
-    folder="arc_challenge",
-    files={"test": "test.jsonl"},
-    hub=("allenai/ai2_arc", "ARC-Challenge"),
-    hub_splits={"train": "train", "test": "test"},
-    convert=_arc_row,
-)
-_WINOGRANDE = Source(
-    folder="winogrande",
-    files={"test": "dev.jsonl"},
-    hub=("allenai/winogrande", "winogrande_xl"),
-    hub_splits={"train": "train", "test": "validation"},
-    convert=_winogrande_row,
-)
-_GSM8K = Source(
-    folder="gsm8k",
-    files={"test": "test.jsonl"},
-    hub=("openai/gsm8k", "main"),
-    hub_splits={"test": "test"},
-    convert=_gsm8k_row,
-)
+_TRAIN_AND_TEST = {"train": "dev.jsonl", "test": "test.jsonl"}
+SOURCES = {
+    "copa": Source(_TRAIN_AND_TEST, ("aps/super_glue", "copa"), "validation", _copa_row),
+    "piqa": Source({"test": "valid.jsonl"}, ("baber/piqa", None), "validation", _piqa_row),
+    "rte": Source({"test": "dev.jsonl"}, ("nyu-mll/glue", "rte"), "validation", _rte_row),
+    "openbookqa": Source({"test": "test.jsonl"}, ("allenai/openbookqa", "main"), "test", _openbookqa_row),
+    "arc_challenge": Source({"test": "test.jsonl"}, ("allenai/ai2_arc", "ARC-Challenge"), "test", _arc_row),
+    "winogrande": Source(
+        {"test": "dev.jsonl"}, ("allenai/winogrande", "winogrande_xl"), "validation", _winogrande_row
+    ),
+    "gsm8k": Source({"test": "test.jsonl"}, ("openai/gsm8k", "main"), "test", _gsm8k_row, has_examples=False),
+}
 
 
 # What the YAML files name; lm-eval calls it with its metadata, the model arguments among them
 
-copa, piqa, rte, openbookqa = _COPA.load, _PIQA.load, _RTE.load, _OPENBOOKQA.load
-arc_challenge, winogrande, gsm8k = _ARC.load, _WINOGRANDE.load, _GSM8K.load
+copa, piqa, rte, openbookqa, arc_challenge, winogrande, gsm8k = (
+    partial(source.load, name) for name, source in SOURCES.items()
+)
 
 
 def gsm8k_examples() -> list[Row]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvcache_plugins import GEARCache, choose_cache, cli, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.eval.harness.caches import was_exercised
+from kvcache_plugins.eval.harness import was_exercised
 from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec

@@ -189,14 +189,13 @@ WRONG = {
     "calibrate --text-file TEXT": "`out` has to be given with `cache` infinigen",
     "calibrate --text-file TEXT --out /proc/a": "/proc/a",
     "plan --world-size 1 --lengths 64 --out /proc/a": "/proc/a",
-    "bench predict --bandwidth 1 --out /proc/a.json": "/proc/a.json",
-    "bench predict --bandwidth 1 --out /tmp": "`out` is to be a file, but",
-    "bench predict --bandwidth 1 --out TEXT/p.json": "exists",
-    "bench predict --bandwidth 1 --shape 16": "`shape` has the form",
+    "bench runahead-simulation --out /proc/a.json": "/proc/a.json",
+    "bench runahead-simulation --out /tmp": "`out` is to be a file, but",
+    "bench runahead-simulation --out TEXT/p.json": "exists",
+    "bench step --cache dynamic": "`text_file` has to be given, or `shape`",
     "bench step --steps 1": "Invalid value for '--steps'",
     "bench step --context -1 --cache gear --text-file TEXT": "'--context'",
     "bench step --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 4136 are needed",
-    "bench decode --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 5256 are needed",
     "bench kernels --context 0": "'--context'",
     "bench kernels --cache gear:": "has the form `name`",
     "bench kernels --dtype int4": "`dtype` must be one of `float32`",
@@ -245,7 +244,7 @@ def test_errors_of_the_user_are_one_line(line: str, message: str, refuse, tiny_f
     refuse(message, *(word.replace("MODEL", tiny_folder).replace("TEXT", text) for word in shlex.split(line)))
 
 
-READERS = ["bench step", "bench decode", "bench compile", "bench infinigen", "bench prefix", "eval fidelity"]
+READERS = ["bench step", "bench prompts", "bench infinigen", "bench prefix", "eval fidelity"]
 READERS += ["eval perplexity"]
 
 

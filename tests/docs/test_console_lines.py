@@ -35,7 +35,7 @@ LAUNCHERS = {"torchrun": ("--nproc-per-node", "--nproc_per_node"), "accelerate":
 MODULES = {
     "kvcache_plugins.kv_runahead": "kvcache_plugins.kv_runahead.__main__",
     "kvcache_plugins.eval.gpu": "kvcache_plugins.eval.gpu.__main__",
-    "kvcache_plugins.eval.tables.documents": "kvcache_plugins.eval.tables.documents",
+    "kvcache_plugins.eval.tables": "kvcache_plugins.eval.tables",
 }
 # Modules without options
 BARE_MODULES = ("kvcache_plugins.contract",)

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Feeding, Score
-from kvcache_plugins.eval.harness.caches import was_exercised
+from kvcache_plugins.eval.harness import was_exercised
 
 
 FEEDINGS = {"prefix": Feeding(), "chunk": Feeding(7, 7), "decode": DECODE}

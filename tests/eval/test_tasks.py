@@ -120,8 +120,8 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
     own, hub, expected = ROWS[name]
-    source = getattr(loaders, f"_{name.removesuffix('_challenge').upper()}")
-    assert source.convert(own) == source.convert(hub) == expected
+    convert = loaders.SOURCES[name].convert
+    assert convert(own) == convert(hub) == expected
     splits = getattr(loaders, name)(data_folder=str(data_folder), pretrained="ignored")
     assert splits["test"][0] == expected
     # Sets of one file give some rows to the examples, and no row to both

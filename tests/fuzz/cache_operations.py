@@ -23,8 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache, measure_memory
 from kvcache_plugins.contract import tiny_models
-from kvcache_plugins.contract.comparison import distance, require_close, require_length
-from kvcache_plugins.contract.reachable import reachable_bytes
+from kvcache_plugins.contract.comparison import distance, reachable_bytes, require_close, require_length
 from kvcache_plugins.contract.subject import Subject
 
 

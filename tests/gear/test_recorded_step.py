@@ -65,7 +65,7 @@ def make_model():
 
 
 def check(name, batch_size):
-    from kvcache_plugins.eval.machine_code import stand_in_driver
+    from kvcache_plugins.eval import machine_code
     from kvcache_plugins.gear.captured_steps import RecordedStep
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.registry import create_cache
@@ -106,8 +106,8 @@ def check(name, batch_size):
     mask = torch.ones_like(ids)
     mask[0, : 3 * (batch_size - 1)] = 0
     with (
-        stand_in_driver.stand_in_driver() as stand_in,
-        patch.object(stand_in_driver._Kernel, "run", run),
+        machine_code.stand_in_driver() as stand_in,
+        patch.object(machine_code._Kernel, "run", run),
         patch.object(RecordedStep, "__call__", recorded_call),
         cache.captured_steps(model, num_tokens) as steps,
     ):

@@ -8,8 +8,8 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTra
 
 from kvcache_plugins import GEARCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.contract.models import tiny_models
-from kvcache_plugins.contract.reachable import reachable_bytes
+from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.contract.runner import tiny_models
 from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
@@ -151,8 +151,7 @@ def test_groups_leave_windows_to_transformers():
 
 
 def test_chunked_attention_is_a_window_too(tiny_model):
-    from kvcache_plugins.eval.families.survey import build_family
-    from kvcache_plugins.eval.families.trial import generate, prompt
+    from kvcache_plugins.eval.families import build_family, generate, prompt
 
     model = build_family("llama4_text")
     tokens = prompt(model, 60, 1)

@@ -25,7 +25,7 @@ from transformers import (
 
 from kvcache_plugins import InfiniGenCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.eval.families.survey import build_family
+from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 

@@ -6,8 +6,7 @@ from transformers import Cache, DynamicCache
 
 from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache
 from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.eval.families.survey import build_family
-from kvcache_plugins.eval.families.trial import generate, prompt
+from kvcache_plugins.eval.families import build_family, generate, prompt
 
 
 def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:

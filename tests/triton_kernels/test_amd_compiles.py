@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.eval.machine_code.compilation import compile_for
+from kvcache_plugins.eval.machine_code import compile_for
 
 
 # What a program may have of local data share

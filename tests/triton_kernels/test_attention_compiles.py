@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.eval.machine_code.compilation import compile_for, resources
+from kvcache_plugins.eval.machine_code import compile_for, resources
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32

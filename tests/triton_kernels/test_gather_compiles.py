@@ -70,7 +70,7 @@ def record(call: Callable[[], object]) -> list[tuple[object, dict[str, object]]]
 
 def report(capability: int) -> list[str]:
     """A line per kernel compiled for a capability."""
-    from kvcache_plugins.eval.machine_code.compilation import compile_for, resources
+    from kvcache_plugins.eval.machine_code import compile_for, resources
 
     lines = []
     for name, (has_vectors, call) in calls().items():

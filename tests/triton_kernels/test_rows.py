@@ -151,11 +151,8 @@ def check_attention(case, parts, dtype=torch.float32, query=None):
     query, num_heads = (make_query(case) if query is None else query).to(dtype), ATTENTION[case][1]
     if case in BASES:
         # Channels of PyTorch's own attention over rows are rounded products: dense states in float64 are not
-        tiles = [tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,))]
-        keys, values = (
-            torch.cat([getattr(tile, side)[:, :, : tile.length].double() for tile in tiles], dim=2)
-            for side in ("keys", "values")
-        )
+        tiles = [tile for part in parts for tile in part.tiles()]
+        keys, values = (torch.cat([tile[side].double() for tile in tiles], dim=2) for side in (0, 1))
         expected = F.scaled_dot_product_attention(query.double(), keys, values, enable_gqa=True)
     else:
         expected = attend(query.float(), iter(parts), num_heads, None, "torch")

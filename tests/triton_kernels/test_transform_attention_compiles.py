@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble, resources
-from kvcache_plugins.eval.machine_code.listing import Listing
+from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32

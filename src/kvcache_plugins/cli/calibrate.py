@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, read_text
-from kvcache_plugins.console.results import JsonOption, prepare_file, print_json, provenance
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, JsonOption, ModelOption, read_text
+from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def main(
 
 def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length: int) -> list[torch.Tensor]:
     """Windows of a text, from all over it."""
-    from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
+    from kvcache_plugins.eval.harness import encode_text, spread_windows
 
     token_ids, start_ids = encode_text(tokenizer, text)
     return spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)

@@ -9,6 +9,7 @@ from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     MaxNewTokensOption,
     ModelOption,
     PromptFileOption,
@@ -17,7 +18,7 @@ from kvcache_plugins.console.inputs import (
     encode_prompt,
     read_prompt,
 )
-from kvcache_plugins.console.results import JsonOption, print_json, provenance
+from kvcache_plugins.console.results import print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_caches
 
@@ -59,8 +60,7 @@ def main(
     text = read_prompt(prompt, prompt_file)
     from kvcache_plugins.console.display import track_progress
     from kvcache_plugins.console.inputs import load_for_evaluation
-    from kvcache_plugins.eval.measures.comparison import Comparison, row_fields
-    from kvcache_plugins.eval.measures.comparison_tables import print_rows
+    from kvcache_plugins.eval.measures.comparison import Comparison, print_rows, row_fields
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids = encode_prompt(tokenizer, text, chat)

@@ -19,7 +19,7 @@ from kvcache_plugins.console.results import free_stdout, print_json
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.eval.sweeps.config import Run, Sweep
+    from kvcache_plugins.eval.sweep import Run, Sweep
 
 
 _HELP = """Evaluation with the cache in the loop.
@@ -42,9 +42,9 @@ class EvaluateGroup(LazyGroup):
         "run": "kvcache_plugins.cli.evaluate:run",
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
-        "fidelity": "kvcache_plugins.eval.measures.fidelity_report:evaluate_fidelity",
-        "perplexity": "kvcache_plugins.eval.measures.perplexity_report:evaluate_perplexity",
-        "retrieval": "kvcache_plugins.eval.measures.retrieval_report:evaluate_retrieval",
+        "fidelity": "kvcache_plugins.eval.measures.fidelity:evaluate_fidelity",
+        "perplexity": "kvcache_plugins.eval.measures.perplexity:evaluate_perplexity",
+        "retrieval": "kvcache_plugins.eval.measures.retrieval:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",
         "report": "kvcache_plugins.eval.report:write_report",
     }
@@ -139,8 +139,7 @@ def sweep(
         kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
     """
     from kvcache_plugins.console.display import print_line, track_progress
-    from kvcache_plugins.eval.sweeps.config import Sweep
-    from kvcache_plugins.eval.sweeps.sweep import run_sweep
+    from kvcache_plugins.eval.sweep import Sweep, run_sweep
 
     plan = Sweep.read(config)
     runs = plan.pending(only, again)

@@ -11,6 +11,7 @@ from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     MaxNewTokensOption,
     ModelOption,
     PromptFileOption,
@@ -19,7 +20,7 @@ from kvcache_plugins.console.inputs import (
     encode_prompt,
     read_prompt,
 )
-from kvcache_plugins.console.results import JsonOption, free_stdout, print_json, provenance
+from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
@@ -86,7 +87,7 @@ def main(
 
     from kvcache_plugins.console.display import print_line
     from kvcache_plugins.console.inputs import load_for_evaluation
-    from kvcache_plugins.eval.measures.comparison_tables import summary_line
+    from kvcache_plugins.eval.measures.comparison import summary_line
     from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
@@ -151,7 +152,7 @@ def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tenso
     """The preset that the guard chooses, which is printed, and its cache."""
     from kvcache_plugins.advice.choose_by_kl import choose_cache
     from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.eval.measures.comparison_tables import choice_line
+    from kvcache_plugins.eval.measures.comparison import choice_line
 
     cache = choose_cache(model, token_ids[None], max_kl=max_kl)
     assert cache.choice is not None

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.results import JsonOption, prepare_file, print_json
+from kvcache_plugins.console.inputs import JsonOption
+from kvcache_plugins.console.results import prepare_file, print_json
 
 
 def main(
@@ -42,8 +43,7 @@ def main(
         prepare_file(out)
     from kvcache_plugins.console.display import print_line, track_progress
     from kvcache_plugins.eval.runahead.measure import describe_model, slices_to_time, time_slices, worst_error
-    from kvcache_plugins.eval.runahead.plan import plan_table
-    from kvcache_plugins.eval.runahead.plan_tables import show_plan
+    from kvcache_plugins.eval.runahead.plan import plan_table, show_plan
     from kvcache_plugins.eval.runahead.rank_processes import Ranks
 
     print_line(f"starting {world_size} ranks", stderr=True)

@@ -63,7 +63,7 @@ class RootGroup(LazyGroup):
     lazy_commands = {
         "list": "kvcache_plugins.cli.advise:list_registered",
         "doctor": "kvcache_plugins.cli.advise:show_health",
-        "models": "kvcache_plugins.eval.families.command:survey_families",
+        "models": "kvcache_plugins.eval.families:survey_families",
         "generate": "kvcache_plugins.cli.generate:main",
         "store": "kvcache_plugins.cli.root:store",
         "compare": "kvcache_plugins.cli.compare:main",
@@ -79,19 +79,14 @@ class BenchGroup(LazyGroup):
     """Commands of `kvcache-plugins bench`."""
 
     lazy_commands = {
-        "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
-        "shapes": "kvcache_plugins.eval.benchmarks.shapes:benchmark_shapes",
-        "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
-        "decode": "kvcache_plugins.eval.benchmarks.decode:benchmark_decode",
+        "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
-        "prefix": "kvcache_plugins.eval.benchmarks.prefix:benchmark_prefix",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
+        "prefix": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prefix",
         "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
-        "pool": "kvcache_plugins.eval.benchmarks.pool:benchmark_pool",
-        "compile": "kvcache_plugins.eval.benchmarks.compile:benchmark_compile",
         "infinigen": "kvcache_plugins.eval.benchmarks.infinigen:benchmark_infinigen",
-        "predict": "kvcache_plugins.eval.benchmarks.prediction:benchmark_prediction",
+        "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",

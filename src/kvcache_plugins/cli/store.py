@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.results import JsonOption, print_json
+from kvcache_plugins.console.inputs import JsonOption
+from kvcache_plugins.console.results import print_json
 
 
 if TYPE_CHECKING:

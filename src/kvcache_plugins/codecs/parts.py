@@ -207,3 +207,27 @@ class CodedTokens:
     keys: KeyGroups
     values: ValuePages
     sinks: SinkStates
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens:
+    """
+    Keys and values of tokens in slots as rows of tables, and states of those that are exact; one object, as
+    `KeyGroups`.
+
+    Attributes:
+        keys (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows, slot `i` is row `i`.
+        length (`int`): slots in use, N.
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, R]`, uint8): value rows: slot `i` is
+            row `i` of all pages one behind the other.
+        codec (`RowCodec`): what rows mean.
+        positions (`Positions`): of the slots.
+        sinks (`SinkStates`): tokens that are exact though they are in slots.
+    """
+
+    keys: torch.Tensor
+    length: int
+    pages: Sequence[torch.Tensor]
+    codec: RowCodec
+    positions: Positions
+    sinks: SinkStates

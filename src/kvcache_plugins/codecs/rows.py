@@ -388,6 +388,12 @@ class RowCodec(Codec):
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
         return self.tables(rows.device)[0].decode(rows, positions)
 
+    def decode_keys_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Decodes rows to keys `[B, H, T, D]`, float32, at any positions `[B, H, T]`."""
+        table = self.tables(rows.device)[0]
+        cosines, sines = self.rope.angles(positions)
+        return self.rope.rotate(dataclasses.replace(table, rope=None).decode(rows), cosines, sines)
+
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         return self.tables(rows.device)[1].decode(rows)
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 # A pipe has the width that COLUMNS says, or that of most terminals
 PIPE_WIDTH = 80
-MIN_NAME_WIDTH = 10
+MIN_NAME_WIDTH = 9
 Announce = Callable[[str], None]
 _DRAWN: ContextVar[Progress | None] = ContextVar("_DRAWN", default=None)
 
@@ -65,7 +65,8 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
     # Its edge is an empty line: before the first word of an output it would be all that `head -1` shows
     table.show_edge = bool(title)
     for place, (heading, kind) in enumerate(columns.items()):
-        widest = max([len(heading), *(len(row[place]) for row in rows)]) if kind == "word" else len(heading)
+        # A heading may be of several lines
+        widest = max([*map(len, heading.splitlines()), *(len(row[place]) for row in rows if kind == "word")])
         table.add_column(
             heading,
             justify="right" if kind == "number" else "left",

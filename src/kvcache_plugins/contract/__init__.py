@@ -12,9 +12,8 @@ print(render_grid({"mine": results}))
 `python -m kvcache_plugins.contract` runs every registered cache and prints the grid.
 """
 
-from .check import ContractCheck
-from .models import tiny_models
-from .runner import CONTRACT, CheckResult, render_grid, run_check, run_contract
+from .runner import CONTRACT, CheckResult, render_grid, run_check, run_contract, tiny_models
+from .subject import ContractCheck
 
 
 __all__ = ["CONTRACT", "CheckResult", "ContractCheck", "render_grid", "run_check", "run_contract", "tiny_models"]

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import CacheEntry, create_cache, describe_caches
 
-from .check import ContractCheck
-from .models import tiny_models
-from .runner import CONTRACT, CheckResult, render_grid, run_contract
-from .subject import Tokenizer
+from .runner import CONTRACT, CheckResult, render_grid, run_contract, tiny_models
+from .subject import ContractCheck, Tokenizer
 
 
 TINY = "tiny"

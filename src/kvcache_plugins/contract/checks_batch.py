@@ -4,9 +4,8 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache
 
-from .check import contract_check
 from .comparison import distance, require, require_close, require_same_tokens
-from .subject import LONG_APPEND, LONG_CONTEXT, Subject
+from .subject import LONG_APPEND, LONG_CONTEXT, Subject, contract_check
 
 
 NUM_ROWS = 3

@@ -5,9 +5,17 @@ import copy
 import torch
 from transformers import Cache, PreTrainedModel
 
-from .check import contract_check
 from .comparison import distance, require, require_length, require_same_tokens
-from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, Trace, pick_sampled
+from .subject import (
+    LONG_APPEND,
+    LONG_CONTEXT,
+    RECORDS_PAST,
+    SHORT_CONTEXT,
+    Subject,
+    Trace,
+    contract_check,
+    pick_sampled,
+)
 
 
 NUM_NEW = 10

@@ -11,10 +11,8 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.reports.memory import MemoryReport, StatValue
 
-from .check import contract_check
-from .comparison import distance, require, require_close, require_length
-from .reachable import reachable_bytes
-from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject
+from .comparison import distance, reachable_bytes, require, require_close, require_length
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, contract_check
 
 
 NUM_STEPS = 4

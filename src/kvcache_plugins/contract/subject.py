@@ -204,3 +204,36 @@ def _generation_config(config: GenerationConfig, model: PreTrainedModel) -> Iter
         yield
     finally:
         model.generation_config = original
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContractCheck:
+    """
+    Item of the contract.
+
+    Args:
+        name (`str`): The row of the grid and the id in tests.
+        summary (`str`): What has to hold.
+        function (`Callable`): Takes a `Subject` and raises if it does not hold.
+        on_hybrid (`bool`): Whether it is about models with sliding-window layers, and runs on one of those.
+    """
+
+    name: str
+    summary: str
+    function: Callable[[Subject], None]
+    on_hybrid: bool = False
+
+
+CHECKS: list[ContractCheck] = []
+Check = Callable[[Subject], None]
+
+
+def contract_check(summary: str, *, on_hybrid: bool = False) -> Callable[[Check], Check]:
+    """Adds `check_some_name` to the contract as the item `some-name`. Arguments: see `ContractCheck`."""
+
+    def add(function: Check) -> Check:
+        name = function.__name__.removeprefix("check_").replace("_", "-")
+        CHECKS.append(ContractCheck(name=name, summary=summary, function=function, on_hybrid=on_hybrid))
+        return function
+
+    return add

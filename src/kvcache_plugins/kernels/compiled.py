@@ -24,7 +24,7 @@ from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
-from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rope import Positions, RotaryLayout
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 
@@ -142,8 +142,8 @@ class AttentionCall:
     def add_rows(self, part: CodedPart) -> None:
         """Adds tokens that are rows."""
         assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-        keys, values = part.codec.tables(part.keys.device)
-        stored = self.rows_of(part, keys, values)
+        keys, _ = part.codec.tables(part.keys.device)
+        stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
         self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part)
 
     def _add(self, kind: str, stored: Structure, part: Part) -> None:
@@ -181,24 +181,37 @@ class AttentionCall:
                 _SIDES[states] = side
         return side
 
-    def rows_of(self, part: CodedPart, keys: RowTable, values: RowTable) -> Structure:
-        """Describes tokens that are rows, of tables of keys and of values."""
+    def rows_of(
+        self,
+        key_rows: torch.Tensor,
+        value_rows: torch.Tensor | None,
+        codec: RowCodec,
+        positions: Positions,
+        length: int,
+    ) -> Structure:
+        """Describes tokens that are rows; without those of values, which then stand in pages."""
+        keys, values = codec.tables(key_rows.device)
         layout, sizes = keys.rope, {**self.sizes, "tables": self.sizes["batch"] if keys.basis is None else 1}
         assert layout is not None and keys.mean is not None
         if layout.head_dim != self.sizes["key_dim"]:
             raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
         of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
         sides = (
-            self._row_side(part, part.keys, keys, of_keys, "key_dim"),
-            self._row_side(part, part.values, values, of_values, "value_dim"),
+            self._row_side(key_rows, length, keys, of_keys, "key_dim"),
+            self._row_side(value_rows, length, values, of_values, "value_dim"),
         )
         pairs, num_pairs = _pairs(layout)
         strip = _STRIPS.get(level(), 16)
         offsets, turn = _strip_angles(layout, strip)
-        count = -(-part.length // _ANCHOR_TOKENS)
+        count = -(-length // _ANCHOR_TOKENS)
         fields: dict[str, Any] = {"keys": sides[0], "values": sides[1], "scales": scales, "multipliers": multipliers}
         fields |= {"num_pairs": num_pairs, "num_anchors": count, "all_pairs": len(pairs), "strip": strip}
-        fields |= {"pairs": pairs, "offsets": offsets, "turn": turn, "anchors": self._anchors(layout, part, count)}
+        fields |= {
+            "pairs": pairs,
+            "offsets": offsets,
+            "turn": turn,
+            "anchors": self._anchors(layout, positions, count),
+        }
         if values.mean is not None:
             fields["value_mean"] = self._contiguous(values.mean)
         if keys.basis is None:
@@ -216,27 +229,26 @@ class AttentionCall:
         return make("Rows", fields, sizes=sizes)
 
     def _row_side(
-        self, part: CodedPart, rows: torch.Tensor, table: RowTable, coefficients: torch.Tensor, dim_name: str
+        self, rows: torch.Tensor | None, length: int, table: RowTable, coefficients: torch.Tensor, dim_name: str
     ) -> Structure:
-        rows, widths, dim = self._contiguous(rows), self._contiguous(table.widths), self.sizes[dim_name]
-        blocks, (capacity, size) = widths.shape[2], rows.shape[2:]
+        widths, dim = self._contiguous(table.widths), self.sizes[dim_name]
+        rows, blocks = None if rows is None else self._contiguous(rows), widths.shape[2]
+        capacity, size = (length, table.row_size) if rows is None else rows.shape[2:]
         if (
-            capacity < part.length
+            capacity < length
             or not 0 < size <= MOST_CHANNELS + 1
             or table.head_dim != dim
             or 8 * (blocks - 1) >= dim
             # Only components may be fewer than channels
             or (table.basis is None and 8 * blocks < dim)
         ):
-            raise ValueError(
-                f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(widths.shape)} of {dim} channels"
-            )
+            raise ValueError(f"{length} rows of {size} bytes in blocks {tuple(widths.shape)} of {dim} channels")
         fields: dict[str, Any] = {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
         fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
         return make("RowSide", fields, sizes=self.sizes)
 
-    def _anchors(self, layout: RotaryLayout, part: CodedPart, count: int) -> torch.Tensor:
-        start, padding = part.positions.first, part.positions.padding
+    def _anchors(self, layout: RotaryLayout, positions: Positions, count: int) -> torch.Tensor:
+        start, padding = positions.first, positions.padding
         if padding is None:
             return _shared_anchors(layout, start, count).expand(self.sizes["batch"], -1, -1, -1).contiguous()
         first = start - padding.cpu().long()
@@ -413,6 +425,12 @@ def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int]:
     alone = [channel for channel, other in enumerate(partners) if other == channel]
     pairs += [[*alone[i : i + 2], -1][:2] for i in range(0, len(alone), 2)]
     return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), len(pairs)
+
+
+@cache
+def angles_by_tile(layout: RotaryLayout, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes angles `[TILE, 2, P]` of places in a tile, and `[tiles, 2, P]` of the first positions of tiles."""
+    return _angles_at(layout, torch.arange(TILE)), _angles_at(layout, torch.arange(num_tiles) * TILE)
 
 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:

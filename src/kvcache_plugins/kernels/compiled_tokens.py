@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
-from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups
+from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_planes, packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowTable, scale_of
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
 
+from .compiled import AttentionCall, angles_by_tile
 from .library import num_threads, run
 from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
 
@@ -41,7 +42,7 @@ _MOST_MINIMA = NUM_STATES // 2
 _TOKENS_PER_TASK = 2048
 # Of keys and tokens that live
 _KEYS: "WeakKeyDictionary[KeyGroups, Structure]" = WeakKeyDictionary()
-_TOKENS: "WeakKeyDictionary[CodedTokens, Structure]" = WeakKeyDictionary()
+_TOKENS: "WeakKeyDictionary[CodedTokens | RowTokens, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -274,6 +275,27 @@ def _key_groups(keys: KeyGroups) -> Structure:
 
 
 @torch.compiler.disable
+def score_rows(
+    query: torch.Tensor, rows: torch.Tensor, codec: RowCodec, positions: Positions, length: int, scale: float
+) -> torch.Tensor:
+    """Computes `tokens.score_rows` of up to `MOST_CHANNELS` channels."""
+    batch_size, num_heads, groups, head_dim = query.shape
+    keys, values = codec.tables(rows.device)
+    whole = AttentionCall(query.flatten(1, 2)[:, :, None], num_heads, values.head_dim, scale)
+    scores, runs = torch.empty((batch_size, num_heads, groups, length)), -(-length // _TOKENS_PER_TASK)
+    call = make(
+        "RowScores",
+        _sizes_of(query),
+        {"runs": runs, "length": length, "is_basis": keys.basis is not None, "scale": scale, "scores": scores},
+        query=query.float().contiguous(),
+        rows=whole.rows_of(rows, None, codec, positions, length),
+    )
+    call.tasks.count = _num_units(query) * runs
+    run("score_rows", call)
+    return scores
+
+
+@torch.compiler.disable
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `tokens.largest`; `least` has as many numbers as there are rows."""
     length, num_rows, threads = numbers.shape[-1], least.numel(), num_threads()
@@ -459,7 +481,7 @@ def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
 @torch.compiler.disable
 def attend_chosen(
     query: torch.Tensor,
-    tokens: CodedTokens,
+    tokens: CodedTokens | RowTokens,
     slots: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
@@ -473,7 +495,7 @@ def attend_chosen(
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        tokens (`CodedTokens`): the tokens in all slots; exact ones are in the window's dtype.
+        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype.
         slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen; of those beyond all,
             the last one counts.
         count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
@@ -487,56 +509,78 @@ def attend_chosen(
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
-    stored, sizes, threads, num_chosen = _coded_tokens(tokens), _sizes_of(query), num_threads(), slots.shape[2]
-    result = torch.empty((*query.shape[:3], tokens.values.head_dim))
+    stored = _TOKENS.get(tokens)
+    if stored is None:
+        own = _row_fields(tokens) if isinstance(tokens, RowTokens) else _code_fields(tokens)
+        stored = _TOKENS[tokens] = make("Chosen", own, _sink_fields(tokens.sinks))
+    sizes, threads, num_chosen = _sizes_of(query), num_threads(), slots.shape[2]
+    if tuple(sizes.values()) != (stored.batch, stored.heads, sizes["groups"], stored.key_dim):
+        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
     window = _window(query, window_keys, window_values, tokens.sinks.keys.dtype, window_start)
+    result = torch.empty((*query.shape[:3], stored.value_dim))
+    # A copy, as another thread may attend to the same tokens; slots, places and groups of tokens are there twice
+    coded, ends = _numbers(threads, 2, num_chosen, 3), _numbers(threads, stored.num_groups)
     call = make(
         "Chosen",
-        {**sizes, "value_dim": stored.value_dim, "num_groups": stored.num_groups, "num_chosen": num_chosen},
-        {"scale": scale, "most_threads": threads, "window": window, "result": result},
-        {"query": query.float().contiguous(), "slots": slots.contiguous(), "counts": count.contiguous()},
         {name: getattr(stored, name) for name in _STORED},
-        # Slots, places and groups of tokens, twice, and ends of groups
-        coded=torch.empty((threads, 2, num_chosen, 3), dtype=torch.int64),
-        ends=torch.empty((threads, stored.num_groups), dtype=torch.int64),
+        {**sizes, "num_chosen": num_chosen, "scale": scale, "most_threads": threads, "window": window},
+        {"query": query.float().contiguous(), "slots": slots.contiguous(), "counts": count.contiguous()},
+        {"result": result, "coded": coded, "ends": ends},
         mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
     )
-    if (call.batch, call.heads, call.key_dim) != (stored.batch, stored.heads, stored.key_dim):
-        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
     call.tasks.count = _num_units(query)
     run("attend_chosen", call)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 
 # What of `Chosen` is known of stored tokens, whatever is asked of them
-_STORED = (
-    *("keys", "num_planes", "planes", "code_bytes", "row_bytes", "num_value_groups", "rotation"),
-    *("num_pages", "page_tokens", "num_sinks", "pages", "first_sinks", "sink_keys", "sink_values"),
-)
+_STORED = [
+    name
+    for name in (field[0] for field in STRUCTURES["Chosen"]._fields_)
+    if name not in ("tasks", "threads", "query", "result", "slots", "counts", "coded", "ends", "window", "mask")
+]
 
 
-def _coded_tokens(tokens: CodedTokens) -> Structure:
-    """Describes stored tokens: a call without what is of a step."""
-    found = _TOKENS.get(tokens)
-    if found is not None:
-        return found
-    values, sinks, keys = tokens.values, tokens.sinks, _key_groups(tokens.keys)
-    first = torch.zeros(keys.batch, dtype=torch.int64) if sinks.first is None else sinks.first.cpu()
+def _numbers(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64)
+
+
+def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
+    if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
+        raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
+    first = torch.zeros(len(sinks.keys), dtype=torch.int64) if sinks.first is None else sinks.first.cpu().long()
+    states = {"sink_keys": sinks.keys.contiguous(), "sink_values": sinks.values.contiguous()}
+    return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
+
+
+def _code_fields(tokens: CodedTokens) -> dict[str, Any]:
+    values, keys = tokens.values, _key_groups(tokens.keys)
     num_groups, planes = values.head_dim // values.group_size, packed_planes(values.head_dim, values.nbits)
     if values.head_dim > MOST_CHANNELS or num_groups * values.group_size != values.head_dim:
         raise ValueError(f"values of {values.head_dim} channels in groups of {values.group_size}")
-    if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
-        raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
     code_bytes, plane = packed_size(values.head_dim, values.nbits), STRUCTURES["Plane"]
     table = (plane * CONSTANTS["MOST_PLANES"])(*[plane(*each) for each in planes])
-    stored = _TOKENS[tokens] = make(
-        "Chosen",
-        {"keys": keys, "batch": keys.batch, "heads": keys.heads, "key_dim": keys.dim, "value_dim": values.head_dim},
-        {"num_groups": keys.num_groups, "num_planes": len(planes), "planes": table},
-        {"code_bytes": code_bytes, "row_bytes": code_bytes + 4 * num_groups, "num_value_groups": num_groups},
-        {"rotation": rotation_size(values.head_dim), "page_tokens": values.pages[0].shape[2]},
-        {"num_pages": len(values.pages), "pages": _pages(values.pages), "num_sinks": sinks.keys.shape[2]},
-        {"first_sinks": first.contiguous(), "sink_keys": sinks.keys.contiguous()},
-        sink_values=sinks.values.contiguous(),
-    )
-    return stored
+    fields: dict[str, Any] = {"keys": keys, "batch": keys.batch, "heads": keys.heads, "key_dim": keys.dim}
+    fields |= {"value_dim": values.head_dim, "num_groups": keys.num_groups, "num_planes": len(planes), "planes": table}
+    fields |= {"code_bytes": code_bytes, "row_bytes": code_bytes + 4 * num_groups, "num_value_groups": num_groups}
+    fields |= {"rotation": rotation_size(values.head_dim), "page_tokens": values.pages[0].shape[2]}
+    return fields | {"num_pages": len(values.pages), "pages": _pages(values.pages)}
+
+
+def _row_fields(tokens: RowTokens) -> dict[str, Any]:
+    (batch_size, num_heads, *_), positions = tokens.keys.shape, tokens.positions
+    keys, values = tokens.codec.tables(tokens.keys.device)
+    whole = AttentionCall(torch.empty(batch_size, num_heads, 1, keys.head_dim), num_heads, values.head_dim, 1.0)
+    rows = whole.rows_of(tokens.keys, None, tokens.codec, positions, tokens.length)
+    # Of a tile's tokens one is read behind the other
+    num_groups = -(-tokens.length // TILE)
+    num_far = 2 ** ((positions.first + tokens.length) // TILE).bit_length()
+    near, far = angles_by_tile(tokens.codec.rope, num_far)
+    padding = None if positions.padding is None else positions.padding.cpu().long().contiguous()
+    slots = make("KeyGroups", num_groups=num_groups, group_size=TILE, num_slots=tokens.length)
+    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "keys": slots}
+    fields |= {"value_dim": values.head_dim, "rows": rows, "is_basis": keys.basis is not None, "padding": padding}
+    fields |= {"num_groups": num_groups, "num_far": num_far, "first_position": positions.first, "near": near}
+    fields |= {"far": far, "all_pairs": rows.all_pairs, "row_bytes": values.row_size, "rotation": 1}
+    pages = {"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)}
+    return fields | pages

@@ -22,6 +22,9 @@ for _names in re.findall(r"enum \{([^}]*)\}", _SOURCE):
         _key, _, _value = _name.partition("=")
         CONSTANTS[_key.strip()] = int(_value) if _value else _number
 ROWS, TILE, MOST_CHANNELS = (CONSTANTS[name] for name in ("ROWS", "TILE", "MOST_CHANNELS"))
+_PLAIN = frozenset((int, float, bool))
+# What shapes may name beside fields and sizes
+_NAMES: dict[str, Any] = {"__builtins__": {}, "any": None, **CONSTANTS}
 # Dtypes of states, as C numbers them
 KINDS = {torch.float32: CONSTANTS["FLOATS"], torch.bfloat16: CONSTANTS["BFLOATS"], torch.float16: CONSTANTS["HALVES"]}
 _DTYPES = {
@@ -109,32 +112,35 @@ def make(name: str, *fields: Mapping[str, Any], sizes: Mapping[str, int] | None 
     Raises:
         ValueError: if a tensor is not what the field is declared for.
     """
-    kind = STRUCTURES[name]
-    structure = kind()
+    kind, arrays = STRUCTURES[name], STRUCTURES[name].arrays
     for own in fields:
         values |= own
-    structure.alive = values
-    known = {"any": None, **CONSTANTS, **(sizes or {}), **values}
+    alive: list[Any] = [values]
+    known = {**sizes, **values} if sizes else values
+    stored = dict(values)
     for field, value in values.items():
-        if value is None:
+        # Of tensors classes are asked, which takes longer than all else here
+        if type(value) in _PLAIN:
             continue
         if isinstance(value, torch.Tensor):
-            value = check(field, value, kind.arrays[field], known)
+            stored[field] = check(field, value, arrays[field], known)
+        elif isinstance(value, Structure):
+            if field in kind.addresses:
+                stored[field] = value.address
+        elif value is None:
+            del stored[field]
         elif isinstance(value, list):
-            addresses = (ctypes.c_void_p * len(value))(
-                *[check(field, one, kind.arrays[field], known) for one in value]
-            )
-            structure.alive = structure.alive, addresses
-            value = ctypes.addressof(addresses)
-        elif isinstance(value, Structure) and field in kind.addresses:
-            value = value.address
-        setattr(structure, field, value)
+            addresses = [check(field, one, arrays[field], known) for one in value]
+            alive.append((ctypes.c_void_p * len(value))(*addresses))
+            stored[field] = ctypes.addressof(alive[-1])
+    structure = kind(**stored)
+    structure.alive = alive
     return structure
 
 
 def check(name: str, tensor: torch.Tensor, array: Array, known: Mapping[str, Any]) -> int:
     """Returns the address of a tensor that is what an array is declared to be; a `ValueError` if it is not."""
-    dtypes, shape = array.dtypes, eval(array.shape, {}, known)
+    dtypes, shape = array.dtypes, eval(array.shape, _NAMES, known)
     # Equal in most calls, which takes a fraction of comparing one by one
     fits = tensor.shape == shape or (
         tensor.dim() == len(shape)

@@ -15,15 +15,15 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from transformers import PreTrainedModel, TextStreamer
+from transformers import Cache, PreTrainedModel, TextStreamer
 
 from kvcache_plugins.console.commands import user_errors
-from kvcache_plugins.console.display import open_console
+from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.inputs import encode_prompt, load_for_evaluation
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .planner import PartitionTable
-from .prefill import RunaheadOutput, runahead_generate
+from .prefill import runahead_generate
 from .transport import FailureReports, RunaheadError
 
 
@@ -101,59 +101,48 @@ def main(
         try:
             text = prompt if prompt_file is None else prompt_file.read_text(encoding="utf-8")
             options = dict(parse_option(option) for option in cache_option or [])
-            _run(model, text or "", cache, options, max_new_tokens, partition, hop_nbits, dtype, chosen)
+            loaded, tokenizer = load_for_evaluation(model, dtype, chosen)
+            input_ids = encode_prompt(tokenizer, text or "")[None].to(loaded.device)
+            slices = parse_partition(partition, loaded, dist.get_world_size())
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            filled = create_cache(cache, loaded, **options) if is_last else None
+            streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_last else None
+            generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
+            _generate(cache, loaded, input_ids, filled, slices, hop_nbits, generation)
         except RunaheadError as error:
             raise ValueError(str(error)) from error
         finally:
             dist.destroy_process_group()
 
 
-def _run(
-    model: str,
-    text: str,
-    cache: str,
-    options: dict[str, Any],
-    max_new_tokens: int,
-    partition: str,
+def _generate(
+    name: str,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: Cache | None,
+    slices: str | Sequence[float] | PartitionTable,
     hop_nbits: int | None,
-    dtype: str | None,
-    device: str,
+    generation: dict[str, Any],
 ) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    is_last = rank == size - 1
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    input_ids = encode_prompt(tokenizer, text)[None].to(loaded.device)
-    streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_last else None
-    slices = parse_partition(partition, loaded, size)
+    """Generates with all ranks, and on the last one sums up on standard error."""
+    failures = FailureReports(dist.get_rank(), run=-1)
     # Ranks load at their own pace; the time to the first token is not that
-    failures = FailureReports(rank, run=-1)
     failures.guarded(dist.barrier, "another rank", "before layer 0")
     start = time.perf_counter()
+    partition = None if slices == "planned" else slices
     _, output = runahead_generate(
-        loaded,
-        input_ids,
-        past_key_values=create_cache(cache, loaded, **options) if is_last else None,
-        partition=None if slices == "planned" else slices,
-        hop_nbits=hop_nbits,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=streamer,
+        model, input_ids, past_key_values=cache, partition=partition, hop_nbits=hop_nbits, **generation
     )
-    sent: list[int] = [0] * size
+    sent: list[int] = [0] * dist.get_world_size()
     own = int(output.stats.get("bytes_sent", 0))
     failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
+    streamer = generation["streamer"]
     if streamer is not None:
-        assert streamer.first_token_at is not None
-        summary = _summary(cache, input_ids.shape[1], output, streamer.first_token_at - start, sum(sent))
-        open_console(stderr=True).print(summary, markup=False, soft_wrap=True)
-
-
-def _summary(cache: str, num_tokens: int, output: RunaheadOutput, seconds: float, num_bytes: int) -> str:
-    slices = " + ".join(str(length) for length in output.partition)
-    return (
-        f"{cache}: first of the tokens after {num_tokens} in {seconds:.2f} s; slices of {slices} tokens; "
-        f"{num_bytes:,} bytes sent from rank to rank"
-    )
+        print_line(
+            f"{name}: first of the tokens after {input_ids.shape[1]} in {streamer.first_token_at - start:.2f} s; "
+            f"slices of {' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
+            stderr=True,
+        )
 
 
 if __name__ == "__main__":

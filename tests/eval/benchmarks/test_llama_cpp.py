@@ -5,51 +5,26 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import llama_cpp as benchmark
-from kvcache_plugins.eval.benchmarks.llama_cpp import benchmark_llama_cpp
 from kvcache_plugins.gear.kernel_check import MismatchError
 
 
-command = with_results(benchmark_llama_cpp)
-
-
-OPTIONS = {
-    "text_file": None,
-    "part": ["step", "attention"],
-    "cache": ["gear-k4v3"],
-    "attention_cache": ["gear-k4v3"],
-    "kv_type": ["q4_0"],
-    "model": "smollm2",
-    "gguf": None,
-    "context": [64],
-    "rounds": 3,
-    "seconds": 0,
-    "num_threads": None,
-    "limit": 3600,
-}
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_llama_cpp(monkeypatch):
     # What importing a module that is not installed comes to
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-
-    def load(*arguments, **options):
-        raise AssertionError("a model is loaded before the extra is found missing")
-
-    monkeypatch.setattr(benchmark, "load_for_evaluation", load)
+    monkeypatch.setattr(benchmark, "load_for_evaluation", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
-def test_the_extra_is_named_where_it_is_missing(without_llama_cpp):
+def test_the_extra_is_named_where_it_is_missing():
     with pytest.raises(ImportError, match=r"`pip install kvcache-plugins\[llama-cpp\]`"):
-        command(**OPTIONS)
+        benchmark.benchmark_llama_cpp(text_file=None)
 
 
 @pytest.mark.parametrize(("option", "value"), [("part", "prefill"), ("kv_type", "q2_K"), ("cache", "gear-k9v9")])
-def test_wrong_names_are_refused_first(option, value, without_llama_cpp):
+def test_wrong_names_are_refused_first(option, value):
     with pytest.raises(ValueError, match=value):
-        command(**{**OPTIONS, option: [value]})
+        benchmark.benchmark_llama_cpp(text_file=None, **{option: [value]})
 
 
 def test_bytes_are_those_of_blocks_of_32():
@@ -62,7 +37,6 @@ def test_bytes_are_those_of_blocks_of_32():
 def test_another_model_is_not_timed():
     expected = torch.tensor([0.0, 0.0]).log_softmax(-1)
     assert benchmark._divergence("llama.cpp f16", expected, torch.tensor([1.0, 1.0])) == pytest.approx(0)
-    with pytest.raises(MismatchError, match=r"llama.cpp f16 is .* nats from Transformers"):
-        benchmark._divergence("llama.cpp f16", expected, torch.tensor([9.0, 0.0]))
-    with pytest.raises(MismatchError):
-        benchmark._divergence("llama.cpp f16", expected, torch.tensor([float("nan"), 0.0]))
+    for logits in ([9.0, 0.0], [float("nan"), 0.0]):
+        with pytest.raises(MismatchError, match=r"llama.cpp f16 is .* nats from Transformers"):
+            benchmark._divergence("llama.cpp f16", expected, torch.tensor(logits))

@@ -1,4 +1,4 @@
-"""The benchmark of decode steps: contexts that were read, and those that were filled in."""
+"""Decode steps: contexts read or filled in, every place of a grid, bins of a long decode, and compiled ones."""
 
 import json
 
@@ -6,31 +6,68 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
+from kvcache_plugins.eval.benchmarks import step
 
 
-@pytest.fixture
-def run(tiny_folder, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(chr(33 + number * number % 90) for number in range(300)), encoding="utf-8")
-
-    def invoke(*arguments):
-        options = ["--model", tiny_folder, "--text-file", str(text), "--steps", "3", "--json"]
-        return CliRunner().invoke(cli.app, ["bench", "step", *options, *arguments])
-
-    return invoke
-
-
-@pytest.mark.parametrize(("read", "context"), [([], 150), (["--read", "100"], 450)])
-def test_every_cache_holds_the_context(run, read, context):
+@pytest.mark.parametrize(("read", "context"), [("", 150), ("--read 100", 450)])
+def test_every_cache_holds_the_context(rows_of, read, context):
     names = ["dynamic", "gear-4bit", "infinigen"]
-    result = run("--context", str(context), *read, *(word for name in names for word in ("--cache", name)))
+    rows = rows_of(f"step --steps 3 --context {context} {read} --cache {' --cache '.join(names)}")
+    assert [row["cache"] for row in rows] == names
+    assert [row["stats"]["tokens_cached"] for row in rows] == [context + 3] * 3
+    assert rows[0]["relative_error"] == 0 < rows[1]["relative_error"] < 1
+
+
+def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
+    monkeypatch.setitem(step.SHAPES, "gqa-3", step.Heads(num_heads=1, groups=3, num_layers=1))
+    options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
+    options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16 --max-gigabytes 0.00005"
+    result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert [row["cache"] for row in content["rows"]] == names
-    assert [row["stats"]["tokens_cached"] for row in content["rows"]] == [context + 3] * 3
-    assert content["settings"].get("read") == (100 if read else None)
+    assert content["benchmark"] == "shapes"
+    keys = ("dtype", "batch_size", "context", "num_threads", "cache")
+    places = [tuple(row[key] for key in keys) for row in content["rows"]]
+    assert len(places) == len(set(places)) == (3 + 4) * 2 * 2
+    # A dense cache of two sequences of 64 tokens is too large, in float32 alone
+    assert [each["what"] for each in content["failures"]] == ["gqa-3 float32, batch 2, 64 tokens"]
+    assert {row["cache"] for row in content["rows"]} == {"dynamic", "gear-k4v3"}
+    for row in content["rows"]:
+        assert row["lower_quartile_s"] <= row["median_s"] <= row["upper_quartile_s"]
+        assert row["relative_error"] < (1e-5 if row["context"] == 1 else 0.2)
 
 
-def test_a_text_that_is_too_short_is_refused(run):
-    result = run("--context", "450", "--cache", "dynamic")
-    assert result.exit_code != 0 and "tokens, but 453 are needed" in result.output
+def test_bins_of_a_long_decode(rows_of):
+    (row,) = rows_of("step --cache gear-2bit --context 20 --steps 70 --bin-length 30 --num-layers 1")
+    assert [each["context"] for each in row["bins"]] == [35, 65]
+    assert row["stats"]["tokens_compressed"] > 0 < row["bytes"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compiled(rows_of):
+    rows = rows_of("step --cache dynamic --cache gear-2bit --context 100 --steps 3 --compiled")
+    assert [row["cache"] for row in rows] == [
+        "dynamic",
+        *(name + way for name in ("gear-2bit", "static") for way in ("", ", compiled")),
+    ]
+    assert all(row["first_step_s"] > 0 for row in rows)
+    assert rows[3]["relative_error"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--context 4500", "the text has 3000 tokens, but 4503 are needed"),
+        ("--shape gqa-5", "`shape` has to be one of"),
+        ("--dtype int4", "`dtype` must be one of"),
+        ("--bin-length 9", "`steps` has to be at least `bin_length`, 9"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(assert_refused, options, message):
+    assert_refused(f"step --cache dynamic --steps 3 {options}", message)
+
+
+def test_a_text_or_a_shape_is_wanted():
+    result = CliRunner().invoke(cli.app, ["bench", "step", "--cache", "dynamic"])
+    assert result.exit_code == 2 and "`text_file` has to be given, or `shape`" in result.stderr

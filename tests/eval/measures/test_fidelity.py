@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ from typer.testing import CliRunner
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.cli import evaluate
-from kvcache_plugins.eval.harness.caches import cache_factories
-from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
-from kvcache_plugins.eval.measures import fidelity_report
-from kvcache_plugins.eval.measures.fidelity import measure_fidelity
-from kvcache_plugins.eval.measures.window_scores import continuation_logits, fill_cache
+from kvcache_plugins.eval.harness import encode_text, spread_windows
+from kvcache_plugins.eval.measures import fidelity
+from kvcache_plugins.eval.measures.fidelity import (
+    LayerErrors,
+    continuation_logits,
+    fill_cache,
+    measure_fidelity,
+    record_attention,
+)
 from kvcache_plugins.registry import describe_caches
 
 
@@ -86,6 +91,9 @@ def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Te
     assert results["0.02"].top1_agreement > results["0.5"].top1_agreement
     assert results["0.5"].ppl_ratio != 1
     assert results["0.5"].kl_spread > 0
+    # Of all positions half are below the median, and nearly all below the last percentile
+    quantiles = [results["0.5"].kl_quantile(share) for share in (0.0, 0.5, 0.999)]
+    assert 0 < quantiles[0] < quantiles[1] < results["0.5"].kl < quantiles[2]
 
 
 def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(
@@ -151,36 +159,10 @@ def test_prefix_must_leave_something_to_score(tiny_llama: PreTrainedModel, windo
             measure_fidelity(tiny_llama, windows, {"dense": DynamicCache}, prefix_length=prefix_length)
 
 
-def test_windows_are_disjoint_and_spread() -> None:
-    text = torch.arange(1000)
-    cut = spread_windows(text, 4, 20, 10)
-    assert [window[0].item() for window in cut] == [0, 250, 500, 750]
-    assert all(torch.equal(window, torch.arange(window[0], window[0] + 31)) for window in cut)
-    with_start = spread_windows(text, 2, 20, 10, start_ids=[5000])
-    assert [window[:3].tolist() for window in with_start] == [[5000, 0, 1], [5000, 500, 501]]
-    assert all(window.numel() == 31 for window in with_start)
-
-
-def test_windows_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="need a text of 124 tokens, but it has 123"):
-        spread_windows(torch.arange(123), 4, 20, 10)
-    for arguments, name in (((0, 20, 10), "num_windows"), ((1, 0, 10), "prefix_length"), ((1, 20, 0), "num_scored")):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
-            spread_windows(torch.arange(1000), *arguments)
-
-
-def test_cache_specs_are_checked_before_anything_runs(tiny_llama: PreTrainedModel) -> None:
-    factories = cache_factories(["dynamic", "gear-2bit:rank=2,sparsity=0"], tiny_llama)
-    assert list(factories) == ["dynamic", "gear-2bit:rank=2,sparsity=0"]
-    assert factories["dynamic"]() is not factories["dynamic"]()
-    with pytest.raises(ValueError, match="Unknown option `rnk`"):
-        cache_factories(["dynamic", "gear-2bit:rnk=2"], tiny_llama)
-
-
 def test_command_writes_rows_with_their_provenance(
     smollm2: Reference, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity_report, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
@@ -196,7 +178,7 @@ def test_command_writes_rows_with_their_provenance(
     assert all(cache in result.stdout for cache in caches)
 
     content = json.loads(out.read_text())
-    assert {"commit", "date", "device", "versions", "settings", "rows"} == set(content)
+    assert {"benchmark", "commit", "date", "device", "versions", "settings", "rows"} == set(content)
     assert {"python", "torch", "transformers", "kvcache_plugins"} == set(content["versions"])
     assert content["settings"].items() >= {**settings, "dtype": "float32"}.items()
     sizes = [row["memory_after_prefix"]["total_bytes"] for row in content["rows"]]
@@ -205,6 +187,7 @@ def test_command_writes_rows_with_their_provenance(
     assert rows["dynamic"]["kl"] == 0
     assert rows["gear-4bit"]["kl"] < rows["gear-2bit"]["kl"] < rows["per-token-2bit"]["kl"]
     assert rows["gear-2bit"]["num_scored"] == 64
+    assert 0 < rows["gear-2bit"]["kl_median"] < rows["gear-2bit"]["kl_p999"]
     assert len(rows["gear-2bit"]["windows"]) == 2
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
     assert len(rows["gear-2bit"]["layer_errors"]) == 30
@@ -222,23 +205,13 @@ def test_command_writes_rows_with_their_provenance(
 def test_command_errors_are_one_line(
     arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity_report, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
     result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments, "--prefix", "32", "--scored", "8"])
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-
-
-@pytest.mark.long
-def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2: Reference, gemma3: Reference) -> None:
-    token_ids, start_ids = encode_text(smollm2[1], "Call me Ishmael.")
-    assert start_ids == []
-    assert smollm2[1].decode(token_ids) == "Call me Ishmael."
-    token_ids, start_ids = encode_text(gemma3[1], "Call me Ishmael.")
-    assert start_ids == [gemma3[1].bos_token_id]
-    assert gemma3[1].decode(token_ids) == "Call me Ishmael."
 
 
 @pytest.mark.long
@@ -251,3 +224,41 @@ def test_hybrid_model_is_measured_through_its_own_cache(gemma3: Reference) -> No
     assert results["dynamic"].kl == 0
     assert results["gear-2bit"].kl > 0
     assert results["dynamic"].dense_ppl < 20
+
+
+def test_outputs_of_all_layers_are_recorded_in_order(tiny_model) -> None:
+    model = tiny_model("gemma3-hybrid")
+    tokens = torch.randint(2, 128, (1, 20))
+    cache = DynamicCache(config=model.config)
+    with record_attention(model) as recorded, torch.no_grad():
+        whole = model(tokens).logits
+        outputs = recorded.by_layer()
+        recorded.parts.clear()
+        for part in tokens.split(7, dim=1):
+            model(part, past_key_values=cache)
+    assert [each.shape for each in outputs] == [(20, 128)] * 4
+    for one, other in zip(outputs, recorded.by_layer(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    # Outside of the block nothing is recorded, and the model is as it was
+    before = len(recorded.parts[0])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, whole)
+    assert len(recorded.parts[0]) == before
+
+
+def test_relative_errors_over_windows() -> None:
+    errors = LayerErrors()
+    errors.add([torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)], [torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)])
+    errors.add([torch.tensor([[0.0, 5.0]]), torch.ones(1, 2)], [torch.tensor([[0.0, 0.0]]), torch.ones(1, 2)])
+    assert errors.relative() == pytest.approx([(25 / 50) ** 0.5, (2 / 4) ** 0.5])
+
+
+def test_in_fidelity(tiny_llama: PreTrainedModel) -> None:
+    window = torch.randint(2, 128, (121,))
+    factories = {name: partial(create_cache, name, tiny_llama) for name in ("dynamic", "gear-4bit", "gear-2bit")}
+    results = measure_fidelity(tiny_llama, [window], factories, prefix_length=90)
+    assert results["dynamic"].layer_errors == (0.0, 0.0)
+    assert results["dynamic"].first_difference == results["dynamic"].num_scored == 30
+    fine, coarse = results["gear-4bit"].layer_errors, results["gear-2bit"].layer_errors
+    assert len(fine) == 2 and all(0 < one < other for one, other in zip(fine, coarse, strict=True))
+    assert results["gear-2bit"].first_difference < 30

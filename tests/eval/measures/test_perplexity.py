@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.measures.perplexity import measure_perplexity, score_text
-from kvcache_plugins.eval.measures.perplexity_report import perplexity_fields
+from kvcache_plugins.eval.measures.perplexity import measure_perplexity, perplexity_fields, score_text
 
 
 def draw(length: int) -> torch.Tensor:

@@ -8,8 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.measures.questions import Question, read_questions
-from kvcache_plugins.eval.measures.retrieval import answer_questions
+from kvcache_plugins.eval.measures.retrieval import Question, answer_questions, read_questions
 
 
 LINE = {

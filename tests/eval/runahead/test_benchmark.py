@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep
+from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep, ways_to_prefill
 from kvcache_plugins.eval.runahead.isolated_network import IsolatedNetwork
-from kvcache_plugins.eval.runahead.measure import describe_model, measure_link, time_slice
+from kvcache_plugins.eval.runahead.measure import ONE_RANK, TSP, describe_model, measure_link, prefill, time_slice
 from kvcache_plugins.eval.runahead.rank_processes import Ranks
-from kvcache_plugins.eval.runahead.ways import ways_to_prefill
 
 
 def run(*arguments: str) -> Result:
@@ -168,3 +168,25 @@ def test_a_throttled_link(saved_with_tokenizer) -> None:
     assert full.bytes_per_second > 2 * throttled.bytes_per_second
     assert 0.8e8 < throttled.bytes_per_second < 1.7e8
     assert not any(Path("/run/netns", name).exists() for name in network.namespaces)
+
+
+def random_tokens(length: int) -> list[int]:
+    return torch.randint(2, 128, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize(("architecture", "size"), [("llama", 3), ("gemma3-hybrid", 2)])
+def test_same_logits_and_the_papers_counts(saved_with_tokenizer, architecture, size):
+    with Ranks(saved_with_tokenizer(architecture), size) as ranks:
+        for length in (130, 9):
+            ranks.call(prefill, random_tokens(length), ONE_RANK)
+            answers = ranks.call(prefill, random_tokens(length), TSP)
+            assert 0 <= answers[-1].difference < 1e-4
+            assert [each.difference for each in answers[:-1]] == [None] * (size - 1)
+        with pytest.raises(ValueError, match="too few for an even slice for"):
+            ranks.call(prefill, random_tokens(size - 1), TSP)
+    if architecture == "llama":
+        # Nine tokens on three ranks, and two layers
+        assert [each.stats["dot_products"] // 2 for each in answers] == [27, 27, 27]
+        assert sum(each.stats["entries_sent"] for each in answers) // 2 == 36
+        sent = 36 * 2 * 2 * 32 * 4
+        assert sum(each.stats["bytes_sent"] for each in answers) == sent

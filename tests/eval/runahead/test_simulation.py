@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.runahead import simulation
-from kvcache_plugins.eval.runahead.paper import MODELS, cost_of, paper_rows
-from kvcache_plugins.eval.runahead.simulation import simulate
+from kvcache_plugins.eval.runahead.simulation import MODELS, cost_of, paper_rows, simulate
 from kvcache_plugins.kv_runahead.planner import CostModel, Link, predict_ttft
-
-
-command = with_results(simulate)
 
 
 COST = CostModel(fixed=0.02, per_token=2e-4, per_pair=3e-8, triangle=0.5)
@@ -67,14 +62,12 @@ def test_slow_link_of_the_paper_was_shared(rows: list[dict]) -> None:
     assert all(row["runahead_s"] <= row["unadapted_s"] for row in compared)
 
 
-def test_prints_and_writes(tmp_path: Path, capsys, monkeypatch, rows: list[dict]) -> None:
+def test_prints_and_writes(capsys, monkeypatch, rows: list[dict]) -> None:
     monkeypatch.setattr(simulation, "paper_rows", lambda: rows)
-    command(ranks=[2, 4], bandwidth=[300, 1], length=[4096], out=tmp_path / "result.json")
+    content = simulate(ranks=[2, 4], bandwidth=[300, 1], length=[4096])
     printed = capsys.readouterr().out
     assert "simulated from timings of one device, not measured" in printed
-    assert "llama-7b, 1 GB/s: seconds to the first token, simulated" in printed
     assert "table 1 from 4096 tokens, KV-Runahead: simulated over the paper's" in printed
-    content = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert (content["benchmark"], content["device"]) == ("runahead-simulation", "simulated, not measured")
     assert [(row["gb_s"], row["num_ranks"]) for row in content["rows"]] == [(300, 2), (300, 4), (1, 2), (1, 4)]
     for row in content["rows"]:
@@ -103,9 +96,8 @@ def test_predicts_measured_runs(tmp_path: Path, capsys) -> None:
     others = [{**runs_of_model()[-1], "seconds": 9, **each} for each in ({"method": "TSP"}, {"link": "throttled"})]
     for content in (runs_of_model(), {"rows": [*runs_of_model(), *others]}):
         path.write_text(json.dumps(content), encoding="utf-8")
-        command(bandwidth=[2], measured=path, out=tmp_path / "result.json")
+        result = simulate(bandwidth=[2], measured=path)
     assert "off by 0.0 % (median), 0.0 % at most" in capsys.readouterr().out
-    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert [row["num_ranks"] for row in result["rows"]] == [2, 2]
     assert [row["simulated_against_measured"] for row in result["rows"]] == pytest.approx([1, 1])
     assert result["settings"]["measured"] == "runs.json"
@@ -126,11 +118,11 @@ def test_predicts_measured_runs(tmp_path: Path, capsys) -> None:
 def test_wrong_runs_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "runs.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        command(bandwidth=[2], measured=tmp_path / "runs.json")
+        simulate(bandwidth=[2], measured=tmp_path / "runs.json")
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`model` has to be one of \\['llama-7b'"):
-        command(model="llama")
+        simulate(model="llama")
     with pytest.raises(ValueError, match="`bandwidth` has to be the one of the `measured` runs but got \\[1, 2\\]"):
-        command(bandwidth=[1, 2], measured=tmp_path / "runs.json")
+        simulate(bandwidth=[1, 2], measured=tmp_path / "runs.json")

@@ -98,12 +98,12 @@ typedef struct {
 /* Scores of a layer's rows, where they stand */
 typedef struct {
     Tasks tasks;                    /* runs of units */
-    int64_t batch, heads, groups, queries, key_dim, runs;
+    int64_t batch, heads, groups, key_dim, runs;
+    int64_t length, is_basis;       /* tokens, and whether tables have bases */
     double scale;
     const float *query;             /* [batch, heads, groups, key_dim] */
     float *scores;                  /* [batch, heads, groups, length] */
-    int64_t length;
-    const Part *part;
+    const Rows *rows;               /* of values nothing is read */
 } RowScores;
 
 /* ---- rows coded and decoded ---- */
@@ -199,10 +199,16 @@ typedef struct {
 /* Planes that codes are packed in, see `codecs.quantization` */
 typedef struct { int64_t bits, shift, size; } Plane;
 
+/* Keys are in groups and values in rows of codes, or both are rows of tables, whose values stand in pages too */
 typedef struct {
     Tasks tasks;                    /* units */
     int64_t threads;                /* that have come */
-    KeyGroups keys;
+    KeyGroups keys;                 /* of rows no more than `num_groups`, `group_size` and `num_slots` */
+    const Rows *rows;               /* or 0 */
+    int64_t is_basis, all_pairs, num_far, first_position;
+    const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
+    const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
+    const int64_t *padding;         /* [batch]; or 0 */
     int64_t batch, heads, groups, key_dim, value_dim;
     int64_t num_planes;             /* of values */
     Plane planes[MOST_PLANES];

@@ -8,7 +8,6 @@
 #include "scattered.h"
 
 
-
 /* A group's steps go into the queries, which then are rounded for it, and its minima into what all scores begin at */
 static void score_group(const GroupedScores *call, int64_t head, int first_row, int rows, const float (*query)[MOST_CHANNELS], Integers *by, int64_t group, int64_t begin, int64_t end, int64_t shift) {
     const KeyGroups *keys = &call->keys;
@@ -69,9 +68,6 @@ EXPORT(grouped_scores)(GroupedScores *call) {
 }
 
 enum { AT_ONCE = 16 };
-
-/* A token in codes: its slot, its place among the keys, and that one's group */
-typedef struct { int64_t slot, place, group; } Coded;
 
 
 /* Eight codes of a plane from eight bytes */
@@ -141,10 +137,6 @@ static void decode_key(const KeyGroups *keys, int64_t matrix, int64_t place, int
     }
     Plane plane = {keys->nbits, 0, keys->width};
     decode_plane(key_codes(keys, matrix, place), plane, dim, 0, known->steps, known->minima, 0, 0, to);
-}
-INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
-    int64_t page = slot / call->page_tokens;
-    return (const uint8_t *)call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * call->row_bytes;
 }
 static void decode_value(const Chosen *call, const uint8_t *row, float *to) {
     int dim = (int)call->value_dim, groups = (int)call->num_value_groups, size = dim / groups;
@@ -224,6 +216,17 @@ static void attend_codes(const Chosen *call, Unit unit, const Queries query, con
         add_places(&some, FLOATS, unit.rows, weights, state->coded);
     }
 }
+static void end_codes(const Chosen *call, Unit unit, const Queries query, const Coded *coded, int64_t count, State *state, Tile *tile) {
+    int dim = (int)call->value_dim;
+    float factor = 1 / sqrtf((float)call->rotation);
+    Known known = {.group = -1};
+    for (int64_t k = 0; k < count; k += TILE)
+        attend_codes(call, unit, query, coded + k, (int)(count - k < TILE ? count - k : TILE), &known, tile, state);
+    for (int r = 0; r < unit.rows; r++) {
+        hadamard(state->coded[r], dim, call->rotation);
+        for (int d = 0; d < dim; d++) state->sums[r][d] += state->coded[r][d] * factor;
+    }
+}
 /* Puts tokens [count] in the order of their groups, of which `ends` [groups] are counted: steps are read once a group */
 static void sort_by_group(const Coded *from, int64_t count, int64_t num_groups, int64_t *ends, Coded *to) {
     int64_t total = 0;
@@ -236,7 +239,7 @@ static void sort_by_group(const Coded *from, int64_t count, int64_t num_groups, 
     for (int64_t k = 0; k < count; k++) to[ends[from[k].group]++] = from[k];
 }
 static void attend_unit(const Chosen *call, Unit unit, Coded *coded, int64_t *ends) {
-    int dim = (int)call->keys.dim, value_dim = (int)call->value_dim;
+    int dim = (int)call->key_dim, value_dim = (int)call->value_dim;
     int64_t size = (int64_t)size_of_kind((int)call->window.kind), key_size = size * dim, value_size = size * value_dim;
     int64_t count = call->counts[unit.matrix], room = call->num_pages * call->page_tokens, some = 0;
     int64_t first_sink = call->first_sinks[unit.batch], origin = unit.matrix * call->num_sinks;
@@ -244,13 +247,14 @@ static void attend_unit(const Chosen *call, Unit unit, Coded *coded, int64_t *en
     ALIGNED Queries query;
     State state;
     Tile tile = {.at = {.key_dim = dim, .value_dim = value_dim}};
-    Known known = {.group = -1};
     if (room > call->keys.num_slots) room = call->keys.num_slots;
     if (count > call->num_chosen) count = call->num_chosen;
     if (room <= 0) count = 0;
     start_unit(call->query + unit.matrix * call->groups * dim, call->scale, dim, value_dim, unit, query, &state);
-    for (int r = 0; r < unit.rows; r++) memset(state.coded[r], 0, sizeof(float) * (size_t)padded(value_dim));
-    state.coded_size = padded(value_dim);
+    if (!call->rows) {
+        for (int r = 0; r < unit.rows; r++) memset(state.coded[r], 0, sizeof(float) * (size_t)padded(value_dim));
+        state.coded_size = padded(value_dim);
+    }
     for (int64_t t = 0; t < call->window.length; t++)
         add_exact(call, unit, query, &tile, &state, window_key(&call->window, unit, key_size, t),
                   window_value(&call->window, unit, value_size, t), call->window.start + t);
@@ -260,20 +264,15 @@ static void attend_unit(const Chosen *call, Unit unit, Coded *coded, int64_t *en
             add_exact(call, unit, query, &tile, &state, call->sink_keys + (origin + number) * key_size,
                       call->sink_values + (origin + number) * value_size, slot);
         else {
-            int64_t place = place_of(&call->keys, slot);
+            int64_t place = call->rows ? slot : place_of(&call->keys, slot);
             coded[some++] = (Coded){slot, place, place / call->keys.group_size};
         }
     }
     if (tile.at.tokens) attend_exact(call, unit, query, &tile, &state);
     Coded *sorted = coded + call->num_chosen;
     sort_by_group(coded, some, call->keys.num_groups, ends, sorted);
-    for (int64_t k = 0; k < some; k += TILE)
-        attend_codes(call, unit, query, sorted + k, (int)(some - k < TILE ? some - k : TILE), &known, &tile, &state);
-    float factor = 1 / sqrtf((float)call->rotation);
-    for (int r = 0; r < unit.rows; r++) {
-        hadamard(state.coded[r], value_dim, call->rotation);
-        for (int d = 0; d < value_dim; d++) state.sums[r][d] += state.coded[r][d] * factor;
-    }
+    if (call->rows) KVC_NAME(attend_chosen_rows, KVC_LEVEL)(call, unit, query, sorted, some, &state);
+    else end_codes(call, unit, query, sorted, some, &state, &tile);
     end_unit(&state, value_dim, unit, call->result + unit.matrix * call->groups * value_dim);
 }
 EXPORT(attend_chosen)(Chosen *call) {

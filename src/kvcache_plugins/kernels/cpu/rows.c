@@ -10,6 +10,7 @@
    What tables say is worked out in every call: out of memory, made once, it would take longer to come. No table is
    believed: see `make_blocks` and `load_places`; row sizes are checked in `rows.py`. */
 #include "points.h"
+#include "scattered.h"
 
 enum { MOST_PAIRS = MOST_CHANNELS / 2 + 16, GROUP = 4, ANCHOR_TILES = 32 };
 
@@ -40,8 +41,7 @@ static void turn_to_next(int rows, const Rows *part, Unit unit, Turning *turning
     } else turn_by(rows, size, part->turn, part->turn + size, turning->turned, turning->turned);
     turning->strips++;
 }
-static void start_turning(
-    int rows, const Rows *part, Unit unit, const Queries query, int dim, int64_t first, Turning *turning) {
+static void start_turning(int rows, const Rows *part, const Queries query, int dim, Turning *turning) {
     int size = (int)(part->num_pairs + 15) / 16 * 16;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < size; p++) {
@@ -49,6 +49,8 @@ static void start_turning(
             turning->still[0][r][p] = a >= 0 && a < dim ? query[r][a] : 0;
             turning->still[1][r][p] = b >= 0 && b < dim ? query[r][b] : 0;
         }
+}
+static void turn_to_tile(int rows, const Rows *part, Unit unit, int64_t first, Turning *turning) {
     turning->strips = first / ANCHOR_TILES * ANCHOR_TILES * TILE / STRIP;
     while (turning->strips < first * TILE / STRIP) turn_to_next(rows, part, unit, turning);
 }
@@ -60,15 +62,15 @@ INLINE void dot_pair(const int rows, vf a, vf b, const float *angles, const Turn
     for (int r = 0; r < rows; r++) sums[r] += x * q[0][r][p], sums[r] += y * q[1][r][p];
 }
 INLINE void dot_strip(
-    const int rows, const Rows *part, const Pair *pairs, const Strips points, const float *scales, const Turned q,
-    float (*scores)[TILE]) {
+    const int rows, const Rows *part, const Pair *restrict pairs, const float (*restrict points)[STRIP],
+    const float *restrict scales, const float *restrict angles, const Turned q, float (*restrict scores)[TILE]) {
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
         for (int p = 0; p < part->num_pairs; p++) {
             const float *a = points[pairs[p].a] + t, *b = points[pairs[p].b] + t;
             for (int u = 0; u < 2; u++) {
                 vf x = load(a + u * L) * scale[u] + pairs[p].mean_a, y = load(b + u * L) * scale[u] + pairs[p].mean_b;
-                dot_pair(rows, x, y, part->offsets + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                dot_pair(rows, x, y, angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
             }
         }
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
@@ -76,7 +78,7 @@ INLINE void dot_strip(
 }
 INLINE void dot_basis_strip(
     const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, const float *scales,
-    const Turned q, float (*scores)[TILE]) {
+    const float *angles, const Turned q, float (*scores)[TILE]) {
     int64_t groups = (part->num_pairs + 1) / 2, size = (part->num_pairs + 15) / 16 * 16, count = part->num_components;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
@@ -93,7 +95,7 @@ INLINE void dot_basis_strip(
                     int p = (int)(2 * n + g / 2);
                     dot_pair(
                         rows, x[g][u] * scale[u] + mean[g], x[g + 1][u] * scale[u] + mean[g + 1],
-                        part->offsets + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                        angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
                 }
         }
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
@@ -132,7 +134,8 @@ INLINE void load_scales(const Rows *part, const uint8_t *rows, int64_t size, int
 }
 
 /* ---- values ---- */
-INLINE void add_strip(const int rows, const Strips points, const float (*weights)[TILE], Sums sums) {
+INLINE void add_strip(
+    const int rows, const float (*restrict points)[STRIP], const float (*restrict weights)[TILE], float (*restrict sums)[ROWS][L]) {
     for (int d = 0; d < 8; d++)
         for (int r = 0; r < rows; r++) {
             vf sum = load(sums[d][r]);
@@ -142,15 +145,14 @@ INLINE void add_strip(const int rows, const Strips points, const float (*weights
 }
 /* Adds the means `[E]` that were taken off values, if any, as often as their tokens weigh. Weights are summed up in the
    same order without means: whether a head has one may depend on others of the batch, and its result may not. */
-static void add_means(const Call *call, const uint16_t *mean, Unit unit, State *state) {
+static void add_means(int dim, const uint16_t *mean, Unit unit, State *state) {
     for (int r = 0; r < unit.rows; r++) {
-        for (int64_t d = 0; mean && d < call->value_dim; d++)
+        for (int d = 0; mean && d < dim; d++)
             state->sums[r][d] += state->coded_total[r] * float_of_half(mean[d]);
         state->total[r] += state->coded_total[r], state->coded_total[r] = 0;
     }
 }
-static void end_values(const Call *call, const Rows *part, Unit unit, const Sums sums, State *state) {
-    int dim = (int)call->value_dim;
+static void end_values(int dim, const Rows *part, Unit unit, const Sums sums, State *state) {
     ALIGNED float own[MOST_CHANNELS];
     float factor = float_of_half(part->value_deviation[unit.matrix]) / sqrtf((float)part->rotation);
     for (int r = 0; r < unit.rows; r++) {
@@ -158,10 +160,10 @@ static void end_values(const Call *call, const Rows *part, Unit unit, const Sums
         hadamard(own, dim, part->rotation);
         for (int d = 0; d < dim; d++) state->sums[r][d] += own[d];
     }
-    add_means(call, part->value_mean ? part->value_mean + unit.matrix * dim : 0, unit, state);
+    add_means(dim, part->value_mean ? part->value_mean + unit.matrix * dim : 0, unit, state);
 }
-static void end_basis_values(const Call *call, const Rows *part, Unit unit, const Sums sums, State *state) {
-    int dim = (int)call->value_dim, count = 8 * (int)part->values.blocks < dim ? 8 * (int)part->values.blocks : dim;
+static void end_basis_values(int dim, const Rows *part, Unit unit, const Sums sums, State *state) {
+    int count = 8 * (int)part->values.blocks < dim ? 8 * (int)part->values.blocks : dim;
     const float *factors = part->value_factors + unit.head * dim, *steps = part->value_steps + unit.head * dim;
     for (int r = 0; r < unit.rows; r++) {
         float own[MOST_CHANNELS] = {0};
@@ -172,80 +174,115 @@ static void end_basis_values(const Call *call, const Rows *part, Unit unit, cons
         }
         for (int d = 0; d < dim; d++) state->sums[r][d] += own[d] / factors[d];
     }
-    add_means(call, part->value_mean + unit.head * dim, unit, state);
+    add_means(dim, part->value_mean + unit.head * dim, unit, state);
 }
 
 /* ---- parts ---- */
-static void attend(
-    int is_basis, const Call *call, const Part *own, Unit unit, const Queries query, int64_t first,
-    int64_t last, State *state) {
-    const Rows *part = own->stored;
-    int rows = unit.rows, dim = (int)call->key_dim, key_blocks = (int)part->keys.blocks, value_blocks = (int)part->values.blocks;
-    int64_t used = 0, tables = is_basis ? unit.head : unit.matrix;
-    const int64_t *multipliers = part->multipliers;
-    const uint8_t *keys = part->keys.rows + unit.matrix * part->keys.capacity * part->keys.size;
-    const uint8_t *values = part->values.rows + unit.matrix * part->values.capacity * part->values.size;
-    Block key_block[MOST_CHANNELS / 8] = {{0}}, value_block[MOST_CHANNELS / 8] = {{0}};
-    ALIGNED float base[2 * STATES][16], points[MOST_CHANNELS + 8][STRIP], sums[MOST_CHANNELS][ROWS][L];
-    ALIGNED float scores[ROWS][TILE], scales[TILE], decay[ROWS];
-    ALIGNED Planes planes;
+/* What a unit works with: how blocks of rows are coded, points of a strip, and sums of values over its tokens */
+typedef struct {
+    const Rows *part;
+    Unit unit;
+    int is_basis, dim, key_blocks, value_blocks;
+    int64_t used;                   /* components that have bits */
+    Block keys[MOST_CHANNELS / 8], values[MOST_CHANNELS / 8];
     Points key_points[MOST_CHANNELS], value_points[2 * STATES];
     Pair pairs[MOST_PAIRS];
     ALIGNED Turning turning;
+    ALIGNED float points[MOST_CHANNELS + 8][STRIP], sums[MOST_CHANNELS][ROWS][L], scales[STRIP];
+    ALIGNED Planes planes;
+} Work;
 
-    make_blocks(part->values.widths + tables * value_blocks, value_blocks, part->values.size, multipliers, value_block);
-    load_base(value_block, value_blocks, part->values.coefficients, base);
-    for (int v = 0; v < value_blocks; v++)
-        if (value_block[v].kind) value_points[value_block[v].kind] = points_of(value_block[v].kind, base[value_block[v].kind], 1);
-    make_blocks(part->keys.widths + tables * key_blocks, key_blocks, part->keys.size, multipliers, key_block);
-    load_base(key_block, key_blocks, part->keys.coefficients, base);
-    if (!is_basis) load_places(part, unit, dim, key_block, base, 8 * key_blocks, key_points, pairs);
-    else for (int v = 0; v < key_blocks; v++) {
-        if (!key_block[v].kind) continue;
-        key_points[v] = points_of(key_block[v].kind, base[key_block[v].kind], 1);
-        used = 8 * (v + 1) < part->num_components ? 8 * (v + 1) : part->num_components;
+static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, const Queries query, int dim) {
+    const int64_t *multipliers = part->multipliers;
+    int blocks = (int)part->keys.blocks;
+    ALIGNED float base[2 * STATES][16];
+    work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0;
+    make_blocks(part->keys.widths + (is_basis ? unit.head : unit.matrix) * blocks, blocks, part->keys.size, multipliers, work->keys);
+    load_base(work->keys, blocks, part->keys.coefficients, base);
+    if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->pairs);
+    else for (int v = 0; v < blocks; v++) {
+        if (!work->keys[v].kind) continue;
+        work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
+        work->used = 8 * (v + 1) < part->num_components ? 8 * (v + 1) : part->num_components;
     }
-    memset(points, 0, sizeof points[0] * (size_t)(8 * key_blocks + 1));
-    memset(sums, 0, sizeof sums[0] * 8 * (size_t)value_blocks);
-    start_turning(rows, part, unit, query, dim, first, &turning);
-
+    memset(work->points, 0, sizeof work->points[0] * (size_t)(8 * blocks + 1));
+    start_turning(unit.rows, part, query, dim, &work->turning);
+}
+static void start_values(Work *work) {
+    const RowSide *side = &work->part->values;
+    int blocks = work->value_blocks = (int)side->blocks;
+    ALIGNED float base[2 * STATES][16];
+    make_blocks(
+        side->widths + (work->is_basis ? work->unit.head : work->unit.matrix) * blocks, blocks, side->size,
+        work->part->multipliers, work->values);
+    load_base(work->values, blocks, side->coefficients, base);
+    for (int v = 0; v < blocks; v++)
+        if (work->values[v].kind) work->value_points[work->values[v].kind] = points_of(work->values[v].kind, base[work->values[v].kind], 1);
+    memset(work->sums, 0, sizeof work->sums[0] * 8 * (size_t)blocks);
+}
+/* Scores of a strip's tokens, whose rows follow each other: products with queries that were turned back by as much as
+   angles leave out */
+static void score_strip(Work *work, const uint8_t *at, int tokens, const float *angles, const Turned turned, float (*to)[TILE]) {
+    const Rows *part = work->part;
+    load_scales(part, at, part->keys.size, tokens, work->scales);
+    make_planes(at, part->keys.size, tokens, work->planes);
+    for (int v = 0; v < work->key_blocks; v++)
+        if (work->keys[v].kind)
+            widen(work->keys[v], part->multipliers, work->planes, work->key_points + (work->is_basis ? v : 8 * v), !work->is_basis, work->points + 8 * v);
+    if (work->is_basis) BY_ROWS(work->unit.rows, dot_basis_strip, part, work->unit.head, work->used, work->points, work->scales, angles, turned, to)
+    else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->points, work->scales, angles, turned, to)
+}
+/* Scores of the tile from `start` on */
+static void score_tile(Work *work, int64_t start, int tokens, float (*scores)[TILE]) {
+    const RowSide *side = &work->part->keys;
+    const uint8_t *at = side->rows + (work->unit.matrix * side->capacity + start) * side->size;
+    for (int t = 0; t < TILE; t += STRIP) {
+        /* Later scores are those of no tokens */
+        if (t >= tokens) { work->turning.strips++; continue; }
+        turn_to_next(work->unit.rows, work->part, work->unit, &work->turning);
+        score_strip(work, at + t * side->size, tokens - t, work->part->offsets, work->turning.turned, (float (*)[TILE])(scores[0] + t));
+    }
+}
+static void scale_sums(Work *work, const float *decay) {
+    for (int d = 0; d < 8 * work->value_blocks; d++)
+        for (int r = 0; r < work->unit.rows; r++) store(work->sums[d][r], load(work->sums[d][r]) * decay[r]);
+}
+/* Adds the values of a strip's tokens, times their weights, which get lost */
+static void add_values(Work *work, const uint8_t *at, int tokens, float (*weights)[TILE]) {
+    const Rows *part = work->part;
+    load_scales(part, at, part->values.size, tokens, work->scales);
+    make_planes(at, part->values.size, tokens, work->planes);
+    for (int r = 0; r < work->unit.rows; r++)
+        for (int i = 0; i < STRIP; i += L) store(weights[r] + i, load(weights[r] + i) * load(work->scales + i));
+    for (int v = 0; v < work->value_blocks; v++) {
+        if (!work->values[v].kind) continue;
+        float(*block)[STRIP] = work->points + 8 * work->key_blocks + 1;
+        widen(work->values[v], part->multipliers, work->planes, &work->value_points[work->values[v].kind], 0, block);
+        BY_ROWS(work->unit.rows, add_strip, block, (const float(*)[TILE])weights, work->sums + 8 * v)
+    }
+}
+static void end_unit_values(Work *work, int dim, State *state) {
+    if (work->is_basis) end_basis_values(dim, work->part, work->unit, work->sums, state);
+    else end_values(dim, work->part, work->unit, work->sums, state);
+}
+static void attend(
+    int is_basis, const Call *call, const Part *own, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
+    const RowSide *values = &((const Rows *)own->stored)->values;
+    const uint8_t *at = values->rows + unit.matrix * values->capacity * values->size;
+    ALIGNED float scores[ROWS][TILE], decay[ROWS];
+    Work work;
+    start_keys(&work, own->stored, is_basis, unit, query, (int)call->key_dim);
+    start_values(&work);
+    turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
     for (int64_t start = first * TILE; start < last * TILE && start < own->length; start += TILE) {
         int tokens = (int)(own->length - start < TILE ? own->length - start : TILE);
-        for (int t = 0; t < TILE; t += STRIP) {
-            /* Later scores are those of no tokens */
-            if (t >= tokens) { turning.strips++; continue; }
-            const uint8_t *at = keys + (start + t) * part->keys.size;
-            load_scales(part, at, part->keys.size, tokens - t, scales);
-            make_planes(at, part->keys.size, tokens - t, planes);
-            for (int v = 0; v < key_blocks; v++)
-                if (key_block[v].kind)
-                    widen(key_block[v], multipliers, planes, key_points + (is_basis ? v : 8 * v), !is_basis, points + 8 * v);
-            turn_to_next(rows, part, unit, &turning);
-            float(*to)[TILE] = (float(*)[TILE])(scores[0] + t);
-            if (is_basis) BY_ROWS(rows, dot_basis_strip, part, unit.head, used, points, scales, turning.turned, to)
-            else BY_ROWS(rows, dot_strip, part, pairs, points, scales, turning.turned, to)
-        }
+        score_tile(&work, start, tokens, scores);
         add_mask(call, own, unit, start, tokens, scores);
-        if (softmax_tile(state, rows, tokens, scores, state->coded_total, decay))
-            for (int d = 0; d < 8 * value_blocks; d++)
-                for (int r = 0; r < rows; r++) store(sums[d][r], load(sums[d][r]) * decay[r]);
-        for (int t = 0; t < tokens; t += STRIP) {
-            const uint8_t *at = values + (start + t) * part->values.size;
-            load_scales(part, at, part->values.size, tokens - t, scales);
-            make_planes(at, part->values.size, tokens - t, planes);
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < STRIP; i += L)
-                    store(scores[r] + t + i, load(scores[r] + t + i) * load(scales + i));
-            for (int v = 0; v < value_blocks; v++) {
-                if (!value_block[v].kind) continue;
-                float(*block)[STRIP] = points + 8 * key_blocks + 1;
-                widen(value_block[v], multipliers, planes, &value_points[value_block[v].kind], 0, block);
-                BY_ROWS(rows, add_strip, block, (const float(*)[TILE])(scores[0] + t), sums + 8 * v)
-            }
-        }
+        if (softmax_tile(state, unit.rows, tokens, scores, state->coded_total, decay)) scale_sums(&work, decay);
+        for (int t = 0; t < tokens; t += STRIP)
+            add_values(&work, at + (start + t) * values->size, tokens - t, (float (*)[TILE])(scores[0] + t));
     }
-    if (is_basis) end_basis_values(call, part, unit, sums, state);
-    else end_values(call, part, unit, sums, state);
+    end_unit_values(&work, (int)call->value_dim, state);
 }
 void KVC_NAME(attend_rows, KVC_LEVEL)(
     const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
@@ -254,4 +291,75 @@ void KVC_NAME(attend_rows, KVC_LEVEL)(
 void KVC_NAME(attend_basis_rows, KVC_LEVEL)(
     const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     attend(1, call, part, unit, query, first, last, state);
+}
+EXPORT(score_rows)(RowScores *call) {
+    Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
+    int dim = (int)call->key_dim;
+    int64_t tiles = (call->length + TILE - 1) / TILE;
+    FOR_TASKS(call, task) {
+        Unit unit = unit_at(&shape, task / call->runs);
+        int64_t run = task % call->runs, first = tiles * run / call->runs, last = tiles * (run + 1) / call->runs;
+        ALIGNED float scores[ROWS][TILE];
+        ALIGNED Queries query;
+        Work work;
+        for (int r = 0; r < unit.rows; r++) {
+            read_numbers(call->query, FLOATS, (unit.matrix * call->groups + unit.row + r) * dim, dim, padded(dim), query[r]);
+            for (int d = 0; d < dim; d++) query[r][d] *= (float)call->scale;
+        }
+        start_keys(&work, call->rows, (int)call->is_basis, unit, query, dim);
+        turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
+        for (int64_t start = first * TILE; start < last * TILE && start < call->length; start += TILE) {
+            int tokens = (int)(call->length - start < TILE ? call->length - start : TILE);
+            score_tile(&work, start, tokens, scores);
+            for (int r = 0; r < unit.rows; r++)
+                memcpy(call->scores + (unit.matrix * call->groups + unit.row + r) * call->length + start, scores[r], sizeof(float) * (size_t)tokens);
+        }
+    }
+}
+
+/* Angles of the pairs of a strip's tokens, as `offsets` has them, from those of a tile's start and of places in it */
+static void chosen_angles(const Chosen *call, Unit unit, const Coded *tokens, int count, float *to) {
+    int size = (int)call->all_pairs, pairs = (int)call->rows->num_pairs;
+    ALIGNED float own[2][MOST_PAIRS];
+    for (int t = 0; t < count; t++) {
+        int64_t position = tokens[t].slot + call->first_position - (call->padding ? call->padding[unit.batch] : 0);
+        position = clamped(position, call->num_far * TILE);
+        const float *far = call->far + position / TILE * 2 * size, *near = call->near + position % TILE * 2 * size;
+        for (int p = 0; p < size; p += L) {
+            vf c = load(far + p), s = load(far + size + p), x = load(near + p), y = load(near + size + p);
+            store(own[0] + p, c * x - s * y), store(own[1] + p, s * x + c * y);
+        }
+        for (int p = 0; p < pairs; p++) to[2 * STRIP * p + t] = own[0][p], to[2 * STRIP * p + STRIP + t] = own[1][p];
+    }
+}
+void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
+    const Chosen *call, Unit unit, const Queries query, const Coded *tokens, int64_t count, State *state) {
+    const RowSide *keys = &call->rows->keys;
+    int64_t value_size = call->row_bytes, rows = unit.matrix * keys->capacity;
+    ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
+    uint8_t gathered[STRIP * MOST_ROW];
+    Work work;
+    start_keys(&work, call->rows, (int)call->is_basis, unit, query, (int)call->key_dim);
+    start_values(&work);
+    memset(angles, 0, sizeof(float) * 2 * STRIP * (size_t)call->rows->num_pairs);
+    for (int64_t start = 0; start < count; start += TILE, tokens += TILE) {
+        int some = (int)(count - start < TILE ? count - start : TILE);
+        for (int t = 0; t < some; t += STRIP) {
+            int n = some - t < STRIP ? some - t : STRIP;
+            for (int i = 0; i < n; i++) memcpy(gathered + i * keys->size, keys->rows + (rows + tokens[t + i].slot) * keys->size, (size_t)keys->size);
+            chosen_angles(call, unit, tokens + t, n, angles);
+            score_strip(&work, gathered, n, angles, work.turning.still, (float (*)[TILE])(scores[0] + t));
+        }
+        for (int t = 0; t < some && call->mask.numbers; t++) {
+            float bias = bias_at(&call->mask, unit.batch, tokens[t].slot);
+            for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
+        }
+        if (softmax_tile(state, unit.rows, some, scores, state->coded_total, decay)) scale_sums(&work, decay);
+        for (int t = 0; t < some; t += STRIP) {
+            int n = some - t < STRIP ? some - t : STRIP;
+            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, value_row(call, unit.matrix, tokens[t + i].slot), (size_t)value_size);
+            add_values(&work, gathered, n, (float (*)[TILE])(scores[0] + t));
+        }
+    }
+    end_unit_values(&work, (int)call->value_dim, state);
 }

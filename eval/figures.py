@@ -1,0 +1,290 @@
+"""Figures: accuracy against bytes held, perplexity against position, memory by part, time against context.
+
+Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .harness import REFERENCE, stretch_stops
+from .tables import standard_error_of_kl
+
+
+_COLOURS = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C564B",
+    "#7F7F7F",
+    "#882255",
+)
+_MARKERS = "osD^vP*Xh<>"
+_DOTS_PER_INCH = 150
+# Between the shortest and the longest context; beyond it both axes are logarithmic
+_MOST_ON_A_LINE = 16
+_PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
+_PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
+_BITS = re.compile(r"-(\d)bit")
+# Bits of keys and of values, and llama.cpp's types: one method, whatever they are
+_BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
+# Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
+_PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
+
+# Of a legend
+_MOST_NAMES = 18
+
+Content = Mapping[str, Any]
+
+
+def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
+    """
+    Draws all figures that a sweep's results allow, as PNG.
+
+    Args:
+        contents (`Sequence[Content]`): Results of one sweep.
+        folder (`Path`): Where the files go; made if need be.
+        prefix (`str`): What their names begin with.
+
+    Returns:
+        `list[Path]`: The files.
+    """
+    groups: dict[tuple[str, str, str], list[Content]] = defaultdict(list)
+    for content in contents:
+        settings = content["settings"]
+        groups[settings["kind"], settings["name"], settings["model"]].append(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for (kind, name, model), group in sorted(groups.items()):
+        title = f"{name}, {Path(model).name}"
+        drawn = {f"{prefix}-{name}-{Path(model).name}-bytes.png": _draw_against_bytes(group, title)}
+        if kind == "perplexity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-position.png"] = _draw_against_position(group, title)
+        if kind == "fidelity":
+            drawn[f"{prefix}-{name}-{Path(model).name}-parts.png"] = _draw_parts(group, title)
+        for file, figure in drawn.items():
+            paths.append(_save(figure, folder / file))
+    return paths
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # Without the date of drawing the same results give the same file
+    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    return path
+
+
+def _new(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 6}
+
+
+def _add_legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _score(content: Content) -> tuple[str, float, float]:
+    """What a result is judged by: its name, value and standard error."""
+    result, kind = content["result"], content["settings"]["kind"]
+    if kind == "task":
+        metric = next(iter(result["metrics"]))
+        error = result["standard_errors"].get(metric)
+        return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
+    if kind == "fidelity":
+        return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
+    if kind == "perplexity":
+        return "perplexity", result["ppl"], 0.0
+    return "answers right", result["accuracy"], result["standard_error"]
+
+
+def _percent_held(content: Content) -> float:
+    # While tokens are decoded, if that was measured; or, as in the table of fidelity, before the scored tokens have
+    # filled a buffer by chance
+    mean = content["result"].get("mean_kv_percent")
+    if mean is not None:
+        return float(mean)
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory["kv_percent"])
+
+
+def _percent_shared(content: Content) -> float:
+    """What all caches of the model share, in the same percent."""
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    return float(memory.get("kv_percent_with_shared", memory["kv_percent"]) - memory["kv_percent"])
+
+
+def _method(cache: str) -> str:
+    """The name of a cache without its bits."""
+    name, has_options, options = cache.partition(":")
+    if _PERCENT_OF_BITS.search(name):
+        return _PERCENT_OF_BITS.sub("", name) + has_options + options
+    name = _BITS.split(cache)[0]
+    return name.partition("-")[0] if name.startswith("llamacpp-") else _BITS_OF_SIDES.sub("-k-v", name)
+
+
+def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
+    """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
+    name = _score(group[0])[0]
+    figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
+    # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
+    is_logarithmic = name.startswith("KL")
+    methods: dict[str, list[Content]] = defaultdict(list)
+    for content in group:
+        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
+            methods[_method(content["settings"]["cache"])].append(content)
+    # So many that a name for each would be a page: one for each method then, and its bits beside the mark
+    is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
+    for number, (method, contents) in enumerate(methods.items()):
+        style = _style(number)
+        ordered = sorted(contents, key=_percent_held)
+        axes.plot(
+            [_percent_held(each) for each in ordered], [_score(each)[1] for each in ordered], color=style["color"]
+        )
+        for content in ordered:
+            _, value, error = _score(content)
+            cache = content["settings"]["cache"]
+            face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
+            percent = _percent_held(content)
+            label = cache if not is_crowded else method if content is ordered[0] else None
+            axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
+            shared = _percent_shared(content)
+            if shared:
+                # What it would be if there were no other cache
+                axes.plot([percent, percent + shared], [value, value], ":|", color=style["color"], linewidth=0.8)
+            sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
+            if is_crowded:
+                sides = sides or _BITS.search(cache)
+            if sides:
+                # They share all but the number of bits
+                # Lines fall to the right: beside them there is room above on the right, and below on the left
+                is_below = is_crowded and number % 2 == 1
+                place: dict[str, Any] = {
+                    "xytext": (-5, -9) if is_below else (5, 4),
+                    "ha": "right" if is_below else "left",
+                }
+                place |= {"textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                axes.annotate(sides.group().strip("-"), (percent, value), **place)
+    lowest, highest = axes.get_xlim()
+    if highest > 2 * lowest > 0:
+        axes.set_xscale("log")
+        lowest, highest = axes.get_xlim()
+        axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
+        axes.xaxis.set_major_formatter(_PLAIN)
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    if is_logarithmic:
+        axes.set_yscale("log")
+    _add_legend(axes)
+    return figure
+
+
+def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
+    """Beside the dense cache's where it is among them: texts are harder in one place than in another."""
+    reference = next((each["result"] for each in group if each["settings"]["cache"] == REFERENCE), None)
+    figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if reference else ''}, by stretch")
+    for number, content in enumerate(group):
+        result = content["result"]
+        dense = reference["ppl_by_stretch"] if reference else [1.0] * len(result["ppl_by_stretch"])
+        ratios = [ppl / each for ppl, each in zip(result["ppl_by_stretch"], dense, strict=True)]
+        stops = stretch_stops(result["stretch"], result["num_scored"])
+        axes.plot(stops, ratios, label=content["settings"]["cache"], **_style(number))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.yaxis.set_minor_formatter(_PLAIN)
+    _add_legend(axes)
+    return figure
+
+
+def _draw_parts(group: Sequence[Content], title: str) -> Figure:
+    figure, axes = _new(title, "MB held", "")
+    parts = sorted({part for content in group for part in content["memory"]["parts"]})
+    names = [content["settings"]["cache"] for content in group]
+    left = [0.0] * len(group)
+    for number, part in enumerate(parts):
+        widths = [content["memory"]["parts"].get(part, 0) / 1e6 for content in group]
+        axes.barh(names, widths, left=left, label=part, color=_COLOURS[number % len(_COLOURS)])
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    _add_legend(axes)
+    return figure
+
+
+def draw_result(content: Content, path: Path) -> Path:
+    """
+    Draws one result, as PNG: of `bench step` and `bench llama-cpp` the time of a token against the context, of
+    `eval fidelity` the divergence from the dense cache against bytes held.
+
+    Args:
+        content (`Content`): The result; any other is a `ValueError`.
+        path (`Path`): The file, its folder made if need be.
+    """
+    if content.get("benchmark") in ("step", "llama-cpp"):
+        figure = _draw_steps(content)
+    elif content["rows"] and "kl_spread" in content["rows"][0]:
+        figure = _draw_fidelity(content)
+    else:
+        raise ValueError(
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step`, `bench llama-cpp` or "
+            "`eval fidelity` only"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
+def _draw_fidelity(content: Content) -> Figure:
+    settings = content["settings"]
+    title = f"{settings['text_file']}, {settings['model']}, {settings['scored']} tokens after {settings['prefix']}"
+    if settings["chunk"] is not None:
+        title += f", {settings['chunk']} at a time"
+    group = [
+        {"settings": {"kind": "fidelity", "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
+        for row in content["rows"]
+    ]
+    return _draw_against_bytes(group, title)
+
+
+def _draw_steps(content: Content) -> Figure:
+    rows = [row for row in content["rows"] if row.get("part", "step") == "step"]
+    if not rows:
+        raise ValueError("`figures` can be drawn of a result with steps only")
+    title = f"decode steps of {content['settings']['model']}, {content['device']}"
+    figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
+    for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
+        medians = [1e3 * row["median_s"] for row in own]
+        below = [1e3 * (row["median_s"] - row["lower_quartile_s"]) for row in own]
+        above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
+        contexts = [row["context"] for row in own]
+        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
+    every = sorted({row["context"] for row in rows})
+    if every[-1] > _MOST_ON_A_LINE * every[0]:
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(every)
+        axes.xaxis.set_major_formatter(_PLAIN)
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axes.yaxis.set_major_formatter(_PLAIN)
+        # Ten of them between powers of ten run into each other
+        axes.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 5)))
+        axes.yaxis.set_minor_formatter(_PLAIN)
+    else:
+        axes.set_ylim(bottom=0)
+    _add_legend(axes)
+    return figure

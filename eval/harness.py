@@ -1,0 +1,253 @@
+"""The ground of every measurement: caches by name, windows of text, caches filled without reading, and clocks."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+
+from kvcache_plugins.infinigen import InfiniGenCache
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.reports.memory import ReportingMixin, StatValue
+
+
+# What the others are held against; it comes first
+REFERENCE = "dynamic"
+# What a peer's cache is known to raise in the middle of a run. The other rows are worth having all the same.
+CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
+# Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
+EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
+
+CacheFactory = Callable[[], Cache]
+States = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+# Caches
+
+
+def with_reference(specs: Sequence[str]) -> list[str]:
+    """Lists the reference and then what is named, nothing twice."""
+    return list(dict.fromkeys([REFERENCE, *specs]))
+
+
+def make_cache(spec: str, model: PreTrainedModel) -> Cache:
+    """Makes a cache for a model of `name` or `name:key=value,key=value`."""
+    cache_name, options = parse_cache_spec(spec)
+    return create_cache(cache_name, model, **options)
+
+
+def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
+    """
+    Makes factories of caches, by their specs.
+
+    Each is called once and its cache thrown away, so that a wrong name or option is an error before anything has run.
+    """
+    factories: dict[str, CacheFactory] = {spec: partial(make_cache, spec, model) for spec in specs}
+    for factory in factories.values():
+        factory()
+    return factories
+
+
+def cache_stats(cache: Cache) -> dict[str, StatValue]:
+    """Reads a cache's own counters; empty for a third party's cache that keeps none."""
+    return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
+
+
+def was_exercised(cache: Cache) -> bool:
+    """
+    Tells whether a cache has answered with something other than the exact states.
+
+    A cache that never does, such as `DynamicCache`, counts as exercised: there is nothing that a score could miss.
+    """
+    if isinstance(cache, QuantizedCache):
+        return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
+    stats = cache_stats(cache)
+    return all(stats[name] != 0 for name in EXERCISE_COUNTERS if name in stats)
+
+
+def check_is_empty(cache: Cache) -> None:
+    """Raises a `ValueError` if a cache that a factory has returned was used before."""
+    if cache.get_seq_length() != 0:
+        raise ValueError("A cache factory must return a fresh, empty cache every time")
+
+
+def check_length(cache: Cache, expected: int) -> None:
+    """Raises a `RuntimeError` unless a cache holds what was fed: passed by, it would score as if it lost nothing."""
+    if cache.get_seq_length() != expected:
+        raise RuntimeError(
+            f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {expected}: the model did not go "
+            "through it, so nothing can be said about it."
+        )
+
+
+# Windows of text: disjoint, of one length, spread evenly from its beginning to its end
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Tensor, list[int]]:
+    """Encodes a whole text without special tokens; returns also the special tokens that every text begins with."""
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    # Tokenizers add a beginning (and some an end) of text even around nothing; only the beginning belongs before text
+    start_ids = [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
+    return torch.tensor(token_ids, dtype=torch.long), start_ids
+
+
+def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Encodes the first tokens of a text, `[1, num_tokens]`; too short a text is a `ValueError`."""
+    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    if token_ids.shape[1] < num_tokens:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
+    return token_ids[:, :num_tokens].to(device)
+
+
+def spread_windows(
+    token_ids: torch.Tensor, num_windows: int, prefix_length: int, num_scored: int, start_ids: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """
+    Cuts disjoint windows, spread evenly over a text.
+
+    Args:
+        token_ids (`torch.Tensor`): The text, `[num_tokens]`, without special tokens.
+        num_windows (`int`): How many windows.
+        prefix_length (`int`): Tokens that fill the cache, `start_ids` among them.
+        num_scored (`int`): Tokens scored through the filled cache.
+        start_ids (`Sequence[int]`, *optional*): Special tokens that every window begins with.
+
+    Returns:
+        `list[torch.Tensor]`: Windows of `prefix_length + num_scored + 1` tokens. Too short a text is a `ValueError`.
+    """
+    for name, value, minimum in (
+        ("num_windows", num_windows, 1),
+        ("prefix_length", prefix_length, len(start_ids) + 1),
+        ("num_scored", num_scored, 1),
+    ):
+        if value < minimum:
+            raise ValueError(f"`{name}` must be at least {minimum}, but got {value}")
+    length = prefix_length + num_scored + 1 - len(start_ids)
+    if token_ids.numel() < num_windows * length:
+        raise ValueError(
+            f"{num_windows} windows of {length} tokens need a text of {num_windows * length} tokens, but it has "
+            f"{token_ids.numel()}: ask for fewer or shorter windows."
+        )
+    stride = token_ids.numel() // num_windows
+    start = torch.tensor(list(start_ids), dtype=token_ids.dtype)
+    return [torch.cat([start, token_ids[i * stride : i * stride + length]]) for i in range(num_windows)]
+
+
+def stretch_stops(stretch: int, num_scored: int) -> list[int]:
+    """Lists where the stretches of `perplexity` end, in scored tokens."""
+    return [min(start + stretch, num_scored) for start in range(0, num_scored, stretch)]
+
+
+# Caches that hold a long context which no model has read: the states of a short text, repeated. Reading 16384 tokens
+# takes minutes and has no part in what a decode step costs. The repeated keys keep the positions that they were read
+# at, and caches that code a prompt by its queries see none: no time depends on either.
+
+
+@torch.inference_mode()
+def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
+    """Reads tokens `[B, T]`; returns keys and values of every layer, `[B, H, T, D]`."""
+    cache = DynamicCache(config=network.config)
+    network(token_ids, **as_argument(cache), logits_to_keep=1)
+    layers: list[Any] = cache.layers
+    if any(layer.keys is None or layer.values is None for layer in layers):
+        raise ValueError("a model whose layers have no keys and values cannot be given any")
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+@torch.inference_mode()
+def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
+    """Fills a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
+    layers: list[Any] = cache.layers
+    for index, sides in enumerate(states):
+        times = -(-context // sides[0].shape[2])
+        keys, values = (side.repeat(1, 1, times, 1)[:, :, :context].contiguous() for side in sides)
+        if not isinstance(cache, InfiniGenCache):
+            cache.update(keys, values, index)
+            continue
+        # Its hooks have announced no layer, which `cache.update` would refuse
+        layers[index].update(keys, values)
+        if isinstance(layers[index], InfiniGenLayer):
+            layers[index].settle_prompt()
+    if batch_size > 1:
+        cache.batch_repeat_interleave(batch_size)
+
+
+# Clocks
+
+
+def time_call(function: Callable[[], Any], device: torch.device) -> float:
+    """Times a function in seconds, work that it leaves to a GPU included."""
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    function()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
+    """
+    Times in seconds how long a GPU is busy with what a function starts.
+
+    `ahead` is queued before it: while the GPU does that, Python gets its launches ready, so that they are not timed
+    with the work. It should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ahead()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Computes median and quartiles, of fewer than three the extremes, under the names that results have."""
+    if len(seconds) < 3:
+        lower, median, upper = min(seconds), statistics.median(seconds), max(seconds)
+    else:
+        lower, median, upper = statistics.quantiles(seconds, n=4)
+    return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[int], Any]],
+    time_one: Callable[[Callable[[], Any]], float],
+    rounds: int,
+    *,
+    warm_up: int = 0,
+    seconds: float = float("inf"),
+    guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> dict[str, list[float]]:
+    """
+    Times functions that take turns, so that what disturbs the machine disturbs them alike.
+
+    Args:
+        functions (`Mapping[str, Callable]`): What is timed; each gets the number of the round.
+        time_one (`Callable`): Returns the seconds of a call.
+        rounds (`int`): Turns of each.
+        warm_up (`int`, *optional*): Calls of each before that, with the number of the first round.
+        seconds (`float`, *optional*): After these no further round begins, once there were three.
+        guard (`Callable`, *optional*): Entered with a name around each call. A function whose call it ends early takes
+            no further turns.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(warm_up):
+            function(0)
+    racing, start = dict(functions), time.perf_counter()
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() - start > seconds:
+            break
+        for name, function in racing.items():
+            with guard(name):
+                measured[name].append(time_one(partial(function, number)))
+        racing = {name: function for name, function in racing.items() if len(measured[name]) > number}
+    return measured

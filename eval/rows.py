@@ -1,0 +1,23 @@
+"""Yields of a benchmark: its rows, and what stands beside them. Read for help too, so nothing heavy is imported."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Failure(NamedTuple):
+    """Something of which there is no row, and why."""
+
+    what: str
+    reason: str
+
+
+class Settings(dict[str, Any]):
+    """What rows were measured with, beside the options of the command."""
+
+
+class Content(dict[str, Any]):
+    """Fields of a result beside its rows. `benchmark`, `device` and `versions` take the place of what is the rule."""
+
+
+# A row is any other mapping
+Found = Mapping[str, Any] | Failure

@@ -1,0 +1,367 @@
+"""Sweeps: caches x models x measures from a YAML file, a JSON file for each run; one that was interrupted goes on.
+
+    models: [smollm2]
+    caches: [dynamic, gear-2bit, "gear-2bit:rank=8"]
+    out: results/small
+    measures:
+      copa: {task: kv_copa, limit: 200}
+      book: {fidelity: {text_file: book.txt, windows: 4, prefix: 1024, scored: 256}}
+      drift: {perplexity: {text_file: book.txt, length: 2048, chunk: 64}}
+      pairs: {retrieval: {data_file: pairs.jsonl, records: 10, questions: 24}}
+
+Paths are relative to the file and may name environment variables. A run that has its JSON file is not repeated; one
+that is interrupted leaves none. Options of a measure are those of its own command; each gives `result`, `memory` of
+the longest cache, or the last one, at its end, and `stats`.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from kvcache_plugins.console.inputs import load_for_evaluation, read_text
+from kvcache_plugins.console.results import memory_fields, provenance, write_json
+from kvcache_plugins.registry import check_caches
+
+from .harness import CACHE_FAILURES, cache_factories, encode_text, spread_windows
+from .measures.fidelity import fidelity_fields, measure_fidelity
+from .measures.perplexity import measure_perplexity, perplexity_fields
+from .measures.retrieval import answer_questions, read_questions, retrieval_fields
+from .tasks import find_task
+
+
+SEED = 42
+# Resamplings behind the standard error of a metric that is no mean, such as perplexity
+_BOOTSTRAPS = 1000
+_FIELDS = {"models", "caches", "out", "measures", "dtype", "device"}
+# What a cache may raise without taking the other runs with it
+_FAILURES = (*CACHE_FAILURES, ImportError, OSError)
+
+Found = dict[str, Any]
+
+
+def measure(
+    kind: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: str,
+    options: Mapping[str, Any],
+    base: Path,
+) -> Found:
+    """
+    Measures one cache.
+
+    Args:
+        kind (`str`): A key of `MEASURES`.
+        model, tokenizer: What is measured on.
+        cache (`str`): `NAME` or `NAME:key=value,...`.
+        options (`Mapping[str, Any]`): Keywords of the measure. An unknown one raises a `ValueError`.
+        base (`Path`): Folder that relative paths begin at.
+    """
+    function = MEASURES[kind]
+    accepted = list(inspect.signature(function).parameters)[3:]
+    unknown = options.keys() - set(accepted)
+    if unknown:
+        raise ValueError(f"`{kind}` has no option {', '.join(sorted(unknown))}. It has {', '.join(accepted)}")
+    resolved = {key: _resolve(value, base) if _is_path(key, value) else value for key, value in options.items()}
+    set_seed(SEED)
+    return function(model, tokenizer, cache, **resolved)
+
+
+def _is_path(key: str, value: Any) -> bool:
+    return key.endswith("_file") or (key == "task" and value.endswith(".yaml"))
+
+
+def _resolve(path: str, base: Path) -> Path:
+    expanded = os.path.expandvars(path)
+    if "$" in expanded:
+        raise ValueError(f"`{path}` names an environment variable that is not set")
+    return base / expanded
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path, num_windows: int, prefix: int, scored: int
+) -> list[Any]:
+    token_ids, start_ids = encode_text(tokenizer, text_file.read_text(encoding="utf-8"))
+    return spread_windows(token_ids, num_windows, prefix, scored, start_ids)
+
+
+def measure_task(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: str,
+    task: str | Path = "",
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 1,
+    mode: str = "auto",
+    chunk: int = 64,
+    check: bool = True,
+    apply_chat_template: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Found:
+    """Runs a task of lm-eval: of this project (`kv_copa`), of a YAML file, or lm-eval's own."""
+    import lm_eval
+
+    from .lm_eval_model import KVCacheLM
+
+    named, manager = find_task(task, metadata)
+    lm = KVCacheLM(
+        model,
+        tokenizer=tokenizer,
+        cache=cache,
+        cache_mode=mode,
+        cache_chunk=chunk,
+        cache_check=check,
+        batch_size=batch_size,
+    )
+    results = lm_eval.simple_evaluate(
+        model=lm,
+        tasks=[named],
+        num_fewshot=num_fewshot,
+        limit=limit,
+        bootstrap_iters=_BOOTSTRAPS,
+        apply_chat_template=apply_chat_template,
+        task_manager=manager,
+    )
+    ((name, scores),) = results["results"].items()
+    metrics = [key for key in scores if "," in key and "_stderr" not in key]
+    samples = results["samples"][name]
+    used = results["config"]["cache"]
+    return {
+        "result": {
+            "metrics": {key: scores[key] for key in metrics},
+            "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
+            "num_items": len(samples),
+            # Of each item, for differences between caches that are far smaller than each one's own error
+            "by_item": {
+                key: [sample[key.split(",")[0]] for sample in samples]
+                for key in metrics
+                if all(isinstance(sample.get(key.split(",")[0]), (int, float)) for sample in samples)
+            },
+            "counters": used["counters"],
+        },
+        "memory": used["memory_of_longest"],
+        "stats": used["stats_of_longest"],
+    }
+
+
+def measure_windows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: str,
+    text_file: Path | None = None,
+    windows: int = 8,
+    prefix: int = 1024,
+    scored: int = 512,
+    chunk: int | None = None,
+) -> Found:
+    """Measures how far a cache's distributions are from the dense cache's."""
+    cut = _windows(tokenizer, _required(text_file), windows, prefix, scored)
+    factories = cache_factories([cache], model)
+    fields = fidelity_fields(cache, measure_fidelity(model, cut, factories, prefix_length=prefix, chunk=chunk)[cache])
+    return {"result": fields, "memory": fields["memory_at_end"], "stats": fields["stats"]}
+
+
+def measure_drift(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: str,
+    text_file: Path | None = None,
+    length: int = 2048,
+    windows: int = 1,
+    chunk: int = 1,
+    stretch: int = 256,
+) -> Found:
+    """Measures perplexity against position."""
+    cut = _windows(tokenizer, _required(text_file), windows, length // 2, length - length // 2)
+    factories = cache_factories([cache], model)
+    fields = perplexity_fields(cache, measure_perplexity(model, cut, factories, chunk=chunk, stretch=stretch)[cache])
+    return {"result": fields, "memory": fields["memory_at_end"], "stats": fields["stats"]}
+
+
+def measure_retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: str,
+    data_file: Path | None = None,
+    records: int | None = None,
+    questions: int | None = None,
+    batch_size: int = 1,
+) -> Found:
+    """Asks for lines or values of long contexts."""
+    asked = read_questions(_required(data_file), records)[:questions]
+    factories = cache_factories([cache], model)
+    result = answer_questions(model, tokenizer, asked, factories, lambda _: None, batch_size)[cache]
+    fields = retrieval_fields(cache, result)
+    return {
+        "result": {key: fields[key] for key in ("accuracy", "standard_error", "token_accuracy", "correct")},
+        "memory": None if result.memory is None else memory_fields(result.memory),
+        "stats": result.stats,
+    }
+
+
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise ValueError("`text_file`, or `data_file` of retrieval, is missing")
+    return path
+
+
+MEASURES: dict[str, Callable[..., Found]] = {
+    "task": measure_task,
+    "fidelity": measure_windows,
+    "perplexity": measure_drift,
+    "retrieval": measure_retrieval,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """
+    One cell of a sweep.
+
+    Args:
+        model, cache (`str`): As commands take them.
+        name (`str`): The measure's name in the file.
+        kind (`str`): What is measured: a key of `MEASURES`.
+        options (`Mapping[str, Any]`): The measure's options.
+        dtype, device (`str`, *optional*): As commands take them.
+    """
+
+    model: str
+    cache: str
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+    dtype: str | None = None
+    device: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What `--only` is held against."""
+        return f"{self.name}/{self.model}/{self.cache}"
+
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on."""
+        return asdict(self)
+
+    def file_name(self) -> str:
+        """A name that differs whenever a setting does."""
+        digest = hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()[:8]
+        words = (self.name, Path(self.model).name, self.cache)
+        slug = "-".join("".join(c if c.isalnum() or c in "-." else "_" for c in word) for word in words)
+        return f"{slug}-{digest}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """
+    A sweep's file.
+
+    Args:
+        runs (`tuple[Run, ...]`): Its cells, model by model.
+        out (`Path`): Folder of the results.
+        base (`Path`): Folder that paths of the measures are relative to.
+    """
+
+    runs: tuple[Run, ...]
+    out: Path
+    base: Path
+
+    @classmethod
+    def read(cls, path: Path) -> "Sweep":
+        """Reads a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
+        content = yaml.safe_load(read_text(path, "config"))
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: a sweep has the fields {', '.join(sorted(_FIELDS))}")
+        unknown, missing = content.keys() - _FIELDS, {"models", "caches", "out", "measures"} - content.keys()
+        if unknown or missing:
+            named = ", ".join(f"`{name}`" for name in sorted(unknown or missing))
+            what = "unknown" if unknown else "missing"
+            raise ValueError(f"{path}: {what} {named}. Known: {', '.join(sorted(_FIELDS))}")
+        check_caches(content["caches"])
+        measures = {name: _parse_measure(name, fields) for name, fields in content["measures"].items()}
+        runs = tuple(
+            Run(
+                model=model,
+                cache=cache,
+                name=name,
+                kind=kind,
+                options=options,
+                dtype=content.get("dtype"),
+                device=content.get("device"),
+            )
+            for model in content["models"]
+            for name, (kind, options) in measures.items()
+            for cache in content["caches"]
+        )
+        return cls(runs=runs, out=path.parent / content["out"], base=path.parent)
+
+    def pending(self, only: str = "*", again: bool = False) -> list[Run]:
+        """Runs whose labels match, without those that have a result."""
+        chosen = [run for run in self.runs if fnmatchcase(run.label, only)]
+        if not chosen:
+            labels = ", ".join(run.label for run in self.runs[:3])
+            raise ValueError(f"`only` is `{only}`, which matches no run. There are, for instance, {labels}")
+        return [run for run in chosen if again or not (self.out / run.file_name()).is_file()]
+
+
+def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
+    kinds = [kind for kind in MEASURES if isinstance(fields, dict) and kind in fields]
+    if len(kinds) != 1:
+        raise ValueError(f"measure `{name}` has to have one of {', '.join(MEASURES)}, but has {fields}")
+    (kind,) = kinds
+    rest = {key: value for key, value in fields.items() if key != kind}
+    if kind == "task":
+        return kind, {"task": fields[kind], **rest}
+    if rest or not isinstance(fields[kind], dict):
+        raise ValueError(f"measure `{name}`: the options of `{kind}` stand in it, as `{kind}: {{key: value}}`")
+    return kind, fields[kind]
+
+
+def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
+    """
+    Runs what is given, loading each model once.
+
+    Args:
+        sweep (`Sweep`): Where results go.
+        runs (`list[Run]`): Model by model.
+        announce (`Callable[[str], None]`): Called before every run with what is done and how long all will take.
+
+    Yields:
+        Each run when it is done, with its error if it failed.
+    """
+    loaded: tuple[str, PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    start = time.perf_counter()
+    for number, run in enumerate(runs):
+        left = (time.perf_counter() - start) / number * (len(runs) - number) / 60 if number else None
+        hint = "" if left is None else f", about {left:.0f} min left"
+        announce(f"{number + 1} of {len(runs)}: {run.label}{hint}")
+        if loaded is None or loaded[0] != run.model:
+            # The last model goes before the next one comes
+            loaded = None
+            loaded = (run.model, *load_for_evaluation(run.model, run.dtype, run.device))
+        _, model, tokenizer = loaded
+        started = time.perf_counter()
+        try:
+            found = measure(run.kind, model, tokenizer, run.cache, run.options, sweep.base)
+        except _FAILURES as error:
+            yield run, f"{type(error).__name__}: {' '.join(str(error).split())}"
+            continue
+        seconds = time.perf_counter() - started
+        content = {"benchmark": "sweep", **provenance(model.device), "settings": run.settings(), "seconds": seconds}
+        path = sweep.out / run.file_name()
+        # Renamed when it is whole, so that an interruption never leaves half a result
+        partial = path.with_suffix(".partial")
+        write_json(partial, {**content, **found})
+        os.replace(partial, path)
+        yield run, None

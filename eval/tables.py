@@ -1,0 +1,779 @@
+"""Tables of results, each described once: for documents as Markdown, for terminals by rich.
+
+A benchmark's table is a `Table` of columns, a column a heading and what it shows of a row. Some results need more than
+a line a row: contexts side by side, a table for each part. Those have a function from rows to Markdown.
+
+    python -m kvcache_plugins.eval.tables README.md
+
+renders the tables of Markdown files anew, each between `<!-- table: NAME -->` and `<!-- end -->`: NAME is a file of
+`eval/results/` without its suffix, or a folder there that a sweep has filled. A Markdown file of that name (the
+contract's grid) is taken as it is.
+"""
+
+import json
+import math
+import re
+import statistics
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console
+
+from .harness import REFERENCE, stretch_stops
+
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+RESULTS = Path("eval/results")
+_MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+# What a cell of a number begins with, if there is one
+_NUMBER = re.compile(r"$|-$|~?[ +-]*\d")
+_QUARTILES = re.compile(r" \(.* to .*\)")
+# A step that takes at most so many times the first cache's is not called slower
+_TOLERANCE = 1.02
+
+
+def always(rows: Rows) -> bool:
+    """Shows a column of any rows."""
+    return True
+
+
+def field(row: Row, path: str) -> Any:
+    """Finds a field by a path such as `memory.total_bytes`; `None` where it is missing."""
+    found: Any = row
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def any_has(path: str) -> Callable[[Rows], bool]:
+    """Shows a column where a row has a field."""
+    return lambda rows: any(field(row, path) is not None for row in rows)
+
+
+def varies(path: str) -> Callable[[Rows], bool]:
+    """Shows a column where rows differ in a field."""
+    return lambda rows: len({str(field(row, path)) for row in rows}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """
+    A column of a table.
+
+    Args:
+        head (`str`): The heading, formatted with the fields of the first row.
+        show (`Callable`): A row's cell.
+        when (`Callable`): Whether rows have the column.
+    """
+
+    head: str
+    show: Callable[[Row], str]
+    when: Callable[[Rows], bool] = always
+
+
+def name(head: str, path: str = "", when: Callable[[Rows], bool] = always) -> Column:
+    """Makes a column of words."""
+    return number(head, path or head, "", when=when)
+
+
+def code(head: str = "cache", path: str = "cache", when: Callable[[Rows], bool] = always) -> Column:
+    """Makes a column of names in backticks, which terminals do without."""
+    return Column(head, lambda row: f"`{field(row, path)}`", when)
+
+
+def number(
+    head: str,
+    path: str,
+    form: str = ".1f",
+    scale: float = 1,
+    *,
+    missing: str = "-",
+    suffix: str = "",
+    when: Callable[[Rows], bool] = always,
+) -> Column:
+    """Makes a column of numbers, each times a scale."""
+
+    def show(row: Row) -> str:
+        found = field(row, path)
+        return missing if found is None else f"{found if scale == 1 else scale * found:{form}}{suffix}"
+
+    return Column(head, show, when)
+
+
+def quartiles(head: str, scale: float = 1e3, path: str = "") -> Column:
+    """Makes a column of medians with their quartiles, of seconds times a scale."""
+
+    def show(row: Row) -> str:
+        row = field(row, path) if path else row
+        median, lower, upper = (scale * row[key] for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
+        return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
+
+    return Column(head, show)
+
+
+MILLISECONDS = quartiles("ms (quartiles)").show
+
+
+class Table:
+    """
+    A table with a line for each row.
+
+    Args:
+        columns (`Column`): From left to right.
+        order (`Callable`, *optional*): The key that rows are sorted by.
+        note (`Callable`, *optional*): Makes the lines below the table of its rows.
+    """
+
+    def __init__(
+        self,
+        *columns: Column,
+        order: Callable[[Row], Any] | None = None,
+        note: Callable[[Rows], str] = lambda rows: "",
+    ) -> None:
+        self.columns, self.order, self.note = columns, order, note
+
+    def __call__(self, rows: Rows) -> str:
+        """Renders rows as Markdown."""
+        rows = rows if self.order is None else sorted(rows, key=self.order)
+        shown = [column for column in self.columns if column.when(rows)]
+        heads = [column.head.format_map(rows[0]) for column in shown]
+        return make_markdown_table(heads, [[column.show(row) for column in shown] for row in rows]) + self.note(rows)
+
+
+def make_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Makes a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def print_markdown(text: str, title: str = "") -> None:
+    """
+    Prints Markdown in a terminal, its tables by rich.
+
+    Where a table is too wide its headings are folded, then quartiles left out, and then its columns go into several
+    tables, each with the names on the left.
+    """
+    console = open_console()
+    for is_table, lines in groupby(text.splitlines(), key=lambda line: line.startswith("| ")):
+        if not is_table:
+            for line in filter(None, lines):
+                console.print(line.replace("`", ""), markup=False, soft_wrap=True)
+            continue
+        heads, _, *rows = ([cell.strip(" `*").replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines)
+        sides = list(zip(*rows, strict=True))
+        kinds = ["number" if all(_NUMBER.match(cell) for cell in cells) else "name" for cells in sides]
+        room = console.width - 2
+        if sum(_widths(heads, sides, kinds)) > room:
+            if sum(_widths(heads, sides, kinds, fold=True)) > room:
+                sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
+            folded = zip(heads, _widths(heads, sides, kinds, fold=True), strict=True)
+            heads = ["\n".join(textwrap.wrap(head, width - 2)) for head, width in folded]
+        # What says which line it is: all up to the first names, three of them at most
+        own = kinds.index("name") + 1 if "name" in kinds else 1
+        own += next((at for at, kind in enumerate(kinds[own : own + 2]) if kind != "name"), 2)
+        widths, shown = _widths(heads, sides, kinds), list(range(len(heads)))
+        while shown:
+            count = len(shown)
+            while count > own + 1 and sum(widths[at] for at in shown[:count]) > room:
+                count -= 1
+            columns = {heads[at]: kinds[at] for at in shown[:count]}
+            console.print(make_table(title, columns, list(zip(*(sides[at] for at in shown[:count]), strict=True))))
+            shown, title = ([*range(own), *shown[count:]] if shown[count:] else []), ""
+
+
+def _widths(
+    heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str], fold: bool = False
+) -> list[int]:
+    """Measures columns with what stands between them."""
+    lines = [head.split() if fold else head.splitlines() for head in heads]
+    least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
+    return [max(own, *map(len, (*head, *cells))) + 2 for head, cells, own in zip(lines, sides, least, strict=True)]
+
+
+# Fidelity
+
+
+def standard_error_of_kl(row: Row) -> float:
+    """Computes the standard error of the mean KL of windows."""
+    return float(row["kl_spread"]) / math.sqrt(len(row["windows"]))
+
+
+def _kl(row: Row) -> str:
+    has_error = len(row.get("windows", ())) > 1
+    return f"{row['kl']:.4f}" + (f" ± {standard_error_of_kl(row):.4f}" if has_error else "")
+
+
+def fetched_share_of_bytes(row: Row) -> float | None:
+    """
+    Computes the bytes that a cache fetched in all its steps, as a share of what offloading of whole layers would have
+    moved at 16 bits: every key and value of every layer in every step. `None` if it fetched nothing.
+    """
+    fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
+    if not fetched or not windows:
+        return None
+    held = [row[name] for name in ("memory_after_prefix", "memory_at_end")]
+    dense = [100 * memory["total_bytes"] / memory["kv_percent"] for memory in held]
+    # Counters are those of the last window, whose tokens came one by one
+    return float(fetched / (windows[-1]["num_scored"] * sum(dense) / 2))
+
+
+def _fetched(row: Row) -> str:
+    stats = row.get("stats", {})
+    return f"{100 * stats['tokens_fetched'] / stats['tokens_fetchable']:.1f}" if stats.get("tokens_fetchable") else "-"
+
+
+def _fetches(rows: Rows) -> bool:
+    return any(field(row, "stats.tokens_fetchable") for row in rows)
+
+
+def _fetched_bytes(row: Row) -> str:
+    share = fetched_share_of_bytes(row)
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+def _percent_with_shared(row: Row) -> str:
+    memory = row["memory_after_prefix"]
+    return f"{memory.get('kv_percent_with_shared', memory['kv_percent']):.1f}"
+
+
+FETCHED = Column("% of tokens fetched", _fetched, _fetches)
+FIDELITY = Table(
+    code(),
+    number("MB", "memory_after_prefix.total_bytes", ".2f", 1e-6),
+    number("% of 16 bits", "memory_after_prefix.kv_percent"),
+    number("% while decoding", "mean_kv_percent", when=any_has("mean_kv_percent")),
+    Column(
+        "% with what all caches share",
+        _percent_with_shared,
+        lambda rows: any(field(row, "memory_after_prefix.shared") for row in rows),
+    ),
+    number("PPL / dense", "ppl_ratio", ".3f"),
+    Column("KL to dense", _kl),
+    number("KL, median", "kl_median", ".4f", when=any_has("kl_median")),
+    number("99.9th percentile", "kl_p999", ".3f", when=any_has("kl_p999")),
+    number("same top token", "top1_agreement", ".1f", 100, suffix=" %"),
+    FETCHED,
+    Column(
+        "% of bytes, whole layers at 16 bits",
+        _fetched_bytes,
+        lambda rows: _fetches(rows) and all("memory_at_end" in row for row in rows),
+    ),
+    order=lambda row: row["memory_after_prefix"]["total_bytes"],
+)
+
+
+def perplexity_table(rows: Rows, at: str = "", *before: Column) -> Table:
+    """Makes the table of perplexities, a column for each stretch; `at` is the path of a row's result."""
+    first, dot = (field(rows[0], at) if at else rows[0]), f"{at}." if at else ""
+    stops = stretch_stops(first["stretch"], first["num_scored"])
+
+    def stretch(index: int) -> Callable[[Row], str]:
+        return lambda row: f"{field(row, f'{dot}ppl_by_stretch')[index]:.2f}"
+
+    columns = [Column(f"to {stop}", stretch(index)) for index, stop in enumerate(stops)]
+    own = before or (code(), number("MB", "memory_at_end.total_bytes", ".2f", 1e-6))
+    return Table(*own, number("PPL", f"{dot}ppl", ".3f"), *columns)
+
+
+def render_perplexity(rows: Rows) -> str:
+    """Renders perplexities, a column for each stretch."""
+    return perplexity_table(rows)(rows)
+
+
+# Benchmarks with more than a line a row
+
+
+def render_decode(rows: Rows) -> str:
+    """Renders contexts as lines, caches as columns."""
+    head = ("context", *(f"`{row['cache']}`, ms a token" for row in rows))
+    bins = zip(*(row["bins"] for row in rows), strict=True)
+    cells = [(str(each[0]["context"]), *(f"{item['median_s'] * 1e3:.1f}" for item in each)) for each in bins]
+    return make_markdown_table(head, cells)
+
+
+def render_llama_cpp(rows: Rows) -> str:
+    """Renders steps, and attention by heads: caches as lines, contexts as columns."""
+    titles: dict[Hashable, str] = {}
+    parts: dict[Hashable, list[Row]] = defaultdict(list)
+    for row in rows:
+        heads = None if row["part"] == "step" else (row["num_heads"], row["groups"], row["head_dim"])
+        titles[heads] = "decode step over" if heads is None else "attention over {} x {} heads of {}".format(*heads)
+        parts[heads].append(row)
+    return "\n".join(_render_by_context(titles[heads], own) for heads, own in parts.items())
+
+
+def _render_by_context(title: str, rows: Rows) -> str:
+    # Bytes are those of the longest context; a divergence is of what was read, before anything was repeated
+    contexts = sorted({row["context"] for row in rows})
+    has_kl = any("kl_after_reading" in row for row in rows)
+    head = [title, *(f"{context} tokens, ms" for context in contexts), f"MB of {contexts[-1]}"]
+    cells = []
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        own = {row["context"]: row for row in rows if row["cache"] == cache}
+        times = (MILLISECONDS(own[context]) if context in own else "-" for context in contexts)
+        line = [f"`{cache}`", *times, f"{own[contexts[-1]]['bytes'] / 1e6:.1f}" if contexts[-1] in own else "-"]
+        known = [f"{row['kl_after_reading']:.4f}" for row in own.values() if "kl_after_reading" in row]
+        cells.append([*line, known[-1] if known else ""] if has_kl else line)
+    return make_markdown_table([*head, "KL to Transformers, same text"] if has_kl else head, cells)
+
+
+_KINDS = ("shape", "dtype", "batch_size", "num_threads")
+
+
+def render_shapes(rows: Rows) -> str:
+    """Renders speeds against the first cache: a line for each kind of model, a column a context."""
+    titles = {"step": "whole steps", "attention": "attention alone"}
+    parts = {part: [row for row in rows if row["part"] == part] for part in titles}
+    return "\n".join(_render_speeds(titles[part], own) for part, own in parts.items() if own)
+
+
+def _first_cache(row: Row) -> str:
+    return f"dense {row['dtype']}" if row["part"] == "attention" else REFERENCE
+
+
+def _render_speeds(title: str, rows: Rows) -> str:
+    contexts, first = sorted({row["context"] for row in rows}), _first_cache(rows[0])
+    others = list(dict.fromkeys(row["cache"] for row in rows if row["cache"] != _first_cache(row)))
+    places: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        cache = first if row["cache"] == _first_cache(row) else row["cache"]
+        place = (*(row[key] for key in _KINDS), row["context"])
+        places[place][cache] = row
+
+    def show(place: Mapping[str, Row] | None) -> str:
+        if place is None:
+            return "-"
+        speeds = [place[other]["speed_against_first"] for other in others]
+        shown = (f"**{speed:.2f}**" if speed < 1 / _TOLERANCE else f"{speed:.2f}" for speed in speeds)
+        return f"{1e3 * place[first]['median_s']:.2f}: {' / '.join(shown)}"
+
+    kinds = dict.fromkeys(place[:-1] for place in places)
+    cells = [[*map(str, kind), *(show(places.get((*kind, context))) for context in contexts)] for kind in kinds]
+    head = ("heads", "dtype", "batch", "threads", *(f"{context} tokens" for context in contexts))
+    counts = []
+    for other in others:
+        own = [row["speed_against_first"] for row in rows if row["cache"] == other]
+        slower = sum(speed < 1 / _TOLERANCE for speed in own)
+        counts.append(f"`{other}` in {slower} of {len(own)}, at worst {min(own):.2f} times as fast")
+    names = " / ".join(f"`{other}`" for other in others)
+    return (
+        f"Of {title}: milliseconds of {first}, and how many times as fast {names} are.\n\n"
+        f"{make_markdown_table(head, cells)}\nSlower than {_TOLERANCE} times the time: {'; '.join(counts)}.\n"
+    )
+
+
+def render_store(rows: Rows) -> str:
+    """Renders a line for the prompts of a visit that were known, and one for those that were not; medians."""
+    head = ("scenario", "way", "visit", "prompts", "tokens", "known", "first token, s", "of CPU, s", "% of the first")
+    cells = []
+    for (scenario, way), group in groupby(rows, key=lambda row: (row["scenario"], row["way"])):
+        of_way = list(group)
+        asked = of_way[0].get("prompts_of_scenario", len(of_way))
+        count = str(asked) if asked == len(of_way) else f"{len(of_way)} of {asked}"
+        whole = f"{sum(row['first_token_cpu_s'] for row in of_way):.1f} ({count})"
+        for (visit, _), group_of_visit in groupby(of_way, key=lambda row: (row["visit"], row["num_saved"] > 0)):
+            alike = list(group_of_visit)
+            tokens, saved, seconds, cpu, load = (
+                statistics.median(row[key] for row in alike)
+                for key in ("num_tokens", "num_saved", "first_token_s", "first_token_cpu_s", "load")
+            )
+            share = 100 * cpu / of_way[0]["first_token_cpu_s"]
+            numbers = f"{tokens:.0f}", f"{saved:.0f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{share:.1f}"
+            ends = f"{alike[-1]['disk_bytes'] / 1e6:.1f}", f"{load:.0f}", whole
+            cells.append((scenario, f"`{way}`", visit, str(len(alike)), *numbers, *ends))
+            whole = ""
+    return make_markdown_table((*head, "MB", "load", "all prompts, s of CPU"), cells)
+
+
+def render_repeated_tokens(rows: Rows) -> str:
+    """Renders KL of both kinds; in bold what is above 3 times that of text."""
+    tables = []
+    for column, title in (("behind", "Behind the prompt"), ("decoded", "Decoded behind it")):
+        bounds = {cache: 3 * kl for row in rows if row["prompt"] == "text" for cache, kl in row[column].items()}
+        cells = [
+            [
+                row["prompt"],
+                str(row["tokens"]),
+                *(f"**{kl:.4f}**" if kl > bounds[cache] else f"{kl:.4f}" for cache, kl in row[column].items()),
+            ]
+            for row in rows
+        ]
+        tables.append(make_markdown_table([title, "tokens", *(f"`{cache}`" for cache in bounds)], cells))
+    return "\n".join(tables)
+
+
+_STATUSES = ("works", "reads dense", "refuses", "fails")
+
+
+def render_families(rows: Rows) -> str:
+    """Renders counts of what families do, and lists them with reasons of refusals, failures and those not tried."""
+    tried = [row for row in rows if not row["dense"]]
+    caches = list(dict.fromkeys(cache for row in tried for cache in row["outcomes"]))
+    counts = {cache: Counter(row["outcomes"][cache]["status"] for row in tried) for cache in caches}
+    summary = [[f"`{cache}`", *(str(counts[cache][status]) for status in _STATUSES)] for cache in caches]
+
+    def word(status: str) -> str:
+        return "FAILS" if status == "fails" else status
+
+    lines, reasons = [], defaultdict(list)
+    for row in tried:
+        outcomes = {cache: row["outcomes"][cache] for cache in caches}
+        lines.append([f"`{row['family']}`", *(word(each["status"]) for each in outcomes.values())])
+        for cache, each in outcomes.items():
+            if each["status"] in ("refuses", "fails"):
+                reasons[cache, word(each["status"]), _one_line(each["detail"])].append(f"`{row['family']}`")
+    parts = [
+        f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n",
+        make_markdown_table(["cache", *_STATUSES], summary),
+        make_markdown_table(["family", *(f"`{cache}`" for cache in caches)], lines),
+    ]
+    why = [f"- `{cache}` {verb} {', '.join(where)}: {detail}\n" for (cache, verb, detail), where in reasons.items()]
+    untried = [f"- `{row['family']}`: {_one_line(row['dense'])}\n" for row in rows if row["dense"]]
+    for title, listed in (("Why:", why), ("Not tried, as `DynamicCache` does not run a tiny one:", untried)):
+        if listed:
+            parts.append(f"{title}\n\n{''.join(listed)}")
+    return "\n".join(parts)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def render_simulation(rows: Rows) -> str:
+    """Renders measured runs beside their simulation, or a grid of simulated ones."""
+    return (MEASURED_RUNS if "measured_s" in rows[0] else SIMULATED)(rows)
+
+
+def _slices(row: Row) -> str:
+    return " + ".join(map(str, row["lengths"]))
+
+
+SLICES = Column("slices", _slices)
+MEASURED_RUNS = Table(
+    SLICES,
+    number("measured, s", "measured_s", ".3f"),
+    number("simulated, s", "simulated_s", ".3f"),
+    number("simulated / measured", "simulated_against_measured", ".3f"),
+)
+SIMULATED = Table(
+    number("tokens", "length", ""),
+    number("GB/s", "gb_s", "g"),
+    number("ranks", "num_ranks", ""),
+    number("one rank, s", "one_rank_s", ".3f"),
+    number("TSP, s", "tsp_s", ".3f"),
+    number("KV-Runahead, s", "runahead_s", ".3f"),
+    Column("ranks used", lambda row: str(len(row["lengths"]))),
+    Column("times TSP", lambda row: f"{row['tsp_s'] / row['runahead_s']:.2f}"),
+)
+
+# Of one row, by the kind of the result
+
+
+def _marked(path: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """Shows a number, marked where it was not measured to the end."""
+    return lambda row: f"{'~ ' if row['is_extrapolated'] else ''}{scale * row[path]:{form}}"
+
+
+def _once(row: Row) -> str:
+    once = ", ".join(f"{what} {seconds:.2f}" for what, seconds in row["once_s"].items())
+    return once + ("" if row["save_s"] is None else f" (save {row['save_s']:.2f})")
+
+
+def _note_prefix(rows: Rows) -> str:
+    if not any(row["is_extrapolated"] for row in rows):
+        return ""
+    count = rows[0]["num_continuations"]
+    return f"\n~ is the median time, and the mean of the bytes, of those measured, times {count}.\n"
+
+
+def _percent_held(row: Row) -> str:
+    percent = f"{row['kv_percent']:.1f}"
+    shared = row["kv_percent_with_shared"]
+    return f"{percent} ({shared:.1f})" if shared > row["kv_percent"] else percent
+
+
+def _parts(row: Row) -> str:
+    return ", ".join(f"{part} {1e3 * each:.1f}" for part, each in row.get("parts_s", {}).items())
+
+
+def _share_of_offloading(row: Row) -> str:
+    counted = row.get("counted")
+    return f"{100 * counted['bytes_per_token'] / counted['full_offloading_bytes_per_token']:.1f} %" if counted else ""
+
+
+_READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}
+CONTEXT = number("context", "context", "")
+SPEED = number("times `{cache}`", "speed_against_first", ".2f")
+OF_16_BITS = number("% of 16 bits", "kv_percent")
+
+RENDERERS: dict[str, Callable[[Rows], str]] = {
+    "fidelity": FIDELITY,
+    "perplexity": render_perplexity,
+    "retrieval": Table(
+        code(),
+        number("answers right", "accuracy", ".1f", 100, suffix=" %"),
+        number("standard error", "standard_error", ".1f", 100, suffix=" %"),
+        number("answers' tokens right", "token_accuracy", ".1f", 100, suffix=" %"),
+        FETCHED,
+    ),
+    "repeated-tokens": render_repeated_tokens,
+    "overview": Table(
+        code(),
+        name("what it is", "what"),
+        Column("% of 16 bits", _percent_held),
+        number("KL", "kl", ".4f"),
+        number("KL, decoded", "kl_decoded", ".4f"),
+        number("decode step, times as fast", "speed_against_dynamic", ".2f"),
+    ),
+    "families": render_families,
+    "lm-eval": Table(
+        name("model"),
+        quartiles("seconds (quartiles)", 1),
+        number("times `hf`", "speed_against_hf", ".2f"),
+        number("largest difference, nats", "largest_difference", ".1e"),
+        number("relative", "largest_relative_difference", ".1e"),
+        Column("same picks", lambda row: f"{row['same_picks']} of {row['num_items']}"),
+    ),
+    "step": Table(
+        name("shape", when=varies("shape")),
+        name("dtype", when=varies("dtype")),
+        number("batch", "batch_size", "", when=varies("batch_size")),
+        number("threads", "num_threads", "", when=varies("num_threads")),
+        CONTEXT,
+        code(),
+        number("MB", "bytes", ".1f", 1e-6),
+        quartiles("ms a token (quartiles)"),
+        SPEED,
+        number("first step, s", "first_step_s", ".1f", when=any_has("first_step_s")),
+        Column("of which ms", _parts, any_has("parts_s")),
+    ),
+    "decode": render_decode,
+    "shapes": render_shapes,
+    "kernels": Table(
+        name("attention over", "name"),
+        number("MB read", "bytes", ".1f", 1e-6),
+        quartiles("ms (quartiles)"),
+        number("% of copy bandwidth", "share_of_copy_bandwidth", ".0f", 100),
+        number("times dense", "speed_against_dense", ".2f"),
+    ),
+    "memory": Table(
+        code(),
+        number("held, MB", "cache_bytes", ".1f", 1e-6),
+        OF_16_BITS,
+        number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
+        number("process peak, MB", "rss_peak", ".1f", 1e-6),
+        note=lambda rows: f"\nKeys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB.\n",
+    ),
+    "prompts": Table(
+        number("tokens", "new_tokens", ""),
+        Column("read", lambda row: _READ[row["what"]].format_map(row)),
+        code(),
+        quartiles("s (quartiles)", 1),
+        number("times `{cache}`'s", "time_against_first", ".2f"),
+        number("% coding", "coding_share", ".1f", 100),
+        number("error of logits", "relative_error", ".1e"),
+    ),
+    "prefix": Table(
+        Column(
+            "way",
+            lambda row: f"{row['way']}, {row['num_measured']} measured" if row["is_extrapolated"] else row["way"],
+        ),
+        code(),
+        Column("held by all {num_continuations}, MB", _marked("held_bytes", ".1f", 1e-6)),
+        Column("once, s", _once),
+        quartiles("each, ms (quartiles)"),
+        Column("all {num_continuations} ready, s", _marked("all_ready_s", ".2f")),
+        quartiles("its tokens, ms (quartiles)", path="tokens_s"),
+        number("KL to dense", "kl", ".4f"),
+        number("file, MB", "file_bytes", ".1f", 1e-6, missing=""),
+        note=_note_prefix,
+    ),
+    "store": render_store,
+    "pool": Table(
+        number("tokens", "context", ""),
+        code(),
+        name("pool in", "place"),
+        number("pool, MB", "pool_bytes", ".0f", 1e-6),
+        number("of it mapped, MB", "mapped_bytes", ".1f", 1e-6, missing=""),
+        quartiles("ms a token (quartiles)"),
+    ),
+    "llama-cpp": render_llama_cpp,
+    "machine-code": Table(
+        code(),
+        # Coding was not counted at first
+        Column("kernel", lambda row: row.get("kernel", "attention")),
+        number("head dim", "head_dim", ""),
+        number("query heads", "query_heads", "d"),
+        number("warp instructions a number", "instructions_a_number", ".3f"),
+        number("bits a number", "bits_a_number", ".2f"),
+        number("registers", "registers", ""),
+        number("bytes spilled", "spilled", ""),
+        number("shared memory", "shared", ""),
+        number("% of copy bandwidth, bound", "share_of_copy_bandwidth", ".0f", 100),
+        number("times dense, bound", "times_dense", ".2f"),
+    ),
+    "offloading": Table(
+        CONTEXT,
+        code(),
+        quartiles("ms a token (quartiles)"),
+        number("tokens/s", "tokens_per_s"),
+        number("times `offloaded`", "speed_against_offloaded", ".2f", missing=""),
+        number("of the time with all resident", "time_against_resident", ".2f", missing=""),
+        Column(
+            "transfers hidden",
+            lambda row: f"{100 * row['hidden_share']:.0f} %" if "time_against_resident" in row else "",
+        ),
+        number("MB a token, counted", "counted.bytes_per_token", ".1f", 1e-6, missing=""),
+        Column("of full offloading's, counted", _share_of_offloading),
+    ),
+    "batch": Table(
+        name("context", "way"),
+        code(),
+        # A search that ran out of time gives a batch that fits, perhaps not the largest
+        Column(
+            "largest batch",
+            lambda row: ("" if row["search"] == "complete" else "at least ") + str(row["largest_batch"]),
+        ),
+        number("tokens/s", "tokens_per_s", ".0f"),
+        number("times first", "throughput_against_first", ".2f"),
+        number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
+        number("peak, GiB", "peak_bytes", ".2f", 2**-30),
+    ),
+    "runahead": Table(
+        number("tokens", "length", ""),
+        name("way", "method"),
+        SLICES,
+        quartiles("seconds to the first token (quartiles)", 1),
+        number("times one rank", "speed_against_one_rank", ".2f"),
+        number("MB sent", "bytes_sent", ".1f", 1e-6),
+        name("link", when=any_has("seconds_against_full")),
+        number("of its time over the full link", "seconds_against_full", ".3f", when=any_has("seconds_against_full")),
+    ),
+    "runahead-simulation": render_simulation,
+}
+
+
+# Sweeps
+
+
+def read_sweep(folder: Path) -> list[Row]:
+    """Reads the results of a folder, the dense cache's first and then the largest; none at all is a `ValueError`."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    contents = [each for each in contents if each.get("benchmark") == "sweep"]
+    if not contents:
+        raise ValueError(f"`folder`: there is no result of a sweep in {folder}")
+
+    def order(content: Row) -> tuple[bool, int]:
+        return content["settings"]["cache"] != REFERENCE, -(field(content, "memory.total_bytes") or 0)
+
+    return sorted(contents, key=order)
+
+
+def render_sweep(folder: Path) -> str:
+    """Renders a table for each measure and model, each with what it was made of."""
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for content in read_sweep(folder):
+        groups[content["settings"]["name"], content["settings"]["model"]].append(content)
+    parts = []
+    for (measure, model), contents in sorted(groups.items()):
+        settings = contents[0]["settings"]
+        minutes = sum(each["seconds"] for each in contents) / 60
+        commits = ", ".join(sorted({str(each["commit"]) for each in contents}))
+        command = f"kvcache-plugins eval sweep {folder.name}.yaml --only '{measure}/{model}/*'"
+        source = (
+            f"{_listed(settings['options'])}. `{command}`: {minutes:.0f} min, commit {commits}, "
+            f"{contents[0]['date'][:10]}, {contents[0]['device']}; {_listed(contents[0]['versions'])}."
+        )
+        parts.append(f"**{measure}**, {model}\n\n{_render_measure(settings['kind'], contents)}\n{source}\n")
+    return "\n".join(parts)
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in fields.items())
+
+
+def _render_measure(kind: str, contents: list[Row]) -> str:
+    if kind == "fidelity":
+        return FIDELITY([each["result"] for each in contents])
+    own = code("cache", "settings.cache")
+    held = number("MB", "memory.total_bytes", ".2f", 1e-6), number("% of 16 bits", "memory.kv_percent")
+    if kind == "perplexity":
+        return perplexity_table(contents, "result", own, *held)(contents)
+    if kind == "retrieval":
+        right = Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row["result"]))
+        return Table(own, *held, right, number("answers' tokens right", "result.token_accuracy", ".3f"))(contents)
+    reference = next((each for each in contents if each["settings"]["cache"] == REFERENCE), None)
+    columns = []
+    for metric in contents[0]["result"]["metrics"]:
+
+        def score(row: Row, metric: str = metric) -> str:
+            error = row["result"]["standard_errors"].get(metric)
+            shown = f" ± {error:.3f}" if isinstance(error, (int, float)) else ""
+            return f"{row['result']['metrics'][metric]:.3f}{shown}"
+
+        def difference(row: Row, metric: str = metric) -> str:
+            return _difference(row, reference, metric)
+
+        columns += [Column(metric.removesuffix(",none"), score), Column("less `dynamic`", difference)]
+    return Table(own, number("MB at most", "memory.total_bytes", ".2f", 1e-6), held[1], *columns)(contents)
+
+
+def _difference(content: Row, reference: Row | None, metric: str) -> str:
+    """Shows the difference from the dense cache, item by item: its error is far below that of either score."""
+    if reference is None or content is reference:
+        return "-"
+    ours, theirs = (each["result"]["by_item"].get(metric) for each in (content, reference))
+    if not ours or not theirs or len(ours) != len(theirs):
+        return f"{content['result']['metrics'][metric] - reference['result']['metrics'][metric]:+.3f}"
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return f"{statistics.mean(differences):+.3f} ± {error:.3f}"
+
+
+# Documents
+
+
+def render(text: str, results: Path) -> str:
+    """Renders the body of every marked table of a text anew. A missing result file raises a `ValueError`."""
+    return _MARKED.sub(lambda match: f"{match[1]}{render_result(results, match['name'])}{match[4]}", text)
+
+
+def render_result(results: Path, name: str) -> str:
+    """Renders one result as a Markdown table, with what it was measured with."""
+    markdown, data = results / f"{name}.md", results / f"{name}.json"
+    if (results / name).is_dir():
+        return render_sweep(results / name)
+    if markdown.is_file():
+        return markdown.read_text(encoding="utf-8")
+    if not data.is_file():
+        raise ValueError(f"there is no {name}.json or {name}.md in {results}")
+    content = json.loads(data.read_text(encoding="utf-8"))
+    kind = content.get("benchmark", "fidelity")
+    if kind not in RENDERERS:
+        raise ValueError(
+            f"{data} is a result of `{kind}`, of which there is no table; there is of {', '.join(RENDERERS)}"
+        )
+    failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
+    settings = {key: value for key, value in content["settings"].items() if value is not None}
+    origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"
+    source = f"`{data.name}`: {origin}; {_listed(content['versions'])}; {_listed(settings)}."
+    return f"{RENDERERS[kind](content['rows'])}{failures}\n{source}\n"
+
+
+def main(files: Annotated[list[Path], typer.Argument(help="Markdown files whose tables to render.")]) -> None:
+    """Renders the marked tables of Markdown files in place, from eval/results."""
+    for file in files:
+        file.write_text(render(file.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        typer.echo(f"rendered {file}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

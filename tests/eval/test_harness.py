@@ -1,0 +1,87 @@
+"""The harness: windows of text, caches filled with states, and functions that take turns."""
+
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.eval.harness import (
+    cache_factories,
+    encode_text,
+    fill_cache,
+    make_cache,
+    read_states,
+    spread_windows,
+    take_turns,
+)
+
+
+def timed(function):
+    function()
+    return 1.0
+
+
+def test_functions_take_turns():
+    calls = []
+    functions = {name: lambda number, name=name: calls.append(f"{name}{number}") for name in "ab"}
+    assert take_turns(functions, timed, 3, warm_up=1) == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert " ".join(calls) == "a0 b0 a0 b0 a1 b1 a2 b2"
+    # Three rounds are the least; what fails is left out from then on
+    functions["b"] = lambda number: 1 // (1 - number)
+    guards = {"a": nullcontext(), "b": suppress(ZeroDivisionError)}
+    measured = take_turns(functions, timed, 100, seconds=0, guard=guards.get)
+    assert [len(each) for each in measured.values()] == [3, 1]
+
+
+@pytest.mark.parametrize("spec", ["dynamic", "gear-k4v3", "infinigen:share=1,max_fetch_ratio=1"])
+def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_llama):
+    token_ids = torch.randint(3, 128, (1, 130))
+    read, filled = (make_cache(spec, tiny_llama) for _ in range(2))
+    fill_cache(filled, read_states(tiny_llama, token_ids), 130)
+    with torch.inference_mode():
+        tiny_llama(token_ids, past_key_values=read)
+        expected, logits = (tiny_llama(token_ids[:, :1], past_key_values=cache).logits for cache in (read, filled))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("context", [1, 63, 200])
+def test_states_are_repeated_for_longer_contexts(context, tiny_llama):
+    states = read_states(tiny_llama, torch.randint(3, 128, (1, 63)))
+    cache = create_cache("dynamic", tiny_llama)
+    fill_cache(cache, states, context, batch_size=3)
+    keys, values = cache.layers[-1].keys, cache.layers[-1].values
+    assert keys.shape[0] == 3 and keys.shape[2] == values.shape[2] == cache.get_seq_length() == context
+    last = (context - 1) % 63
+    assert torch.equal(keys[2, :, -1], states[-1][0][0, :, last])
+    assert torch.equal(values[0, :, -1], states[-1][1][0, :, last])
+
+
+def test_windows_are_disjoint_and_spread() -> None:
+    text = torch.arange(1000)
+    cut = spread_windows(text, 4, 20, 10)
+    assert [window[0].item() for window in cut] == [0, 250, 500, 750]
+    assert all(torch.equal(window, torch.arange(window[0], window[0] + 31)) for window in cut)
+    with_start = spread_windows(text, 2, 20, 10, start_ids=[5000])
+    assert [window[:3].tolist() for window in with_start] == [[5000, 0, 1], [5000, 500, 501]]
+    assert all(window.numel() == 31 for window in with_start)
+    with pytest.raises(ValueError, match="need a text of 124 tokens, but it has 123"):
+        spread_windows(torch.arange(123), 4, 20, 10)
+    for arguments, name in (((0, 20, 10), "num_windows"), ((1, 0, 10), "prefix_length"), ((1, 20, 0), "num_scored")):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+            spread_windows(torch.arange(1000), *arguments)
+
+
+def test_cache_specs_are_checked_before_anything_runs(tiny_llama) -> None:
+    factories = cache_factories(["dynamic", "gear-2bit:rank=2,sparsity=0"], tiny_llama)
+    assert list(factories) == ["dynamic", "gear-2bit:rank=2,sparsity=0"]
+    assert factories["dynamic"]() is not factories["dynamic"]()
+    with pytest.raises(ValueError, match="Unknown option `rnk`"):
+        cache_factories(["dynamic", "gear-2bit:rnk=2"], tiny_llama)
+
+
+@pytest.mark.long
+def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2, gemma3) -> None:
+    for (_, tokenizer), start in ((smollm2, []), (gemma3, [gemma3[1].bos_token_id])):
+        token_ids, start_ids = encode_text(tokenizer, "Call me Ishmael.")
+        assert start_ids == start and tokenizer.decode(token_ids) == "Call me Ishmael."

@@ -1,0 +1,187 @@
+"""Sweeps: every cell leaves one file, none is repeated or lost, and what is wrong in the file is named."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from kvcache_plugins import cli
+from kvcache_plugins.eval import sweep as sweeps
+from kvcache_plugins.eval.sweep import Sweep
+from kvcache_plugins.eval.tables import render_sweep
+
+
+PAIRS = {"ordered_kv_records": [["a", "one"], ["b", "two"], ["c", "three"]], "key": "b", "value": "two"}
+
+
+@pytest.fixture
+def config(saved_with_tokenizer: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sweep of three caches and three measures on a tiny model, with its text in a folder of a variable."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "book.txt").write_text("Call me Ishmael. Some years ago, never mind how long. " * 30)
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(PAIRS)}\n{json.dumps(PAIRS)}")
+    monkeypatch.setenv("SWEEP_TEXTS", str(tmp_path / "texts"))
+    content = {
+        "models": [saved_with_tokenizer("llama")],
+        "caches": ["dynamic", "gear-2bit", "kivi-2bit"],
+        "out": "results/small",
+        "measures": {
+            "book": {"fidelity": {"text_file": "$SWEEP_TEXTS/book.txt", "windows": 2, "prefix": 96, "scored": 24}},
+            "drift": {"perplexity": {"text_file": "$SWEEP_TEXTS/book.txt", "length": 96, "chunk": 8, "stretch": 32}},
+            "pairs": {"retrieval": {"data_file": "pairs.jsonl"}},
+        },
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["eval", *arguments])
+
+
+def results_of(config: Path) -> dict[str, dict[str, object]]:
+    contents = [json.loads(path.read_text()) for path in (config.parent / "results" / "small").glob("*")]
+    return {f"{each['settings']['name']}/{each['settings']['cache']}": each for each in contents}
+
+
+def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, measured = sweeps.measure, []
+
+    def interrupted(kind: str, model: object, tokenizer: object, cache: str, *rest: object) -> dict[str, object]:
+        measured.append((kind, cache))
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        return measure(kind, model, tokenizer, cache, *rest)
+
+    monkeypatch.setattr(sweeps, "measure", interrupted)
+    assert run("sweep", str(config)).exit_code == 130
+    first = results_of(config)
+    assert len(first) == 4
+    result = run("sweep", str(config))
+    assert result.exit_code == 0, result.output
+    assert "5 of 9 runs to do" in result.stderr and "about" in result.stderr
+    assert len(measured) == 5 + 5
+    contents = results_of(config)
+    assert len(contents) == 9
+    assert all(contents[label] == content for label, content in first.items())
+    assert "0 of 9 runs to do" in run("sweep", str(config)).stderr
+    dense, lossy = contents["book/dynamic"], contents["book/gear-2bit"]
+    assert dense["result"]["kl"] == pytest.approx(0, abs=1e-9) and lossy["result"]["kl"] > 1e-3
+    assert lossy["memory"]["total_bytes"] < dense["memory"]["total_bytes"]
+    assert {"commit", "date", "device", "versions", "seconds"} <= lossy.keys()
+    # One row again gives the same numbers
+    assert run("sweep", str(config), "--only", "*/gear-2bit", "--again").exit_code == 0
+    for label, content in results_of(config).items():
+        assert content["result"] == contents[label]["result"]
+
+
+def test_tables_and_figures(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run("sweep", str(config)).exit_code == 0
+    folder = tmp_path / "results" / "small"
+    result = run("report", str(folder), "--figures", str(tmp_path / "figures"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == render_sweep(folder) + "\n"
+    for heading in ("**book**", "**drift**", "**pairs**", "to 32", "KL to dense", "answers right"):
+        assert heading in result.stdout
+    assert result.stdout.count("| `gear-2bit` |") == 3
+    assert "kvcache-plugins eval sweep small.yaml --only 'book/" in result.stdout
+    names = sorted(path.name.split("llama")[0] for path in (tmp_path / "figures").iterdir())
+    assert [name.split("-")[1] for name in names] == ["book", "book", "drift", "drift", "pairs"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
+
+
+def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = sweeps.measure
+
+    def failing(kind: str, model: object, tokenizer: object, cache: str, *rest: object) -> dict[str, object]:
+        if cache == "gear-2bit":
+            raise RuntimeError("out of luck")
+        return measure(kind, model, tokenizer, cache, *rest)
+
+    monkeypatch.setattr(sweeps, "measure", failing)
+    result = run("sweep", str(config), "--only", "book/*")
+    assert result.exit_code == 1
+    assert "gear-2bit failed: RuntimeError: out of luck" in result.stderr and "1 runs failed" in result.stderr
+    assert len(results_of(config)) == 2
+    listed = run("sweep", str(config), "--only", "book/*", "--dry-run").stdout.split()
+    assert len(listed) == 1 and listed[0].endswith("/gear-2bit")
+
+
+def test_a_task_of_lm_eval(config: Path, saved_with_tokenizer: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    content = yaml.safe_load(config.read_text())
+    (folder,) = content["models"]
+    rows = [{"text": f"Call me number {number}. " * 9, "label": number % 2} for number in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    own = {
+        "task": "own",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "hf")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "text",
+        "doc_to_choice": ["no", "yes"],
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    content["measures"] = {"own": {"task": "own.yaml", "limit": 5}}
+    config.write_text(yaml.safe_dump(content))
+    result = run("sweep", str(config))
+    assert result.exit_code == 0, result.output
+    contents = results_of(config)
+    dense, lossy = contents["own/dynamic"]["result"], contents["own/gear-2bit"]["result"]
+    assert len(dense["by_item"]["acc,none"]) == dense["num_items"] == 5
+    assert dense["metrics"]["acc,none"] == sum(dense["by_item"]["acc,none"]) / 5
+    assert lossy["counters"]["contexts_exercised"] == 5
+    differences = [
+        one - other for one, other in zip(lossy["by_item"]["acc,none"], dense["by_item"]["acc,none"], strict=True)
+    ]
+    shown = f"{statistics.mean(differences):+.3f} ± {statistics.stdev(differences) / 5**0.5:.3f}"
+    assert f" | {shown} |" in render_sweep(tmp_path / "results" / "small")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"caches": ["gaer"]}, "Unknown cache `gaer`"),
+        ({"caches": ["gear-2bit:rnak=1"]}, "Unknown option `rnak`"),
+        ({"modles": []}, "unknown `modles`. Known: caches"),
+        ({"measures": {"x": {"limit": 3}}}, "measure `x` has to have one of task, fidelity, perplexity, retrieval"),
+        ({"measures": {"x": {"fidelity": {}, "windows": 2}}}, "measure `x`: the options of `fidelity` stand in it"),
+        ({"measures": {"x": {"fidelity": {"widnows": 2}}}}, "`fidelity` has no option widnows. It has text_file"),
+        ({"measures": {"x": {"fidelity": {"text_file": "$NO_SUCH/a"}}}}, "environment variable that is not set"),
+        ({"measures": {"x": {"perplexity": {}}}}, "`text_file`, or `data_file` of retrieval, is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complaint: str) -> None:
+    content = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**content, **change}))
+    result = run("sweep", str(config))
+    assert result.exit_code in (1, 2)
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_missing_field_and_no_match(config: Path) -> None:
+    assert "matches no run" in run("sweep", str(config), "--only", "nothing").stderr
+    content = yaml.safe_load(config.read_text())
+    del content["out"]
+    config.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="missing `out`"):
+        Sweep.read(config)
+    assert "there is no result of a sweep" in run("report", str(config.parent)).stderr
+
+
+def test_a_result_is_known_by_every_setting(config: Path) -> None:
+    names = {run.file_name() for run in Sweep.read(config).runs}
+    assert len(names) == 9
+    content = yaml.safe_load(config.read_text())
+    content["dtype"] = "bfloat16"
+    config.write_text(yaml.safe_dump(content))
+    assert not names & {run.file_name() for run in Sweep.read(config).runs}

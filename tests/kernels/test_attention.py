@@ -1,0 +1,382 @@
+"""Attention over every form of storage by every engine, against float64 over what the codecs decode to."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.outliers import index_dtype
+from kvcache_plugins.codecs.parts import CompressedPart, DensePart
+from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.kernels.attention import (
+    OnlineAttention,
+    attend,
+    gather_weights,
+    multiply_heads,
+    prepare_tokens,
+    scatter_scores,
+)
+from kvcache_plugins.kernels.compiled import call_of
+from kvcache_plugins.kernels.engine import choose_flash
+from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
+
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 8e-3}
+HALVES = [torch.float16, torch.bfloat16]
+CORRECTIONS = {
+    "codes": {},
+    "rotated": {"is_rotated": True},
+    "low-rank": {"rank": 4},
+    "recent-rank-and-outliers": {"rank": 3, "a_tokens": 1, "sparsity": 0.1},
+    "all": {"rank": 1, "is_rotated": True, "sparsity": 0.03},
+}
+
+
+def check(make, case, parts, engine, dtype=torch.float32, factor=1.0):
+    query = make.query(case, dtype)
+    expected = make.expected(query, parts, case.num_heads)
+    output = attend(query, parts, case.num_heads, kernel=engine)
+    assert output.dtype == dtype and output.shape == expected.shape
+    assert (output.double() - expected).norm() <= factor * TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("form", ["tables", "basis"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_rows(make, row_case, form, quantizer, engine):
+    check(make, row_case, [make.rows(row_case, form, quantizer), make.dense(row_case, 3)], engine, factor=2)
+
+
+@pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_groups(make, group_case, corrections, engine):
+    # Of many values the average is close to nothing
+    factor = 4 if group_case.length > 1000 else 1
+    check(make, group_case, [make.groups(group_case, **corrections), make.dense(group_case, 3)], engine, factor=factor)
+
+
+@pytest.mark.cases("smollm2", "odd-dims", "large")
+@pytest.mark.parametrize("length", [1, 8, 130])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_exact_tokens(make, row_case, length, dtype, engine):
+    check(make, row_case, [make.dense(row_case, length, dtype)], engine, dtype)
+
+
+@pytest.mark.cases("wide")
+@pytest.mark.parametrize("layout", [1, -1], ids=["interleaved", "none"])
+@pytest.mark.parametrize("form", ["tables", "basis"])
+def test_layouts_of_rotary_embeddings(make, row_case, form, layout, engine):
+    check(make, row_case, [make.rows(row_case, form, layout=layout)], engine)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.cases("wide", "k4v3", "odd-groups")
+def test_queries_of_other_dtypes(make, case, dtype, engine):
+    parts = [make.groups(case, rank=2, sparsity=0.02) if hasattr(case, "chunks") else make.rows(case)]
+    check(make, case, parts, engine, dtype)
+
+
+def make_mask(kind, case, length):
+    """Masks of left padding, of any shape, and added ones, over a part's tokens."""
+    shape = case.batch_size, case.num_heads * case.groups, case.num_queries, length
+    padding = torch.tensor([3, length])[: case.batch_size]
+    if kind == "padding":
+        return (torch.arange(length) >= padding[:, None])[:, None, None]
+    allowed = torch.rand(shape) > 0.3
+    # One that may attend to nothing
+    allowed[-1, -1, -1] = False
+    return {
+        "each head": allowed,
+        "heads alike": allowed[:, :1],
+        "items alike": allowed[0, 0],
+        "added": torch.randn(shape).masked_fill(~allowed, -torch.inf),
+        "fewer columns": allowed[..., : length - 5],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["padding", "each head", "heads alike", "items alike", "added", "fewer columns"])
+@pytest.mark.cases("wide", "k4v3", "odd-groups")
+def test_masks(make, case, kind, engine):
+    mask = make_mask(kind, case, case.length)
+    if hasattr(case, "chunks"):
+        check(make, case, [make.groups(case, rank=2, sparsity=0.02, mask=mask), make.dense(case, 2)], engine)
+        return
+    for form in ("tables", "basis"):
+        check(make, case, [make.dense(case, 7), make.rows(case, form, padding=[0, 40], mask=mask)], engine)
+
+
+@pytest.mark.cases("wide", "k4v3")
+def test_who_may_attend_to_nothing_gets_zeros(make, case, engine):
+    mask = torch.zeros(1, 1, 1, case.length, dtype=torch.bool)
+    part = make.groups(case, mask=mask) if hasattr(case, "chunks") else make.rows(case, mask=mask)
+    assert not attend(make.query(case), [part], case.num_heads, kernel=engine).any()
+
+
+@pytest.mark.cases("wide", "k4v3")
+def test_sequences_do_not_touch_each_other(make, case, engine):
+    part, query = make.groups(case) if hasattr(case, "chunks") else make.rows(case), make.query(case)
+    output = attend(query, [part], case.num_heads, kernel=engine)
+    query[1] = torch.randn(query.shape[1:])
+    other = attend(query, [part], case.num_heads, kernel=engine)
+    assert torch.equal(output[0], other[0]) and not torch.equal(output[1], other[1])
+
+
+@pytest.mark.parametrize("form", ["tables", "basis"])
+@pytest.mark.cases("wide")
+def test_capacity_behind_the_rows_in_use_is_not_read(make, row_case, form, engine):
+    part = dataclasses.replace(make.rows(row_case, form), length=77)
+    query, cut = make.query(row_case), [side[:, :, :77] for side in (part.keys, part.values)]
+    expected = attend(query, [dataclasses.replace(part, keys=cut[0], values=cut[1])], 2, kernel=engine)
+    assert torch.equal(attend(query, [part], 2, kernel=engine), expected)
+
+
+@pytest.mark.cases("long")
+def test_threads_share_a_sequence(make, row_case, group_case, num_threads):
+    check(make, row_case, [make.rows(row_case)], "compiled", factor=4)
+    parts = [make.groups(group_case, rank=2, sparsity=0.02, is_rotated=True), make.dense(group_case, 5)]
+    check(make, group_case, parts, "compiled", factor=4)
+
+
+@pytest.mark.cases("wide")
+def test_a_prepared_call_attends_to_tokens_to_come(make, row_case, level):
+    part, (keys, values) = make.rows(row_case, padding=[0, 40]), torch.randn(2, 2, 2, 9, 64)
+    call = prepare_tokens(make.query(row_case), [part, DensePart(keys, values, 1, None)], 2, 0.125)
+    for length in (2, 3, 9):
+        query, newest = make.query(row_case), (torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+        output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
+        assert torch.equal(keys[:, :, length - 1 : length], newest[0])
+        expected = make.expected(query, [part, DensePart(keys, values, length, None)], 2)
+        torch.testing.assert_close(output.double(), expected, atol=3e-5, rtol=0)
+    for wrong in (newest[0].half(), newest[0][:1], torch.zeros(2, 2, 1, 128)[..., ::2]):
+        assert call.accept(wrong, wrong) is None
+        with pytest.raises(ValueError, match="newest"):
+            call.attend(query, 0.125, (keys, values), 9, (wrong, wrong))
+    with pytest.raises(ValueError, match="in use"):
+        call.attend(query, 0.125, (keys, values), 10, None)
+    # Others than it was prepared for
+    assert call.attend(query, 0.5, (keys, values), 9, None) is None
+    assert call.attend(query.half(), 0.125, (keys, values), 9, None) is None
+
+
+@pytest.mark.cases("k4v3", "kcvt")
+def test_prepared_calls_equal_those_made_anew(make, group_case, level):
+    part, dense = make.groups(group_case, rank=2, sparsity=0.02), make.dense(group_case, 1)
+    heads, storage = group_case.num_heads, (dense.keys, dense.values)
+    call = prepare_tokens(make.query(group_case), [part, dense], heads, None)
+    for length in (1, 2, 3):
+        query = make.query(group_case)
+        expected = attend(query, [part, DensePart(*storage, length, None)], heads, kernel="compiled")
+        assert torch.equal(call.attend(query, None, storage, length, None), expected)
+
+
+@pytest.mark.cases("wide", "k4v3")
+def test_what_is_copied_is_attended_to_but_not_prepared(make, case):
+    if hasattr(case, "chunks"):
+        part = make.groups(case, rank=2, sparsity=0.02)
+        twice = [side.map(lambda each: torch.stack([each, each], dim=-1)[..., 0]) for side in (part.keys, part.values)]
+        part = CompressedPart(*twice, part.length, None)
+    else:
+        part = make.rows(case)
+        part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
+    check(make, case, [part], "compiled")
+    assert prepare_tokens(make.query(case), [part, make.dense(case, 1)], 2, None) is None
+
+
+class TestForged:
+    """Nothing that stands in memory leads out of what is there."""
+
+    @pytest.mark.parametrize("widths", [8, 9, 255])
+    @pytest.mark.cases("wide")
+    def test_tables(self, make, row_case, level, widths):
+        part = make.rows(row_case)
+        keys, values = (
+            dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.codec.tables()
+        )
+        keys = dataclasses.replace(keys, order=torch.full_like(keys.order, 255))
+        forged = dataclasses.replace(part, codec=RowCodec((keys, values)))
+        assert attend(make.query(row_case), [forged], 2, kernel="compiled").isfinite().all()
+
+    @pytest.mark.parametrize("offsets", [[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1], None])
+    @pytest.mark.cases("k4v3")
+    def test_outliers(self, make, group_case, level, offsets):
+        part, forged = make.groups(group_case, sparsity=0.05), {}
+        for name in ("keys", "values"):
+            side = getattr(part, name)
+            random = torch.randint(-(2**15), 2**15, side.outlier_indices.shape, dtype=torch.int16)
+            places = torch.randint(-(2**31), 2**31, side.outlier_offsets.shape, dtype=torch.int32)
+            if offsets is not None:
+                places.view(-1).copy_(torch.tensor(offsets).repeat(places.numel())[: places.numel()])
+            forged[name] = side.replace({"outlier_indices": random, "outlier_offsets": places})
+        parts = [CompressedPart(**forged, length=part.length, mask=None)]
+        assert attend(make.query(group_case), parts, 2, kernel="compiled").isfinite().all()
+
+
+class TestRefused:
+    @pytest.mark.cases("wide")
+    def test_rows_and_tables_of_other_sizes(self, make, row_case):
+        part, query = make.rows(row_case), make.query(row_case)
+        table, values = part.codec.tables()
+        few, few_values = (dataclasses.replace(each, widths=each.widths[:, :, :1]) for each in (table, values))
+        no_mean = dataclasses.replace(table, mean=table.mean[:, :1])
+        wrong = [
+            {"length": part.length + 1},
+            {"keys": part.keys[:1]},
+            {"keys": part.keys.short()},
+            *({"codec": RowCodec(each)} for each in ((few, values), (table, few_values), (no_mean, values))),
+        ]
+        for changes in wrong:
+            with pytest.raises(ValueError):
+                attend(query, [dataclasses.replace(part, **changes)], 2, kernel="compiled")
+        with pytest.raises(ValueError):
+            attend(torch.randn(2, 6, 4, 32), [part], 2, kernel="compiled")
+
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("codes", lambda tensor: tensor[..., :-1].contiguous()),
+            ("codes", lambda tensor: tensor.to(torch.int8)),
+            ("scale", lambda tensor: tensor.float()),
+            ("scale", lambda tensor: tensor[:, :1].repeat(1, 3, 1, 1, 1)),
+            ("zero", lambda tensor: tensor[:, :, :, :1].contiguous()),
+            ("low_rank_a", lambda tensor: tensor.repeat(1, 1, 1, 2, 1)),
+            ("low_rank_b", lambda tensor: tensor[:, :, :, :-1].contiguous()),
+            ("outlier_values", lambda tensor: tensor[..., :-1].contiguous()),
+            ("outlier_offsets", lambda tensor: tensor.long()),
+            ("outlier_offsets", lambda tensor: tensor[..., :-1].contiguous()),
+        ],
+    )
+    @pytest.mark.cases("k4v3")
+    def test_tensors_of_groups(self, make, group_case, name, change):
+        part = make.groups(group_case, rank=2, sparsity=0.05)
+        for side in ("keys", "values"):
+            states = getattr(part, side)
+            wrong = dataclasses.replace(part, **{side: states.replace({name: change(getattr(states, name))})})
+            with pytest.raises(ValueError, match="scale" if name == "scale" else "of shape|has to be"):
+                attend(make.query(group_case), [wrong], 2, kernel="compiled")
+
+    @pytest.mark.cases("k4v3")
+    def test_groups_of_other_sizes_and_kinds(self, make, group_case):
+        part, query = make.groups(group_case, is_rotated=True), make.query(group_case)
+        with pytest.raises(ValueError, match="193 tokens of 1 chunks of 192"):
+            call_of(query, [dataclasses.replace(part, length=193)], 2, 0.1)
+        with pytest.raises(ValueError, match="compressed keys and values have to be"):
+            call_of(query[:1], [part], 2, 0.1)
+        for wrong in (dataclasses.replace(part, values=part.keys), dataclasses.replace(part, keys=part.values)):
+            with pytest.raises(ValueError, match="groups of a token, and keys that are not rotated"):
+                call_of(query, [wrong], 2, 0.1)
+
+
+@pytest.mark.cases("widest")
+def test_sizes_at_the_edge(make, group_case, level):
+    """Wide indices of outliers, ranks beyond a block of factors, and heads too large for C, which PyTorch takes."""
+    part = make.groups(group_case, sparsity=0.02)
+    assert part.keys.outlier_indices.dtype == index_dtype(640) == torch.int32
+    check(make, group_case, [part], "compiled")
+    check(make, group_case, [make.groups(group_case, rank=64)], "compiled", factor=4)
+    huge = group_case._replace(keys=(648, 4, "channel", 10), values=(648, 4, "token", None))
+    check(make, huge, [make.groups(huge)], "compiled")
+    assert prepare_tokens(make.query(huge), [make.groups(huge), make.dense(huge, 1)], 1, None) is None
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_results_are_rounded_to_the_nearest(level, dtype):
+    # Means of two neighbours are ties, of all magnitudes that there are
+    steps = torch.arange(*((0, 0x7BFF) if dtype == torch.float16 else (0x80, 0x7F00)), 7, dtype=torch.int16)
+    low, high = (each.view(dtype).view(1, 1, 1, -1) for each in (steps, steps + 1))
+    values = torch.cat([low, high], dim=2)[..., : 640 * (len(steps) // 640)]
+    values = torch.cat(values.split(640, dim=3), dim=1)
+    zeros = values.new_zeros(1, values.shape[1], 2, 8)
+    output = attend(zeros[:, :, :1], [DensePart(zeros, values, 2, None)], values.shape[1], 1.0, "compiled")
+    expected = (values[:, :, :1].float() * 0.5 + values[:, :, 1:].float() * 0.5).to(dtype)
+    assert torch.equal(output, expected)
+
+
+class TestOnlineAttention:
+    """The reference, by PyTorch's flash attention for prompts and by products for few tokens."""
+
+    @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+    @pytest.mark.parametrize("num_queries", [1, 16, 17])
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("kind", ["none", "bool", "additive", "per-head", "causal", "2d"])
+    def test_equals_attention_over_the_whole(self, heads, num_queries, dtype, kind):
+        query = torch.randn(2, heads[0], num_queries, 24).to(dtype)
+        keys, values = (torch.randn(2, heads[1], 200, 24).to(dtype) for _ in range(2))
+        allowed = torch.rand(2, heads[0] if kind == "per-head" else 1, num_queries, 200) > 0.3
+        # Of the first tile, of a later one, and of all some see nothing
+        allowed[0, 0, 0, :64] = False
+        allowed[1, :, -1, 64:129] = False
+        mask = {
+            "none": None,
+            "additive": torch.where(allowed, 0.5, torch.finfo(dtype).min).to(dtype),
+            "causal": torch.ones(num_queries, 200, dtype=torch.bool).tril(200 - num_queries),
+            "2d": allowed[0, 0],
+        }.get(kind, allowed)
+        options = {"attn_mask": mask.float() if kind == "additive" else mask, "scale": 0.3, "enable_gqa": True}
+        expected = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), **options)
+        attention = OnlineAttention(query, heads[1], 0.3)
+        for start, stop in ((0, 1), (1, 64), (64, 129), (129, 200)):
+            attention.add_tile(keys[:, :, start:stop], values[:, :, start:stop], slice_mask(mask, start, stop))
+        output = attention.result()
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
+
+    @pytest.mark.parametrize("num_queries", [2, 17])
+    def test_who_may_attend_to_nothing_gets_zeros(self, num_queries):
+        query, keys, values = torch.randn(1, 2, num_queries, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+        tile = DensePart(keys, values, 5, torch.zeros(1, 1, num_queries, 5, dtype=torch.bool))
+        assert not attend(query, [tile, tile], 2).any()
+
+    def test_only_prompts_of_equal_head_dims_take_flash(self, monkeypatch):
+        assert choose_flash(torch.randn(1, 2, 17, 8), 8)
+        assert not choose_flash(torch.randn(1, 2, 16, 8), 8)
+        assert not choose_flash(torch.randn(1, 2, 17, 8), 12)
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+        assert not choose_flash(torch.randn(1, 2, 17, 8), 8)
+
+    def test_gradients_reach_queries(self):
+        query = torch.randn(1, 2, 3, 8, requires_grad=True)
+        states = torch.randn(2, 1, 2, 9, 8)
+        tiles = [DensePart(*states[..., first : first + 3, :], 3, None) for first in (0, 3, 6)]
+        attend(query, tiles, 2).sum().backward()
+        own = query.grad.clone()
+        query.grad = None
+        F.scaled_dot_product_attention(query, *states).sum().backward()
+        torch.testing.assert_close(own, query.grad)
+
+
+class TestMasks:
+    @pytest.mark.parametrize("additive", [False, True])
+    def test_padding_is_learned(self, additive):
+        padding = torch.tensor([0, 3, 6])
+        allowed = (torch.arange(8) >= padding[:, None])[:, None, None] & torch.ones(8, 8, dtype=torch.bool).tril()
+        mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min) if additive else allowed
+        assert leading_padding(mask, 0, None, 3).tolist() == padding.tolist()
+        # In two updates, the first of which is nothing but padding for the last sequence
+        known = leading_padding(mask[:, :, :4, :4], 0, None, 3)
+        assert known.tolist() == [0, 3, 4]
+        assert leading_padding(mask[:, :, 4:], 4, known, 3).tolist() == padding.tolist()
+
+    def test_a_sliding_window_is_not_padding(self):
+        distance = torch.arange(8)[:, None] - torch.arange(8)
+        assert leading_padding(((distance >= 0) & (distance < 3))[None, None], 0, None, 1) is None
+
+    def test_columns_are_gathered_and_narrowed(self):
+        mask, positions = torch.rand(2, 1, 3, 10) > 0.5, torch.tensor([[0, 1], [4, 12]])
+        gathered = mask_columns(mask, positions, 2, 10)
+        assert torch.equal(gathered[1], mask[1][..., [4, 9]])
+        allowed = torch.tensor([[True, False], [True, True]])
+        assert not combine_masks(gathered, allowed)[0, :, :, 1].any()
+        assert combine_masks(torch.zeros(2, 1, 3, 2), allowed)[0, 0, 0].tolist() == [0, -torch.inf]
+
+
+def test_products_over_tokens_in_slots_are_those_of_dense_tokens():
+    """Out of order, with free slots, and with other tokens in every head; nothing of tokens that are in no slot."""
+    positions = torch.tensor([[[4, 0, -1, 5], [1, -1, -1, 3]]])
+    keys, values, query, weights = (torch.randn(1, 2, *size) for size in ((6, 8), (6, 8), (3, 2, 8), (3, 2, 6)))
+    in_slots = [each.gather(2, positions.clamp(min=0)[..., None].expand(-1, -1, -1, 8)) for each in (keys, values)]
+    is_held = torch.zeros(1, 2, 1, 1, 6, dtype=torch.bool)
+    is_held[0, 0, ..., [4, 0, 5]] = is_held[0, 1, ..., [1, 3]] = True
+    scores = scatter_scores(multiply_heads(query, in_slots[0].transpose(2, 3)), positions, 6)
+    torch.testing.assert_close(scores, (query @ keys[:, :, None].transpose(3, 4)).masked_fill(~is_held, -torch.inf))
+    total = multiply_heads(gather_weights(weights, positions), in_slots[1])
+    torch.testing.assert_close(total, weights.masked_fill(~is_held, 0) @ values[:, :, None])

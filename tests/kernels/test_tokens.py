@@ -1,0 +1,481 @@
+"""Tokens of which a step attends to some: scores, choice, copies and attention by every engine, against float64."""
+
+import dataclasses
+import mmap
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, RowTokens, SinkStates, ValuePages
+from kvcache_plugins.codecs.quantization import pack
+from kvcache_plugins.kernels import compiled_tokens as compiled
+from kvcache_plugins.kernels import engine as engines
+from kvcache_plugins.kernels.tokens import (
+    attend_chosen_rows,
+    attend_staged,
+    code_scores,
+    gather_rows,
+    grouped_scores,
+    largest,
+    score_rows,
+)
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# The compiled kernels round queries to 16 bits
+SCORE_TOLERANCE = 1e-4
+FORGED = (-(2**63), -1, 64, 2**40)
+
+
+@pytest.fixture(autouse=True)
+def _as_engine_says(request, monkeypatch):
+    """Functions that choose what computes follow the engine."""
+    if "engine" in request.fixturenames:
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.getfixturevalue("engine"))
+    torch.manual_seed(0)
+
+
+def assert_near(output, expected, tolerance=SCORE_TOLERANCE):
+    assert output.shape == expected.shape
+    error = (output.double() - expected).square().mean() / expected.square().mean().clamp(min=1e-30)
+    assert error.sqrt() < tolerance
+
+
+class Scored(NamedTuple):
+    """Sizes of what is scored; runs of grouped keys: first slot, slot behind the last, how far places are behind."""
+
+    batch_size: int
+    num_heads: int
+    groups: int
+    head_dim: int
+    nbits: int
+    group_size: int
+    num_groups: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+SCORED = {
+    "one token, the last of its group": Scored(1, 1, 1, 64, 4, 64, 1, ((0, 1, 63),)),
+    "groups of queries, spare room": Scored(2, 3, 3, 64, 4, 64, 5, ((0, 200, 10),)),
+    "more than a task": Scored(1, 2, 4, 64, 2, 64, 70, ((0, 4479, 1),)),
+    "three runs, groups without tokens": Scored(2, 2, 2, 80, 8, 16, 20, ((0, 50, 14), (50, 61, 35), (61, 130, 51))),
+    "a head dim that vectors do not divide, nine queries": Scored(1, 1, 9, 84, 2, 64, 3, ((0, 150, 42),)),
+    "fewer bytes than are read at once": Scored(1, 3, 1, 20, 4, 8, 9, ((0, 61, 3),)),
+    "bytes that hold fewer channels than they could": Scored(2, 1, 5, 50, 4, 24, 4, ((0, 90, 6),)),
+    "groups of one token": Scored(1, 2, 3, 64, 4, 1, 40, ((0, 40, 0),)),
+    "8 bits of many channels": Scored(1, 1, 1, 300, 8, 32, 3, ((0, 96, 0),)),
+}
+
+
+def random_keys(case):
+    """Queries, keys in groups, and the keys in all slots in float64; what is in no slot is as large as can be."""
+    size = case.batch_size, case.num_heads, case.num_groups
+    codes = torch.randint(0, 2**case.nbits, (*size, case.group_size, case.head_dim), dtype=torch.uint8)
+    scale, zero = (torch.rand(*size, case.head_dim) + 0.1).half(), torch.randn(*size, case.head_dim).half()
+    dense = zero.double()[:, :, :, None] + scale.double()[:, :, :, None] * codes.double()
+    dense = torch.cat([dense.flatten(2, 3)[:, :, first + shift : stop + shift] for first, stop, shift in case.runs], 2)
+    query = torch.randn(case.batch_size, case.num_heads, case.groups, case.head_dim)
+    return query, KeyGroups(pack(codes, case.nbits), scale, zero, case.nbits, case.runs), dense
+
+
+def random_codes(case):
+    """Query, packed codes and scales with some room beyond, and the keys in float64."""
+    length, size = case.group_size * case.num_groups, (case.batch_size, case.num_heads)
+    codes = torch.randint(0, 2**case.nbits, (*size, length, case.head_dim), dtype=torch.uint8)
+    scale = (torch.rand(*size, length) + 0.1).half()
+    keys = scale.double()[..., None] * (codes.double() - (2 ** (case.nbits - 1) - 0.5))
+    packed = torch.cat([pack(codes, case.nbits), pack(codes, case.nbits)[:, :, :1] | 255], dim=2)
+    scale = torch.cat([scale, torch.full((*size, 1), torch.nan).half()], dim=2)
+    return torch.randn(*size, case.groups, case.head_dim), packed, scale, keys
+
+
+@pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
+def test_scores_of_codes(scored, engine):
+    query, keys, dense = random_keys(scored)
+    assert_near(grouped_scores(query, keys), query.double() @ dense.transpose(2, 3))
+    query, codes, scale, dense = random_codes(scored)
+    scores = code_scores(query, codes, scale, dense.shape[2], scored.nbits)
+    assert_near(scores, query.double() @ dense.transpose(2, 3))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-35, 1e20])
+def test_queries_of_any_size(size, engine):
+    query, keys, dense = random_keys(SCORED["groups of queries, spare room"])
+    expected = query.double() @ dense.transpose(2, 3) * size
+    assert torch.allclose(grouped_scores(query * size, keys).double(), expected, atol=1e-2 * size + 1e-30, rtol=1e-3)
+    query, codes, scale, dense = random_codes(SCORED["more than a task"])
+    scores = code_scores(torch.full_like(query, size), codes, scale, dense.shape[2], 2)
+    expected = torch.full_like(query, size).double() @ dense.transpose(2, 3)
+    assert torch.allclose(scores.double(), expected, atol=1e-4 * size + 1e-30)
+
+
+def test_scores_are_told_by_their_sequence_alone_whatever_the_strides(num_threads):
+    query, keys, _ = random_keys(SCORED["three runs, groups without tokens"])
+    _, codes, scale, dense = random_codes(SCORED["three runs, groups without tokens"])
+    together = grouped_scores(query, keys), code_scores(query, codes, scale, dense.shape[2], 8)
+    one = slice(1, 2)
+    turned = [each.transpose(1, 2).contiguous().transpose(1, 2)[one] for each in (keys.codes, keys.scale, keys.zero)]
+    alone = KeyGroups(*turned, keys.nbits, keys.runs)
+    assert torch.equal(together[0][one], grouped_scores(query[one], alone))
+    assert torch.equal(together[1][one], code_scores(query[one], codes[one], scale[one], dense.shape[2], 8))
+
+
+def test_tritons_kernel_scores_the_same(monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    if engines._kernel_on("cpu", "triton")[1]:
+        pytest.skip("Triton runs on GPUs only")
+    query, codes, scale, keys = random_codes(SCORED["fewer bytes than are read at once"])
+    assert_near(code_scores(query, codes, scale, keys.shape[2], 4), query.double() @ keys.transpose(2, 3))
+
+
+def test_places_follow_their_runs():
+    keys = random_keys(SCORED["three runs, groups without tokens"])[1]
+    slots = torch.tensor([[0, 49, 50, 60], [61, 129, 3, 55]])
+    assert keys.places_of(slots).tolist() == [[14, 63, 85, 95], [112, 180, 17, 90]]
+
+
+@pytest.mark.parametrize("runs", [[(0, 65, 0)], [(0, 8, -1)], [(1, 8, 0)], [(0, 8, 0), (9, 12, 0)]], ids=str)
+def test_runs_that_do_not_follow_each_other_within_the_groups_are_refused(runs):
+    with pytest.raises(ValueError, match="`runs`"):
+        compiled.grouped_scores(torch.randn(1, 1, 1, 8), keys_of_ones(runs))
+
+
+class TestLargest:
+    @pytest.mark.parametrize("length", [1, 7, 2049])
+    def test_are_in_order(self, length, engine, num_threads):
+        numbers = torch.randn(2, 3, length) * 10.0 ** torch.randint(-20, 20, (2, 3, length))
+        numbers[..., length // 2] = -torch.inf
+        values, indices = largest(numbers, length)
+        assert torch.equal(values, numbers.sort(dim=2, descending=True).values)
+        assert torch.equal(numbers.gather(2, indices), values)
+
+    def test_what_is_not_below_the_least_is_there(self, engine):
+        numbers, least = torch.randn(2, 3, 200), torch.tensor([-5.0, 1.0])[:, None, None]
+        values, indices = largest(numbers, 60, least)
+        expected = numbers.topk(60, dim=2)
+        counts = (expected.values >= least).sum(dim=2, keepdim=True)
+        assert int(counts.min()) < 60 == int(counts.max())
+        is_wanted = torch.arange(60) < counts
+        assert torch.equal((values >= least).sum(dim=2, keepdim=True), counts)
+        assert torch.equal(values[is_wanted], expected.values[is_wanted])
+        assert torch.equal(indices[is_wanted], expected.indices[is_wanted])
+
+    def test_equal_numbers_keep_their_order_and_what_is_none_is_left_out(self, level):
+        numbers = torch.randint(-3, 3, (4, 500)).float()
+        expected = numbers.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(largest(numbers, 300)[1], expected.indices[:, :300])
+        values, indices = largest(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
+        assert (values.tolist(), indices.tolist()) == ([[2.0, 1.0, -torch.inf]], [[2, 1, 0]])
+
+    @pytest.mark.parametrize("length", [1, 63, 129])
+    def test_the_heaviest_are_those_of_pytorch(self, length, level):
+        scores, resident = torch.randn(2, 3, 2, length), torch.randn(2, 3, 2, 5)
+        weights = torch.cat([scores, resident], dim=3).softmax(dim=3).mean(dim=2)[..., :length]
+        slots, count = compiled.choose_heaviest(scores, resident, (0, length), 0.5 / length, length, length)
+        assert torch.equal(count, (weights >= 0.5 / length).sum(dim=2))
+        assert torch.equal(slots[0, 0, : count[0, 0]], weights[0, 0].argsort(descending=True)[: count[0, 0]])
+
+
+class Chosen(NamedTuple):
+    """Sizes of what is attended to."""
+
+    batch_size: int = 2
+    num_heads: int = 2
+    groups: int = 3
+    key_dim: int = 64
+    value_dim: int = 64
+    num_slots: int = 90
+    most: int = 40
+    window: int = 7
+    page_tokens: int = 32
+
+
+CHOSEN = {
+    "groups of three": Chosen(),
+    "one of each": Chosen(batch_size=1, num_heads=1, groups=1, num_slots=1, most=1, window=1),
+    "as many heads as queries, small": Chosen(groups=1, key_dim=20, value_dim=20, most=63),
+    "one head for nine queries": Chosen(num_heads=1, groups=9, key_dim=40, value_dim=40, window=65),
+    "different keys and values": Chosen(groups=4, key_dim=80, value_dim=24, num_slots=200, most=130),
+    "a head as small as a vector": Chosen(key_dim=8, value_dim=9, page_tokens=1),
+    "smaller than any vector": Chosen(key_dim=3, value_dim=1),
+    "large": Chosen(batch_size=1, key_dim=300, value_dim=256, most=70),
+    "long": Chosen(batch_size=1, num_slots=2500, most=2049, page_tokens=1024),
+}
+
+
+def random_step(case, dtype=torch.float32, counts=None):
+    """Arguments of `attend`; nobody looks at rows that were not chosen, nor at capacity beyond the window."""
+    slots = torch.rand(case.batch_size, case.num_heads, case.num_slots).topk(case.most, dim=2).indices
+    count = torch.randint(0, case.most + 1, slots.shape[:2])
+    count[0, 0] = case.most
+    count[-1, -1] = min(count[-1, -1], 0 if case.batch_size > 1 else case.most)
+    count = count if counts is None else torch.tensor(counts)
+    slots = slots.masked_fill(torch.arange(case.most) >= count[..., None], 0)
+    row_dim, num_pages = case.key_dim + case.value_dim, -(-case.num_slots // case.page_tokens)
+    rows = torch.randn(case.batch_size, case.num_heads, num_pages * case.page_tokens, row_dim)
+    is_chosen = torch.zeros(rows.shape[:3], dtype=torch.bool).scatter_(2, slots, True)
+    # In plain PyTorch filling is read, if only to count nothing
+    is_chosen[:, :, 0] = True
+    rows = rows.masked_fill(~is_chosen[..., None], torch.nan).to(dtype)
+    window = torch.randn(case.batch_size, case.num_heads, case.window + 3, row_dim).to(dtype)
+    window[:, :, case.window :] = torch.nan
+    keys, values = (part.contiguous() for part in window.split([case.key_dim, case.value_dim], dim=3))
+    query = torch.randn(case.batch_size, case.num_heads, case.groups, case.key_dim).to(dtype)
+    pages = [page.contiguous() for page in rows.split(case.page_tokens, dim=2)]
+    return [query, pages, slots, count, keys[:, :, : case.window], values[:, :, : case.window], 0.3]
+
+
+def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, window_start=0):
+    """Attention over rows where they stand, or brought together."""
+    if engine == "compiled":
+        return compiled.attend_rows(query, pages, slots, count, keys, values, scale, mask, positions, window_start)
+    rows = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
+    mask = None if mask is None else mask[:, None, None]
+    positions = slots if positions is None else positions
+    return attend_staged(query, *rows, count, keys, values, scale, mask, positions, window_start)
+
+
+def reference(query, keys, values, slots, count, window, scale, mask=None, positions=None, window_start=0):
+    """Head by head in float64, over keys and values in all slots."""
+    output = query.new_zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            own = slots[b, h, : count[b, h]]
+            all_keys, all_values = (
+                torch.cat([states[b, h, own].double(), newest[b, h].double()])
+                for states, newest in zip((keys, values), window, strict=True)
+            )
+            scores = query[b, h].double() @ all_keys.T * scale
+            if mask is not None:
+                columns = own if positions is None else positions[b, h, : count[b, h]]
+                line = torch.cat([mask[b, columns], mask[b, window_start : window_start + window[0].shape[2]]])
+                line = torch.zeros_like(scores[0]).masked_fill(~line, -torch.inf) if line.dtype == torch.bool else line
+                scores = scores + line
+            output[b, h] = scores.softmax(dim=1).nan_to_num() @ all_values
+    return output
+
+
+def check(arguments, engine, **masking):
+    query, pages, slots, count, *window, scale = arguments
+    output = attend(*arguments, engine, **masking)
+    assert output.dtype == query.dtype
+    rows = torch.cat(pages, dim=2).split([query.shape[3], window[1].shape[3]], dim=3)
+    assert_near(output, reference(query, *rows, slots, count, window, scale, **masking), TOLERANCE[query.dtype])
+
+
+class TestExactRows:
+    @pytest.mark.parametrize("name", CHOSEN)
+    def test_match_float64(self, name, engine):
+        check(random_step(CHOSEN[name]), engine)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("sizes", [{}, {"key_dim": 20, "value_dim": 28}], ids=str)
+    def test_in_half_precision(self, dtype, sizes, engine):
+        check(random_step(Chosen(**sizes), dtype), engine)
+
+    @pytest.mark.parametrize("counts", [[[0, 40], [1, 0]], [[0, 0], [0, 0]]], ids=str)
+    def test_heads_that_fetch_nothing(self, counts, engine):
+        check(random_step(Chosen(), counts=counts), engine)
+
+    @pytest.mark.parametrize("kind", ["padding", "expanded", "added", "lowest"])
+    def test_masks(self, kind, engine):
+        columns = torch.arange(97)
+        added = torch.randn(2, 97)
+        mask = {
+            "padding": columns >= torch.tensor([0, 60])[:, None],
+            "expanded": (columns >= 70)[None].expand(2, -1),
+            "added": added.masked_fill(columns < torch.tensor([0, 50])[:, None], -torch.inf),
+            "lowest": added.masked_fill(columns < torch.tensor([0, 50])[:, None], torch.finfo(torch.float32).min),
+        }[kind]
+        check(random_step(Chosen()), engine, mask=mask, window_start=90)
+
+    @pytest.mark.parametrize("is_boolean", [True, False])
+    def test_slots_in_another_order_than_positions(self, is_boolean, engine):
+        arguments = random_step(CHOSEN["different keys and values"])
+        mask = torch.randn(2, 300) if not is_boolean else torch.rand(2, 300) > 0.5
+        positions = torch.randint(0, 250, arguments[2].shape)
+        # What is behind the counts has no token
+        positions[torch.arange(130).expand_as(positions) >= arguments[3][..., None]] = -1
+        check(arguments, engine, mask=mask, positions=positions, window_start=250)
+
+    def test_nothing_to_attend_to_is_zero(self, engine):
+        mask = torch.ones(2, 97, dtype=torch.bool)
+        mask[1] = False
+        output = attend(*random_step(Chosen()), engine, mask=mask, window_start=90)
+        assert output[0].isfinite().all() and (output[0] != 0).any() and (output[1] == 0).all()
+
+    def test_what_stands_in_the_filling_does_not_matter(self, engine):
+        outputs, arguments = [], random_step(Chosen(), counts=[[0, 40], [1, 2]])
+        filling = torch.arange(arguments[2].shape[2]) >= arguments[3][..., None]
+        for place in (0, 5):
+            arguments[2] = arguments[2].masked_fill(filling, place)
+            outputs.append(attend(*arguments, engine))
+            arguments[1] = [page.nan_to_num(torch.inf) for page in arguments[1]]
+        assert torch.equal(*outputs)
+
+    def test_sequences_alone_and_any_strides(self, engine, num_threads):
+        query, pages, slots, count, keys, values, scale = arguments = random_step(CHOSEN["different keys and values"])
+        together = attend(*arguments, engine)
+        for item in range(2):
+            one = slice(item, item + 1)
+            alone = query[one], [page[one] for page in pages], slots[one], count[one], keys[one], values[one], scale
+            assert torch.equal(together[one], attend(*alone, engine))
+        arguments[1] = [page.transpose(1, 2).contiguous().transpose(1, 2) for page in pages]
+        arguments[4:6] = [states.transpose(2, 3).contiguous().transpose(2, 3) for states in (keys, values)]
+        torch.testing.assert_close(attend(*arguments, engine), together)
+
+    @pytest.mark.parametrize("forged", FORGED)
+    def test_slots_positions_and_counts_out_of_range_read_nothing_else(self, forged, level):
+        pages = [torch.ones(1, 1, 32, 16) for _ in range(2)]
+        slots, window = torch.full((1, 1, 5), forged), torch.ones(1, 1, 3, 8)
+        query, mask, out = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool), torch.zeros(1, 1, 5, 16)
+        for count in (5, forged):
+            of_heads = torch.full((1, 1), count)
+            output = compiled.attend_rows(query, pages, slots, of_heads, window, window, 0.3, mask, slots, 6)
+            assert torch.allclose(output, torch.ones(1, 1, 2, 8))
+        compiled.copy_rows(pages, slots, out, are_mapped=False)
+        assert (out == 1).all()
+
+    def test_masks_without_the_columns_of_the_window_are_refused(self):
+        arguments = random_step(Chosen())
+        with pytest.raises(ValueError, match="`mask` has to have at least 97 columns"):
+            compiled.attend_rows(*arguments, torch.ones(2, 96), None, 90)
+
+    @pytest.mark.parametrize("are_mapped", [False, True])
+    @pytest.mark.parametrize(
+        ("num_pages", "page_tokens", "row_dim", "dtype"),
+        [(1, 64, 128, torch.float32), (3, 64, 7, torch.uint8), (30, 16, 33, torch.bfloat16)],
+    )
+    def test_copies_are_those_of_all_pages(
+        self, engine, num_threads, are_mapped, num_pages, page_tokens, row_dim, dtype
+    ):
+        pages = []
+        for _ in range(num_pages):
+            # In memory of its own: what is let go of is lost if it is no file
+            file = mmap.mmap(-1, 6 * page_tokens * row_dim * dtype.itemsize)
+            pages.append(torch.frombuffer(file, dtype=dtype).view(2, 3, page_tokens, row_dim))
+            pages[-1].copy_(torch.randint(0, 100, pages[-1].shape))
+        slots = torch.randint(0, num_pages * page_tokens, (2, 3, 41))
+        expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, row_dim))
+        found = gather_rows(pages, slots[:, :, :40], are_mapped=are_mapped)
+        none = gather_rows(pages, slots[:, :, :0], are_mapped=are_mapped)
+        assert torch.equal(found, expected[:, :, :40]) and none.shape == (2, 3, 0, row_dim)
+
+
+def keys_of_ones(runs):
+    ones = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    return KeyGroups(torch.zeros(1, 1, 4, 16, 4, dtype=torch.uint8), ones, ones, 4, runs)
+
+
+class TestChosenCodes:
+    @pytest.mark.parametrize("forged", FORGED)
+    def test_slots_and_counts_out_of_range_read_nothing_else(self, level, forged):
+        row = torch.cat([torch.zeros(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float16).view(torch.uint8)])
+        pages, sinks = [row.expand(1, 1, 32, 8).contiguous() for _ in range(2)], torch.ones(1, 1, 2, 8)
+        keys = keys_of_ones([(0, 64, 0)])
+        tokens = CodedTokens(keys, ValuePages(pages, 8, 4, 8), SinkStates(None, sinks, sinks))
+        window, slots = torch.ones(1, 1, 1, 8), torch.full((1, 1, 5), forged)
+        for count in (5, forged):
+            of_heads, query = torch.full((1, 1), count), torch.zeros(1, 1, 2, 8)
+            rest = slots, of_heads, window, window, 0.3, torch.ones(1, 9), 8
+            output = compiled.attend_chosen(query, tokens, *rest)
+            assert output.isfinite().all() and (output <= 8**0.5 + 1e-5).all()
+
+    def test_the_order_of_slots_does_not_matter(self, level):
+        heads, dim, count = 2, 20, 150
+        codes = torch.randint(0, 256, (1, heads, 16, 16, dim // 2), dtype=torch.uint8)
+        keys = KeyGroups(codes, *torch.rand(2, 1, heads, 16, dim).half(), 4, [(0, 40, 0), (40, 240, 8)])
+        numbers = torch.rand(1, heads, 240, 2).half().view(torch.uint8)
+        rows = torch.cat([torch.randint(0, 256, (1, heads, 240, dim // 2), dtype=torch.uint8), numbers], dim=3)
+        pages = [page.contiguous() for page in rows.split(120, dim=2)]
+        tokens = CodedTokens(keys, ValuePages(pages, dim, 4, dim), SinkStates(None, *torch.randn(2, 1, heads, 3, dim)))
+        slots = torch.stack([torch.randperm(240)[:count] for _ in range(heads)])[None]
+        query, window = torch.randn(1, heads, 5, dim), torch.randn(1, heads, 2, dim)
+        rest = torch.full((1, heads), count), window, window, 0.3, torch.zeros(1, 242), 240
+        first, *others = (
+            compiled.attend_chosen(query, tokens, each, *rest) for each in (slots, slots.sort().values, slots.flip(2))
+        )
+        for output in others:
+            torch.testing.assert_close(output, first)
+
+
+class TestChosenRows:
+    """Rows of tables and of bases, whose scores are those of attention over them."""
+
+    @pytest.fixture(params=["tables", "basis"])
+    def part(self, request, make, row_case):
+        return make.rows(row_case, request.param, padding=[0, 40][: row_case.batch_size])
+
+    @pytest.mark.cases("smollm2", "one-token", "unlike-dims", "odd-dims", "large", "long")
+    def test_scores_match_float64(self, part, row_case, engine):
+        query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
+        length = max(row_case.length - 3, 1)
+        scores = score_rows(query, part.keys, part.codec, part.positions, length, 0.3)
+        keys = torch.cat([tile[0] for tile in part.tiles()], dim=2)[:, :, :length].double()
+        assert_near(scores, query.double() @ keys.transpose(2, 3) * 0.3)
+
+    @pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.cases("smollm2", "one-token", "unlike-dims", "odd-dims", "large")
+    def test_attention_matches_float64(self, part, row_case, engine, dtype, mask_kind):
+        batch_size, num_heads, length = row_case.batch_size, row_case.num_heads, row_case.length
+        most, sinks, sizes = -(-length // 2), min(length, 3), (batch_size, num_heads)
+        keys, values = (torch.cat([tile[side] for tile in part.tiles()], dim=2) for side in (0, 1))
+        first = torch.tensor([0, 40][:batch_size])
+        exact = [torch.randn(*sizes, sinks, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
+        pages = [page.contiguous() for page in part.values.split(-(-length // 3), dim=2)]
+        pages[-1] = torch.nn.functional.pad(pages[-1], (0, 0, 0, pages[0].shape[2] - pages[-1].shape[2]))
+        tokens = RowTokens(part.keys, length, pages, part.codec, part.positions, SinkStates(first, *exact))
+        # Padding is never chosen
+        chances = torch.rand(*sizes, length).masked_fill(torch.arange(length) < first[:, None, None], -1)
+        slots = chances.topk(most, dim=2).indices
+        count = torch.randint(0, most + 1, sizes)
+        count[0, 0] = most
+        query = torch.randn(*sizes, row_case.groups, row_case.key_dim).to(dtype)
+        window = [torch.randn(*sizes, 5, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
+        mask = None if mask_kind == "none" else torch.rand(batch_size, length + 5) > 0.3
+        if mask_kind == "added":
+            mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf)
+        output = attend_chosen_rows(query, tokens, slots, count, *window, 0.3, mask, length, engine)
+        for item in range(batch_size):
+            for states, own in zip((keys, values), exact, strict=True):
+                states[item, :, first[item] : first[item] + sinks] = own[item].float()
+        expected = reference(query, keys, values, slots, count, window, 0.3, mask, None, length)
+        assert output.dtype == dtype
+        assert_near(output, expected, 1e-4 if dtype == torch.float32 else 5e-3)
+
+    @pytest.mark.cases("wide")
+    def test_what_is_forged_reads_nothing_else(self, part, row_case, level):
+        sinks = SinkStates(None, *torch.ones(2, 2, 2, 1, 64))
+        tokens = RowTokens(part.keys, 129, [part.values], part.codec, part.positions, sinks)
+        window, query = torch.ones(2, 2, 1, 64), torch.randn(2, 2, 3, 64)
+        for forged in (*FORGED, 10**12):
+            slots, count = torch.full((2, 2, 5), forged), torch.full((2, 2), forged)
+            padding = dataclasses.replace(part.positions, padding=torch.tensor([forged, 0]))
+            far = dataclasses.replace(tokens, positions=padding)
+            for own, of_heads in ((tokens, count), (tokens, torch.full((2, 2), 5)), (far, torch.full((2, 2), 5))):
+                output = compiled.attend_chosen(query, own, slots, of_heads, window, window, 0.3, None, 129)
+                assert output.isfinite().all()
+        with pytest.raises(ValueError, match="`pages` has to be"):
+            bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
+            compiled.attend_chosen(query, bad, slots, count, window, window, 0.3, None, 129)
+        with pytest.raises(ValueError):
+            score_rows(query, part.keys, part.codec, part.positions, 130)
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_model_says_the_same_through_every_kernel(tiny_llama, monkeypatch, nbits):
+    input_ids, outputs = torch.randint(3, 128, (2, 150)), []
+    mask = torch.ones_like(input_ids)
+    mask[1, :40] = 0
+    for kernel in ("torch", "compiled"):
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+        with InfiniGenCache(tiny_llama, scoring_nbits=nbits, full_layers=()) as cache:
+            options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+            outputs.append(tiny_llama.generate(input_ids, past_key_values=cache, **options))
+        stats = cache.stats()
+        assert stats["fused_calls"] == (0 if kernel == "torch" else stats["selected_calls"])
+        assert stats["selected_calls"] > 0 == stats["kernel_fallbacks"]
+    assert torch.equal(*outputs)
