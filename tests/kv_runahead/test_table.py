@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.files.json_file import write_json_file
+from kvcache_plugins.files.records import write_json
 from kvcache_plugins.kv_runahead.planner import CostModel, Link, PartitionTable, TableEntry, Timing, resolve_partition
 from kvcache_plugins.models.fingerprint import fingerprint
 
@@ -59,10 +59,9 @@ def test_what_is_saved_is_loaded(model, tiny_model, path: Path) -> None:
 DAMAGES = [
     (b"", "is no JSON file or is damaged"),
     (b"\xff\xfe\x00\x80", "is no JSON file or is damaged"),
-    (b"[]", "holds a JSON list, but has to hold an object"),
+    (b"[]", "is damaged: the JSON has to be an object but is a list"),
     (b"{}", "holds format None version None, but only"),
     ({"version": 1}, "version 1, but only 'kvcache_plugins.kv_runahead' version 2"),
-    ({"cost": None}, "is damaged: `cost` is missing"),
     ({"world_size": None}, "is damaged: .*world_size"),
     ({"more": 1}, "is damaged: .*more"),
     ({"world_size": "2"}, "`world_size` has to be an integer from 1"),
@@ -81,9 +80,8 @@ def test_damaged_files_are_refused(model, path: Path, damage, message: str) -> N
         path.write_bytes(damage)
     else:
         # Forged: the checksum is right
-        content = {**json.loads(path.read_text(encoding="utf-8")), **damage}
-        name, version, _ = (content.pop(key) for key in ("format", "version", "checksum"))
-        write_json_file(path, name, version, {key: value for key, value in content.items() if value is not None})
+        content = {**json.loads(path.read_text(encoding="utf-8")), **damage, "checksum": None}
+        write_json(path, {key: value for key, value in content.items() if value is not None})
     with pytest.raises(ValueError, match=message) as error:
         PartitionTable.load(path, model, 2)
     assert str(error.value).startswith(f"`partition`: {path} ")

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.gear.snapshot import document_of
+from kvcache_plugins.files.schema import pack
+from kvcache_plugins.gear.snapshot import state_of
 
 
 def _assert_same(found: GEARCache, expected: GEARCache) -> None:
     for index, (one, other) in enumerate(zip(found.layers, expected.layers, strict=True)):
-        (document, tensors), (wanted, wanted_tensors) = document_of(one, index), document_of(other, index)
+        (document, tensors), (wanted, wanted_tensors) = pack(state_of(one, index)), pack(state_of(other, index))
         for counted in (document, wanted):
             calls = counted.pop("counters", {})
             counted["counters"] = {name: calls.get(name) for name in ("tokens_compressed", "chunks_compressed")}

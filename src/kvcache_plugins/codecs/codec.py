@@ -19,17 +19,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Protocol
 
 import torch
 
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import Stored
 
 from .rope import START, Positions, RotaryLayout
 
 
-__all__ = ["START", "Codec", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
+__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
+
+# Of a layer's state
+_HEADS = "batch_size", "num_heads", "key_head_dim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +44,8 @@ class QueryMoments:
         products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
     """
 
-    squares: torch.Tensor
-    products: torch.Tensor
+    squares: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, least=0)]
+    products: Annotated[torch.Tensor, Stored((*_HEADS[:2], None, _HEADS[2]), torch.float32)]
 
     @classmethod
     def of(
@@ -72,6 +74,24 @@ class QueryMoments:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> QueryMoments:
         """Applies a function to both tensors."""
         return QueryMoments(function(self.squares), function(self.products))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class CodecState:
+    """
+    What a layer's state keeps of a codec that was fitted to its tokens, beside the options.
+
+    Attributes:
+        rotary (`str`), first_rotated (`int`): name and first channel of the keys' rotary embedding.
+        frequencies (`torch.Tensor` of shape `[pairs]`, float32): its radians a token.
+        keys, values (`dict[str, torch.Tensor]`): the tensors of both sides by name.
+    """
+
+    rotary: str
+    first_rotated: int
+    frequencies: Annotated[torch.Tensor, Stored((None,), torch.float32)]
+    keys: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
 
 
 class Codec(ABC):
@@ -172,18 +192,18 @@ class Codec(ABC):
         """Returns the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
         return self
 
-    def to_document(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-        """Returns what a file keeps of a fitted codec beside the options, numbers and tensors; `None` for nothing."""
+    def state(self) -> CodecState | None:
+        """Returns what was fitted, of which nothing is copied; `None` for nothing."""
         return None
 
-    def read(self, document: Document, stored: StoredTensors, heads: tuple[int, int]) -> Codec:
+    def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> Codec:
         """
-        Reads what `to_document` returned for such a codec, fitted to B and H `heads`.
+        Returns the codec as another one was, fitted to B and H `heads`; `path` names it in errors.
 
         Raises:
-            ValueError: if it is anything that the codec of no layer under these options can have.
+            ValueError: if that is anything that the codec of no layer under these options can have.
         """
-        raise ValueError("rows are coded by tables that no cache has of its own")
+        raise ValueError(f"`{path}`: rows are coded by tables that no cache has of its own")
 
     @property
     def kernel_kind(self) -> Hashable:

@@ -13,13 +13,13 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outl
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import Stored, check_layout
 
 from .low_rank import power_iteration
 from .outliers import (
@@ -359,7 +359,7 @@ class SideCodec:
         a, b = power_iteration(residual, rank, self.num_iterations)
         return a.to(STORAGE_DTYPE), b.to(STORAGE_DTYPE)
 
-    def wrap(self, tensors: dict[str, torch.Tensor]) -> CompressedStates:
+    def wrap(self, tensors: Mapping[str, torch.Tensor]) -> CompressedStates:
         """Makes states of the tensors of a `layout`."""
         return CompressedStates(
             **{name: tensors.get(name) for name in TENSOR_NAMES},  # type: ignore[arg-type]
@@ -378,52 +378,46 @@ class SideCodec:
         }
 
     def read(
-        self,
-        tensors: StoredTensors,
-        batch_size: int,
-        num_heads: int,
-        num_chunks: int,
-        chunk_length: int | None = None,
+        self, path: str, tensors: Mapping[str, torch.Tensor], batch_size: int, num_heads: int, decoded_length: int
     ) -> CompressedStates:
         """
-        Takes chunks from a file. Kernels read what lies here by address and do not look whether an index leads out of
-        it, so every index is looked at.
+        Makes states of the tensors of a file. Kernels read what lies here by address and do not look whether an index
+        leads out of it, so every index is looked at.
 
         Args:
-            tensors (`StoredTensors`): what the file holds of this side.
-            batch_size, num_heads, num_chunks (`int`): B, H, M.
-            chunk_length (`int`, *optional*): L, any by default, where there is one chunk.
+            path (`str`): where the file has them, named in errors.
+            tensors (`Mapping[str, torch.Tensor]`): what it holds of this side.
+            batch_size, num_heads (`int`): B, H.
+            decoded_length (`int`): L, where there are several chunks.
 
         Raises:
             ValueError: if a tensor is missing, or of another shape or dtype than it has to be, or holds what cannot
                 be.
         """
-        length = chunk_length or tensors.size("codes", 3)
+        num_chunks, length = (_size(tensors, "codes", dim) for dim in (CHUNK_DIM, 3))
         group_size = self.grouping.group_size or max(length, 1)
-        if length == 0 or self.grouping.axis == "channel" and length % group_size:
-            raise ValueError(f"chunks of {length} tokens cannot be in groups of {group_size}")
+        if not num_chunks or not length or self.grouping.axis == "channel" and length % group_size:
+            raise ValueError(f"`{path}`: {num_chunks} chunks of {length} tokens cannot be in groups of {group_size}")
         # A chunk alone may be a prompt's or of decoded tokens, and only of a prompt the low rank may be partial
         ranks = {self.decode_rank} if num_chunks > 1 else {self.rank, self.decode_rank}
-        rank, covered = tensors.size("low_rank_b", 4), length
+        rank, covered = _size(tensors, "low_rank_b", 4), length
         if num_chunks == 1 and self.recent_ratio < 1:
-            covered = tensors.size("low_rank_a", 3)
-        if rank not in ranks or rank and covered > length:
+            covered = _size(tensors, "low_rank_a", 3)
+        if rank not in ranks or rank and covered > length or num_chunks > 1 and length != decoded_length:
             raise ValueError(
-                f"the low rank of {self.side}s has to be one of {sorted(ranks)} over {length} tokens at most, but is "
-                f"{rank} over {covered}"
+                f"`{path}`: chunks have a rank of {sorted(ranks)} over their tokens at most, and if they are several "
+                f"{decoded_length} tokens, but got {num_chunks} of {length} of rank {rank} over {covered}"
             )
-        has_outliers = self.sparsity > 0 and tensors.has("outlier_offsets")
-        sizes = ChunkSizes(rank, covered, tensors.size("outlier_values", 3) if has_outliers else None)
+        has_outliers = self.sparsity > 0 and "outlier_offsets" in tensors
+        sizes = ChunkSizes(rank, covered, _size(tensors, "outlier_values", 3) if has_outliers else None)
         layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
-        states = self.wrap({name: tensors.take(name, shape, dtype) for name, (shape, dtype) in layout.items()})
-        for name, tensor in states.named_tensors():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ValueError(f"`{name}` has to be finite")
+        check_layout(path, tensors, {name: Stored(*stored) for name, stored in layout.items()})
+        states = self.wrap(tensors)
         if has_outliers:
-            self._check_outliers(states)
+            self._check_outliers(path, states)
         return states
 
-    def _check_outliers(self, states: CompressedStates) -> None:
+    def _check_outliers(self, path: str, states: CompressedStates) -> None:
         """Raises a `ValueError` if an offset or an index of outliers leads out of what is stored."""
         indices, offsets = states.outlier_indices, states.outlier_offsets
         assert indices is not None and offsets is not None
@@ -431,13 +425,13 @@ class SideCodec:
         # No place of a tile and head is there twice
         most = OUTLIER_TILE * self.head_dim
         if bool((offsets[..., 0] != 0).any() | (counts < 0).any() | (counts > most).any()):
-            raise ValueError("the offsets of outliers have to rise from 0 on, by no more than a tile has places")
+            raise ValueError(f"`{path}.outlier_offsets` have to rise from 0 on, by no more than a tile has places")
         if int(offsets[..., -1].max()) > indices.shape[3]:
-            raise ValueError(f"the offsets of outliers have to be at most {indices.shape[3]}, of which there are")
+            raise ValueError(f"`{path}.outlier_offsets` have to be at most {indices.shape[3]}, of which there are")
         bits = channel_bits(self.head_dim)
         tokens, channels = indices >> bits, indices & ((1 << bits) - 1)
         if bool(((tokens < 0) | (tokens >= OUTLIER_TILE) | (channels >= self.head_dim)).any()):
-            raise ValueError("the indices of outliers have to be places of a tile")
+            raise ValueError(f"`{path}.outlier_indices` have to be places of a tile")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -507,6 +501,12 @@ class GroupCodec:
             )
 
         return blank_side(self.keys), blank_side(self.values)
+
+
+def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
+    """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
+    tensor = tensors.get(name)
+    return 0 if tensor is None or tensor.dim() <= dim else tensor.shape[dim]
 
 
 def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:

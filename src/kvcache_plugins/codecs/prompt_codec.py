@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import Stored, check_layout
 
 from .allocation import num_blocks
-from .codec import Positions, QueryMoments
+from .codec import CodecState, Positions, QueryMoments
 from .quantizers import QUANTIZERS
 from .rope import RotaryLayout
 from .rows import RowCodec, RowTable, order_dtype
@@ -106,80 +104,69 @@ class PromptCodec(RowCodec):
         codec._tables = keys, values
         return codec
 
-    def to_document(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        tensors = {"frequencies": torch.tensor(self.rope.frequencies, dtype=torch.float32)}
-        for side, table in zip(("keys", "values"), self.tables(), strict=True):
-            tensors |= {f"{side}.{name}": tensor for name, tensor in table.named_tensors()}
-        return {"rotary": self.rope.name, "first_rotated": self.rope.first}, tensors
-
-    def read(self, document: Document, stored: StoredTensors, heads: tuple[int, int]) -> PromptCodec:
-        layout = _read_layout(document, stored, self.layouts)
-        keys, values = (
-            _read_table(stored.below(f"{side}."), heads, dim, size, self.quantizer, layout if side == "keys" else None)
-            for side, dim, size in zip(("keys", "values"), self.head_dims, self.sizes, strict=True)
+    def state(self) -> CodecState | None:
+        if self._tables is None:
+            return None
+        keys, values = self.tables()
+        return CodecState(
+            rotary=self.rope.name,
+            first_rotated=self.rope.first,
+            frequencies=torch.tensor(self.rope.frequencies, dtype=torch.float32),
+            keys=dict(keys.named_tensors()),
+            values=dict(values.named_tensors()),
         )
-        return self._with(keys, values)
+
+    def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> PromptCodec:
+        known = state.rotary, state.first_rotated, state.frequencies.shape
+        for layout in self.layouts:
+            own = torch.tensor(layout.frequencies, dtype=torch.float32)
+            if (layout.name, layout.first, own.shape) == known and torch.allclose(
+                state.frequencies, own, rtol=_TOLERANCE, atol=0.0
+            ):
+                break
+        else:
+            raise ValueError(
+                f"`{path}`: keys were coded with another rotary embedding than the model's config describes"
+            )
+        (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
+        keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, self.quantizer, layout)
+        return self._with(keys, _table(f"{path}.values", state.values, heads, value_dim, value_size, self.quantizer))
 
 
-def read_moments(stored: StoredTensors, heads: tuple[int, int], head_dim: int, num_layouts: int) -> QueryMoments:
-    """Reads sums over queries of a layer that may have so many layouts."""
-    squares = _finite("squares", stored.take("squares", (*heads, head_dim), torch.float32))
-    products = _finite("products", stored.take("products", (*heads, num_layouts, head_dim), torch.float32))
-    if bool((squares < 0).any()):
-        raise ValueError("`squares` have to be at least 0")
-    return QueryMoments(squares, products)
-
-
-def _read_layout(document: Document, stored: StoredTensors, layouts: Sequence[RotaryLayout]) -> RotaryLayout:
-    name, first = document.choice("rotary", sorted({each.name for each in layouts})), document.integer("first_rotated")
-    document.finish()
-    frequencies = stored.take("frequencies", (None,), torch.float32)
-    for layout in layouts:
-        own = torch.tensor(layout.frequencies, dtype=torch.float32)
-        if (layout.name, layout.first, own.shape) == (name, first, frequencies.shape) and torch.allclose(
-            frequencies, own, rtol=_TOLERANCE, atol=0.0
-        ):
-            return layout
-    raise ValueError("its keys were coded with another rotary embedding than the model's config describes")
-
-
-def _read_table(
-    stored: StoredTensors,
+def _table(
+    path: str,
+    tensors: dict[str, torch.Tensor],
     heads: tuple[int, int],
     head_dim: int,
     size: int,
     quantizer: str,
-    layout: RotaryLayout | None,
+    rope: RotaryLayout | None = None,
 ) -> RowTable:
-    """Reads the table of keys of a layout, or of values."""
-    shape, is_of_keys, order = (*heads, head_dim), layout is not None, None
+    """Makes the table of keys of a rotary embedding, or of values, whose codes take `size` bytes."""
+    shape, is_of_keys, most = (*heads, head_dim), rope is not None, len(QUANTIZERS[quantizer].distortions) - 1
+    layout = {
+        "deviation": Stored(shape if is_of_keys else (*heads, 1), torch.float16, least=0),
+        "widths": Stored((*heads, num_blocks(head_dim)), torch.uint8, most=most),
+    }
     if is_of_keys:
-        order = stored.take("order", shape, order_dtype(head_dim))
-        if not bool((order.sort(dim=-1).values == torch.arange(head_dim)).all()):
-            raise ValueError("`order` has to name every channel once")
-    has_mean = is_of_keys or stored.has("mean")
-    deviation = _finite("deviation", stored.take("deviation", shape if is_of_keys else (*heads, 1), torch.float16))
-    if bool((deviation < 0).any()):
-        raise ValueError("`deviation` has to be at least 0")
-    widths = stored.take("widths", (*heads, num_blocks(head_dim)), torch.uint8)
-    most = len(QUANTIZERS[quantizer].distortions) - 1
-    if bool((widths > most).any()) or bool((widths.sum(dim=-1) != size).any()):
-        raise ValueError(f"`widths` have to be at most {most}, and {size} together in every head")
+        layout["order"] = Stored(shape, order_dtype(head_dim))
+    if is_of_keys or "mean" in tensors:
+        layout["mean"] = Stored(shape, torch.float16)
+    check_layout(path, tensors, layout)
+    order, widths = tensors.get("order"), tensors["widths"]
+    if order is not None and not bool((order.sort(dim=-1).values == torch.arange(head_dim)).all()):
+        raise ValueError(f"`{path}.order` has to name every channel once")
+    if bool((widths.sum(dim=-1) != size).any()):
+        raise ValueError(f"`{path}.widths` have to be {size} together in every head")
     return RowTable(
         order=order,
-        mean=_finite("mean", stored.take("mean", shape, torch.float16)) if has_mean else None,
-        deviation=deviation,
+        mean=tensors.get("mean"),
+        deviation=tensors["deviation"],
         widths=widths,
         row_size=1 + size,
         head_dim=head_dim,
         is_weighted=is_of_keys,
-        rope=layout,
+        rope=rope,
         is_rotated=not is_of_keys,
         quantizer=quantizer,
     )
-
-
-def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"`{name}` has to be finite")
-    return tensor

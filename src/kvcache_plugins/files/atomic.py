@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Files written whole or not at all, and refused by one `ValueError` that names them."""
 
 import os
 import secrets
@@ -8,13 +8,45 @@ from functools import partial
 from typing import BinaryIO
 
 
+class RefusedFile(ValueError):
+    """Says what is wrong with a file as a whole: the rest of a sentence that begins with its name."""
+
+
+@contextmanager
+def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """
+    Turns whatever is found wrong inside into one `ValueError`.
+
+    Args:
+        option (`str`): the option that the file was given as.
+        path (`str` or `os.PathLike`): the file.
+
+    Raises:
+        ValueError: for every `ValueError` and `OSError` inside, naming option and file.
+    """
+    try:
+        if not os.path.isfile(path):
+            raise ValueError(f"`{option}`: there is no file {path}")
+    except ValueError as error:
+        # A path with a zero byte too
+        raise ValueError(f"`{option}`: there is no file {path}") from error
+    try:
+        yield
+    except RefusedFile as error:
+        raise ValueError(f"`{option}`: {path} {error}") from error
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {path} is damaged: {error}") from error
+    except OSError as error:
+        raise ValueError(f"`{option}`: {path} cannot be read: {error.strerror}") from error
+
+
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[BinaryIO]:
     """
-    A file to write to, which takes its place at `path` when the block ends without an error.
+    Opens a file to write to, which takes its place at `path` when the block ends without an error.
 
-    It stands in the same folder until then, under another name. So whoever reads sees the old file or the new one,
-    the last of several writers wins, and a full disk or a killed process leaves the old one as it was.
+    Until then the file stands in the same folder under another name. So whoever reads sees the old file or the new
+    one, the last of several writers wins, and a full disk or a killed process leaves the old one as it was.
 
     Args:
         path (`str` or `os.PathLike`): where the file goes.

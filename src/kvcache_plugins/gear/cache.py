@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.files.refusal import refusals
+from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin
@@ -25,7 +25,7 @@ from kvcache_plugins.user_warnings import warn_user
 
 from .captured_steps import CapturedSteps
 from .config import GEARConfig, PresetChoice
-from .snapshot import read_snapshot, write_snapshot
+from .snapshot import read_snapshot, restore_layers, write_snapshot
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import (
     AUTO,
@@ -401,7 +401,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             if not snapshot.has_config:
                 for _ in snapshot.layers:
                     cache.layers.append(cache._next_layer())
-            snapshot.fill(cache.layers, torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device)
+            device = torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device
+            restore_layers(cache.layers, snapshot.layers, device)
         return cache
 
 

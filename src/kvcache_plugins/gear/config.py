@@ -77,6 +77,8 @@ class GEARConfig:
                 f"`num_iterations` has to be at most {_MAX_NUM_ITERATIONS} but got {self.num_iterations!r}"
             )
         check_bool("rotate_values", self.rotate_values)
+        if (self.key.side, self.value.side) != ("key", "value"):
+            raise ValueError(f"sides have to be key and value but are {self.key.side} and {self.value.side}")
         if self.sliding == "compressed":
             raise ValueError(
                 '`sliding` has to be "auto" or "dense", which leave layers of a window as Transformers has them, but '

@@ -10,23 +10,30 @@ as a share of what the true queries would have chosen. Layers that are speculate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_plugins.files.atomic import RefusedFile, refusals
+from kvcache_plugins.files.records import Format, read_record, write_record
+from kvcache_plugins.files.schema import FLOATS, Range, Stored
 from kvcache_plugins.models.fingerprint import fingerprint
 
-from .calibration_file import read_calibration, write_calibration
 from .config import NUM_FIRST_LAYERS
 from .observation import NUM_QUERIES, Observation, observe, observe_newest
 from .speculation_quality import captured_masses, low_rank_map
 
 
+FORMAT = Format("kvcache_plugins.infinigen", 3, "run `calibrate` and `save` anew")
 # A correction is worth its products if it is right by so much more of the mass
 _MIN_GAIN = 0.002
+# A share of 1, summed up of rounded numbers
+Choice = Literal["stream", "corrected", "full"]
+Mass = Annotated[float, Range(0, 1.01)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +51,59 @@ class LayerReport:
     """
 
     layer_idx: int
-    oracle: float
-    by_input: float
-    by_stream: float
-    corrected: float
-    choice: str
+    oracle: Mass
+    by_input: Mass
+    by_stream: Mass
+    corrected: Mass
+    choice: Choice
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        if self.oracle == 0:
+            raise ValueError("`oracle` has to be above 0")
 
     @property
     def recall(self) -> float:
         """Mass captured by the guess that is used, as a share of the oracle's."""
         return (self.corrected if self.choice == "corrected" else self.by_stream) / self.oracle
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Correction:
+    """Factors of what is added to a layer's expected attention input."""
+
+    layer_idx: int
+    down: Annotated[torch.Tensor, Stored(("hidden_size", "rank"), *FLOATS.values())]
+    up: Annotated[torch.Tensor, Stored(("rank", "hidden_size"), *FLOATS.values())]
+
+    def check(self) -> None:
+        if self.down.dtype != self.up.dtype:
+            raise ValueError("`down` and `up` have to be of one dtype")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Content:
+    """What a file holds of a `Calibration`."""
+
+    model: str
+    reports: tuple[LayerReport, ...]
+    corrections: list[_Correction]
+
+    def check_fits(self, model: PreTrainedModel) -> None:
+        """Raises a `ValueError` if it is not of a model, or corrects other layers than those that it says."""
+        if self.model != fingerprint(model):
+            raise RefusedFile("was made for another model, or for the same one in another dtype")
+        config = model.config.get_text_config(decoder=True)
+        layers = [report.layer_idx for report in self.reports]
+        if len(set(layers)) < len(layers):
+            raise ValueError("`reports` tells of a layer twice")
+        if max(layers, default=0) >= config.num_hidden_layers:
+            raise ValueError(f"`reports` tells of layer {max(layers)}, but there are {config.num_hidden_layers}")
+        corrected = [report.layer_idx for report in self.reports if report.choice == "corrected"]
+        if sorted(each.layer_idx for each in self.corrections) != sorted(corrected):
+            raise ValueError(f"`corrections` have to be of layers {corrected}")
+        if any(each.down.shape[0] != config.hidden_size for each in self.corrections):
+            raise ValueError(f"`corrections` have to be of {config.hidden_size} channels")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,7 +144,8 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""
-        write_calibration(path, self.model, [asdict(report) for report in self.reports], self.corrections)
+        corrections = [_Correction(index, *factors) for index, factors in self.corrections.items()]
+        write_record(path, FORMAT, _Content(self.model, self.reports, corrections))
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Calibration:
@@ -104,8 +155,11 @@ class Calibration:
         Raises:
             ValueError: naming the file, if it is damaged, of another version, or of another model.
         """
-        digest, reports, corrections = read_calibration(path, model)
-        return cls(digest, tuple(LayerReport(**report) for report in reports), corrections)
+        with refusals("calibration", path):
+            content = read_record(path, FORMAT, _Content)
+            content.check_fits(model)
+        corrections = {each.layer_idx: (each.down, each.up) for each in content.corrections}
+        return cls(content.model, content.reports, corrections)
 
 
 @torch.no_grad()
@@ -201,7 +255,7 @@ def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration
 
 def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:
     mean = {name: sum(value[name] for value in values) / len(values) for name in values[0]}
-    choice = "corrected" if mean["corrected"] > mean["by_stream"] + _MIN_GAIN else "stream"
+    choice: Choice = "corrected" if mean["corrected"] > mean["by_stream"] + _MIN_GAIN else "stream"
     best = max(mean["corrected"], mean["by_stream"])
     if layer_idx < num_first_layers or best < min_recall * mean["oracle"]:
         choice = "full"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,8 @@ from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedMo
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.json_file import read_json_file, write_json_file
-from kvcache_plugins.files.refusal import RefusedFile, refusals
+from kvcache_plugins.files.atomic import RefusedFile, refusals
+from kvcache_plugins.files.records import Format, read_json_record, write_json_record
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
@@ -306,8 +305,7 @@ def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: 
 
 # Table
 
-FORMAT = "kvcache_plugins.kv_runahead"
-VERSION = 2
+FORMAT = Format("kvcache_plugins.kv_runahead", 2, "plan and save anew")
 # What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
 RATIO_TOLERANCE = 2e-3
 T = TypeVar("T")
@@ -377,11 +375,11 @@ class PartitionTable:
 
     def document(self) -> dict[str, Any]:
         """Returns what `save` writes, less its checksum."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return FORMAT.stamp(asdict(self))
 
     def save(self, path: str | Path) -> None:
         """Writes the table to a JSON file, which takes its place when it is complete."""
-        write_json_file(path, FORMAT, VERSION, asdict(self))
+        write_json_record(path, FORMAT, self)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
@@ -397,37 +395,12 @@ class PartitionTable:
             ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
         """
         with refusals("partition", path):
-            document = read_json_file(path, FORMAT, VERSION, "plan and save anew")
-            table = cls(
-                model=document.text("model"),
-                world_size=document.integer("world_size", 1),
-                entries=tuple(_read(TableEntry, row) for row in document.rows("entries")),
-                timings=tuple(_read(Timing, row) for row in document.rows("timings")),
-                cost=None if document.is_null("cost") else _read(CostModel, document.inner("cost")),
-                link=None if document.is_null("link") else _read(Link, document.inner("link")),
-                machine=document.text("machine"),
-                date=document.text("date"),
-                versions=document.texts("versions"),
-            )
-            document.finish()
+            table = read_json_record(path, FORMAT, cls)
             if table.model != fingerprint(model):
                 raise RefusedFile("was made for another model, or for the same one in another dtype")
             if table.world_size != world_size:
                 raise RefusedFile(f"was made for {table.world_size} ranks, but there are {world_size}")
         return table
-
-
-def _read(kind: type[T], document: Document) -> T:
-    """Reads a dataclass of numbers and flags, which checks their ranges itself."""
-    read = {
-        "int": document.integer,
-        "float": document.number,
-        "bool": document.boolean,
-        "tuple[float, ...]": document.number_list,
-    }
-    content: dict[str, Any] = {each.name: read[str(each.type)](each.name) for each in fields(kind)}  # type: ignore[arg-type]
-    document.finish()
-    return kind(**content)
 
 
 # Partitions

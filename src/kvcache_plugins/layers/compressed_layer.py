@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.codecs.codec import Positions, QueryMoments
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_tokens
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
 from .contexts import in_own_context
 from .finite_states import check_finite
+from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
 from .lazy_states import stored_states
-from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, LayerState, PreparedParts, RowBlock
+from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, PreparedParts, RowBlock
 from .packing import Packing, Split
 from .prompt_layer import PromptLayer
 from .residual_buffer import ResidualBuffer
@@ -759,6 +760,7 @@ class CompressedLayer(PromptLayer):
         self.settle_prompt()
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
+        pending, buffer = self._pending_sequences, self.buffer
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -766,31 +768,33 @@ class CompressedLayer(PromptLayer):
             key_head_dim=key_head_dim,
             value_head_dim=self._shapes["values"][3],
             length=self._length,
-            counters=dict(self._counters),
-            prefix=self.prefix,
-            blocks=[block for block in self.blocks if block.length],
-            is_open=self._is_open and self.blocks[-1].length > 0,
-            buffer=self.buffer,
-            padding=self.padding,
             held_start=self._held_start,
-            codec=self.codec,
+            is_open=self._is_open and self.blocks[-1].length > 0,
+            counters=dict(self._counters),
+            padding=self.padding,
+            prefix=self.prefix,
+            blocks=[BlockState(each.start, each.length, *each.stored()) for each in self.blocks if each.length],
+            buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
+            tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,
-            pending_sequences=self._pending_sequences,
+            pending=None if pending is None else pending.to(torch.uint8),
         )
 
-    def restore(self, state: LayerState, device: torch.device) -> None:
-        """Takes over what `state()` of another layer gave, on a device."""
+    def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
+        """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
+        if state.counters.keys() != set(self.counter_names):
+            raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
+        self.codec, self.blocks = restore_blocks(state, self.packing, self.sliding_window, path)
         self._prepared = None
-        self._length, self._counters = state.length, dict.fromkeys(self.counter_names, 0) | state.counters
+        self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
         self.dtype, self.batch_size = state.dtype, state.batch_size
-        self.prefix, self.buffer, self.padding = state.prefix, state.buffer, state.padding
+        self.prefix, self.padding = state.prefix, state.padding
+        self.buffer = None if state.buffer is None else state.buffer.buffer(self.packing.residual_length)
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
-        self._held_start, self.blocks, self._is_open = state.held_start, list(state.blocks), state.is_open
+        self._held_start, self._is_open, self._moments = state.held_start, state.is_open, state.moments
         self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)
-        self.codec, self._moments, self._pending_sequences = state.codec, state.moments, state.pending_sequences
-        self.is_initialized = True
-        self.device = device
-        if any(tensor.device != device for _, tensor in self.named_tensors()):
-            self.map_tensors(lambda tensor: tensor.to(device))
+        self._pending_sequences = None if state.pending is None else state.pending.bool()
+        self.is_initialized, self.device = True, device
+        self.map_tensors(lambda tensor: tensor.to(device))

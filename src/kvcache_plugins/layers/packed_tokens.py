@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens, tile_slices
 from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
-
-from .residual_buffer import ResidualBuffer
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
 
 
 if TYPE_CHECKING:
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
 DROP_STEP = 64
+# The tensor of a side of rows, in a layer's state; groups have those of `CompressedStates`
+ROWS = "rows"
+# Of the exact tokens in front, in a layer's state
+_SLOTS = "batch_size", "num_heads", "num_slots"
 # Share of the rows held that capacity grows by: little, as spare room is held too and moving is cheap
 _GROWTH = 64
 _PART_NAMES = {
@@ -126,6 +129,10 @@ class RowBlock:
         """Yields everything stored, with all its capacity."""
         yield from (self.keys, self.values)
 
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what is stored of keys and of values by name, without spare capacity."""
+        return {ROWS: self.keys[:, :, : self.length]}, {ROWS: self.values[:, :, : self.length]}
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields part and tensor of everything stored, what is spare apart."""
         for rows in (self.keys, self.values):
@@ -217,6 +224,14 @@ class GroupBlock:
         for states in (self.keys, self.values):
             yield from (tensor for _, tensor in states.named_tensors())
 
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what is stored of keys and of values by name, without spare capacity."""
+        keys, values = (
+            {name: tensor[:, :, : self.num_chunks] for name, tensor in states.named_tensors()}
+            for states in (self.keys, self.values)
+        )
+        return keys, values
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields part and tensor of everything stored, what is spare apart."""
         for states in (self.keys, self.values):
@@ -250,11 +265,20 @@ class ExactPrefix:
         is_uniform (`bool`): whether every sequence starts at 0 and uses every slot, so that nothing has to be masked.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    start: torch.Tensor
-    count: torch.Tensor
+    keys: Annotated[torch.Tensor, Stored((*_SLOTS, "key_head_dim"), *FLOATS.values(), is_finite=False)]
+    values: Annotated[torch.Tensor, Stored((*_SLOTS, "value_head_dim"), *FLOATS.values(), is_finite=False)]
+    start: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
+    count: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
     is_uniform: bool
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is no prefix, as of a file: tokens beyond its slots, or elsewhere."""
+        if self.keys.dtype != self.values.dtype:
+            raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
+        if bool((self.count > self.num_slots).any()):
+            raise ValueError(f"`count` has to be at most {self.num_slots}")
+        if self.is_uniform and bool((self.start > 0).any() | (self.count < self.num_slots).any()):
+            raise ValueError("`is_uniform` does not fit where the prefix is")
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor) -> ExactPrefix:
@@ -378,42 +402,3 @@ class PreparedParts:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class LayerState:
-    """
-    Everything that a `CompressedLayer` holds between two updates, as tensors and numbers: what a file keeps of it.
-
-    Attributes:
-        dtype (`torch.dtype`): of the states that came in.
-        batch_size, num_heads, key_head_dim, value_head_dim (`int`): their sizes.
-        length (`int`): tokens of the sequence, padding included.
-        counters (`dict[str, int]`): what `stats()` counts.
-        prefix (`ExactPrefix`, *optional*): exact tokens in front.
-        blocks (`list[RowBlock | GroupBlock]`): packed tokens, all in one form.
-        is_open (`bool`): whether further decoded tokens join the last block.
-        buffer (`ResidualBuffer`, *optional*): exact tokens behind.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): left padding of every sequence.
-        held_start (`int`): position before which a layer of a window has let go of everything.
-        codec (`Codec` or `GroupCodec`, *optional*): how blocks are read, once it is fitted.
-        moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table.
-        pending_sequences (`torch.Tensor` of shape `[B]`, bool, *optional*): which have none, while others have one.
-    """
-
-    dtype: torch.dtype
-    batch_size: int
-    num_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    length: int
-    counters: dict[str, int]
-    prefix: ExactPrefix | None
-    blocks: list[Block]
-    is_open: bool
-    buffer: ResidualBuffer | None
-    padding: torch.Tensor | None
-    held_start: int
-    codec: Codec | GroupCodec | None = None
-    moments: QueryMoments | None = None
-    pending_sequences: torch.Tensor | None = None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 _SUFFIX = ".safetensors"
-_OWNER_ALONE = 0o600
+OWNER_ALONE = 0o600
 _FOLDER_OWNER_ALONE = 0o700
 
 
@@ -69,7 +69,7 @@ class StoreFolder:
 
     @contextmanager
     def _locked(self, operation: int) -> Iterator[None]:
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE)
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ALONE)
         try:
             fcntl.flock(descriptor, operation)
             yield
@@ -165,7 +165,7 @@ class Lease:
 
     def __init__(self, path: Path, keys: Iterable[str]):
         self._path, self._process = path, os.getpid()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ALONE)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ALONE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             self.add(keys)

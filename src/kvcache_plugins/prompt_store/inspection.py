@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache_plugins.files.refusal import refusals
-from kvcache_plugins.files.tensor_file import read_document
+from kvcache_plugins.files.records import read_content
+from kvcache_plugins.files.schema import unpack
 
-from .block_files import FORMAT, VERSION, read_block
+from .blocks import FORMAT, BlockHeader, read_block
 from .folder import StoredFile, StoreFolder
 
 
@@ -38,23 +38,14 @@ class KeptPrompt:
     used_at: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Header:
-    file: StoredFile
-    previous: str
-    start: int
-    num_tokens: int
-    model_name: str
-    options: dict[str, Any]
-
-
 def list_prompts(path: Path) -> list[KeptPrompt]:
     """The prompts in a folder, those that were used last first; files that cannot be read are left out."""
     folder = _existing(path)
     with folder.reading():
-        headers = {file.path.stem: header for file in folder.files() if (header := _read_header(file)) is not None}
+        files = {file.path.stem: file for file in folder.files()}
+        headers = {key: header for key, file in files.items() if (header := _read_header(file)) is not None}
     followed = {header.previous for header in headers.values()}
-    prompts = [_prompt_of(key, headers) for key in headers.keys() - followed]
+    prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
     return sorted(prompts, key=lambda prompt: prompt.used_at, reverse=True)
 
 
@@ -110,38 +101,28 @@ def _existing(path: Path) -> StoreFolder:
     return StoreFolder(path)
 
 
-def _read_header(file: StoredFile) -> _Header | None:
+def _read_header(file: StoredFile) -> BlockHeader | None:
     try:
-        with refusals("folder", file.path):
-            document = read_document(file.path, FORMAT, VERSION, "clear the store")
-            options = document.inner("options")
-            return _Header(
-                file=file,
-                previous=document.text("previous"),
-                start=document.integer("start"),
-                num_tokens=len(document.integers("token_ids")),
-                model_name=document.text("model_name"),
-                options={name: options.take(name) for name in options.names()},
-            )
-    except ValueError:
+        content = read_content(file.path, FORMAT)
+        content.pop("layers", None)
+        return unpack(BlockHeader, content)
+    except (ValueError, OSError):
         return None
 
 
-def _prompt_of(key: str, headers: dict[str, _Header]) -> KeptPrompt:
-    last = headers[key]
-    chain, at = [last], last.previous
-    while at in headers and headers[at].start < chain[-1].start:
-        chain.append(headers[at])
-        at = headers[at].previous
-    num_blocks = last.start // max(last.num_tokens, 1) + 1
+def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> KeptPrompt:
+    last, chain = headers[key], [key]
+    while (previous := headers[chain[-1]].previous) in headers and headers[previous].start < headers[chain[-1]].start:
+        chain.append(previous)
+    num_blocks = last.start // max(len(last.token_ids), 1) + 1
     return KeptPrompt(
         key=key,
         model_name=last.model_name,
         options=last.options,
-        num_tokens=last.start + last.num_tokens,
+        num_tokens=last.start + len(last.token_ids),
         num_blocks=num_blocks,
         num_missing=max(num_blocks - len(chain), 0),
-        num_bytes=sum(header.file.num_bytes for header in chain),
+        num_bytes=sum(files[each].num_bytes for each in chain),
         # Others may use the blocks before it
-        used_at=last.file.used_at / 1e9,
+        used_at=files[key].used_at / 1e9,
     )

@@ -1,34 +1,57 @@
-"""`PromptStore`: caches of prompts of which the beginning was read before, by whatever process."""
+"""`PromptStore`: caches of prompts of which the beginning was read before, by whatever process.
+
+Nothing that happens to a file ends a generation: what cannot be loaded is read by the model again, what cannot be
+written is not kept, and a warning says so.
+"""
 
 from __future__ import annotations
 
 import inspect
+import time
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.utils import logging
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
+from kvcache_plugins.files.records import write_record
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.user_warnings import warn_user
 
-from .block_files import PromptBlock
-from .block_keys import block_keys, block_length, root_key
-from .cache import PromptCache
-from .folder import Lease, StoreFolder
-from .kept_blocks import KeptBlocks, PromptKeys
-from .patience import with_patience
-from .pieces import check_layers, cut_pieces, fill_cache
-from .statistics import StoreStatistics
+from .blocks import FORMAT, PromptBlock, PromptCache, PromptKeys, block_length, read_block, root_key
+from .folder import OWNER_ALONE, Lease, StoreFolder
 
 
 DEFAULT_BLOCK_TOKENS = 256
 DEFAULT_MAX_BYTES = "20GB"
+# Of a block's file, beside its tensors
+_DOCUMENT_BYTES = 64 * 1024
+# After which a progress bar is shown
+_BAR_DELAY_S = 2.0
+_COUNTERS = (
+    "prompts",
+    "hits",
+    "tokens_asked",
+    "tokens_saved",
+    "blocks_loaded",
+    "bytes_loaded",
+    "load_seconds",
+    "blocks_kept",
+    "bytes_kept",
+    "keep_seconds",
+    "blocks_damaged",
+    "blocks_not_kept",
+)
+Item = TypeVar("Item")
 # What says nothing of states that the tokens do not say
 _KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep"}
 
@@ -87,8 +110,9 @@ class PromptStore:
         self.block_tokens = block_tokens
         self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
-        self._statistics = StoreStatistics()
-        self._blocks = KeptBlocks(StoreFolder(self.folder), self.max_bytes, self._statistics)
+        self._files = StoreFolder(self.folder)
+        self._counters: dict[str, int | float] = dict.fromkeys(_COUNTERS, 0)
+        self._has_warned = False
         # Of the caches that were handed out
         self._roots: weakref.WeakKeyDictionary[PromptCache, str] = weakref.WeakKeyDictionary()
         self._leases: weakref.WeakKeyDictionary[PromptCache, Lease | None] = weakref.WeakKeyDictionary()
@@ -102,8 +126,7 @@ class PromptStore:
             `blocks_loaded`, `bytes_loaded` and `load_seconds`; `blocks_kept`, `bytes_kept` and `keep_seconds`;
             `blocks_damaged` and `blocks_not_kept`; and of the folder, whoever wrote to it, `bytes_on_disk`.
         """
-        on_disk = sum(file.num_bytes for file in self._blocks.folder.files())
-        return {**self._statistics.to_dict(), "bytes_on_disk": on_disk}
+        return {**self._counters, "bytes_on_disk": sum(file.num_bytes for file in self._files.files())}
 
     def cache_for(
         self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | GEARCache = "gear", **options: object
@@ -180,23 +203,16 @@ class PromptStore:
                 f"`cache` was not fed its prompt in blocks of {length} tokens, and can only be kept in these: read it "
                 f"by `prefill`, or by `generate(..., prefill_chunk_size={length})`"
             )
-        prompt = PromptKeys(root, block_keys(root, token_ids[: num_fed * length], length))
+        prompt = PromptKeys.of(root, token_ids[: num_fed * length], length)
         cache.record.note_windows(cache.layers, cache.get_seq_length())
-        missing = [each for each in self._blocks.missing(prompt) if cache.record.can_cut(cache.layers, each)]
-        options = cache.gear_config.to_options()
-        blocks = {
-            number: PromptBlock(
-                previous=prompt.previous(number),
-                start=number * length,
-                token_ids=token_ids[number * length : (number + 1) * length],
-                model_name=cache.model_name,
-                options=options,
-                piece=piece,
-            )
-            for number, piece in zip(missing, cut_pieces(cache, missing), strict=True)
-        }
+        missing = [
+            number
+            for number, key in enumerate(prompt.keys)
+            if not self._files.path_of(key).exists() and cache.record.can_cut(cache.layers, number)
+        ]
+        blocks = cache.cut(prompt, missing, token_ids)
         cache.record.windows.clear()
-        return self._blocks.write(prompt, blocks, self._leases.get(cache)) if blocks else 0
+        return self._write(prompt, blocks, self._leases.get(cache)) if blocks else 0
 
     def generate(
         self,
@@ -240,23 +256,103 @@ class PromptStore:
     ) -> PromptCache:
         made = self._empty_cache(model, cache, options)
         length, root = made.record.length, root_key(model, made, made.record.length)
-        prompt = PromptKeys(root, block_keys(root, token_ids[:most], length))
-        blocks, lease = self._blocks.load(prompt)
-        pieces = [block.piece for block in blocks]
-        while pieces:
+        prompt = PromptKeys.of(root, token_ids[:most], length)
+        blocks, lease = self._read(prompt)
+        while blocks:
             try:
-                fill_cache(made, pieces, model.device)
+                made.fill(blocks, model.device)
                 break
             except ValueError as error:
                 # Its checksum is right: somebody has made it so
-                pieces.pop()
-                self._blocks.refuse(prompt.keys[len(pieces)], str(error))
+                blocks.pop()
+                path = self._files.path_of(prompt.keys[len(blocks)])
+                with suppress(OSError):
+                    self._remove_damaged(path, path.stat().st_ino, f"`folder`: {path} is damaged: {error}")
                 made = self._empty_cache(model, cache, options)
         self._roots[made], self._leases[made] = root, lease
         if lease is not None:
             weakref.finalize(made, lease.end)
-        self._statistics.note_prompt(len(token_ids), len(pieces) * length)
+        num_saved = len(blocks) * length
+        self._count(prompts=1, hits=num_saved > 0, tokens_asked=len(token_ids), tokens_saved=num_saved)
         return made
+
+    def _count(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._counters[name] += count
+
+    def _read(self, prompt: PromptKeys) -> tuple[list[PromptBlock], Lease | None]:
+        """Reads the blocks of a prompt that are there and sound, from the first on, and takes a lease on them."""
+        started, blocks = time.perf_counter(), []
+        lease, damage = None, None
+        try:
+            with self._files.reading():
+                known = prompt.keys[: self._files.num_known(prompt.keys)]
+                # Without room for a lease: blocks may go, once they are loaded
+                with suppress(OSError):
+                    lease = self._files.lease(known)
+                self._files.touch(known)
+                for key in with_delayed_bar(known, "Loading a prompt"):
+                    path = self._files.path_of(key)
+                    status = path.stat()
+                    try:
+                        blocks.append(read_block(path))
+                    except ValueError as error:
+                        damage = path, status.st_ino, str(error)
+                        break
+                    self._count(blocks_loaded=1, bytes_loaded=status.st_size)
+            if damage is not None:
+                self._remove_damaged(*damage)
+        except OSError as error:
+            warn_user(f"the prompt store cannot be read: {error}")
+        self._count(load_seconds=time.perf_counter() - started)
+        return blocks, lease
+
+    def _remove_damaged(self, path: Path, inode: int, reason: str) -> None:
+        self._count(blocks_damaged=1)
+        warn_user(f"{reason}; it is removed, and its tokens are read again")
+        with self._files.writing():
+            # Somebody may have replaced it meanwhile
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+
+    def _write(self, prompt: PromptKeys, blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
+        """Writes blocks of a prompt by number, which the lease takes on; returns for how many there was room."""
+        started, written = time.perf_counter(), 0
+        try:
+            with self._files.writing():
+                self._files.sweep()
+                for number, block in sorted(blocks.items()):
+                    if not self._has_room(block, prompt):
+                        break
+                    key = prompt.keys[number]
+                    if lease is not None:
+                        lease.add([key])
+                    path = self._files.make_parent(key)
+                    write_record(path, FORMAT, block, mode=OWNER_ALONE)
+                    written += 1
+                    self._count(bytes_kept=path.stat().st_size)
+                self._files.touch(prompt.keys)
+        except OSError as error:
+            self._warn_once(f"the disk takes no more of the prompt, which is read on without being kept: {error}")
+        seconds = time.perf_counter() - started
+        self._count(blocks_kept=written, blocks_not_kept=len(blocks) - written, keep_seconds=seconds)
+        return written
+
+    def _has_room(self, block: PromptBlock, prompt: PromptKeys) -> bool:
+        if self.max_bytes is None:
+            return True
+        if self._files.make_room(block.num_bytes() + _DOCUMENT_BYTES, self.max_bytes, prompt.keys):
+            return True
+        self._warn_once(
+            f"`max_bytes` is {self.max_bytes}, and all that there is is in use: the prompt is read on without being "
+            "kept"
+        )
+        return False
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(reason)
 
     def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
         found: Cache | str = cache
@@ -281,7 +377,6 @@ class PromptStore:
         made = PromptCache(model, **{**kept, "sliding": "dense"})
         made.choice = found.choice
         made.record.length = block_length(made.gear_config, self.block_tokens)
-        check_layers(made)
         return made
 
     def _read_blocks(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor, most: int) -> None:
@@ -289,9 +384,29 @@ class PromptStore:
         if held % length or cache.record.num_blocks * length != held:
             raise ValueError(f"`cache` has to hold whole blocks of {length} tokens and no more, but holds {held}")
         stops = range(held + length, most + 1, length)
-        for stop in with_patience(stops, "Reading a prompt"):
+        for stop in with_delayed_bar(stops, "Reading a prompt"):
             _forward(model, cache, input_ids[:, :stop])
             self.keep(cache, input_ids[:, :stop])
+
+
+def with_delayed_bar(blocks: Sequence[Item], description: str) -> Iterator[Item]:
+    """
+    Yields blocks one by one; those that are left after two seconds with a progress bar.
+
+    tqdm's bars share a lock with all processes that are forked from this one. A process that is killed while it makes
+    a bar never gives it back, and whoever asks for it then waits for ever. So none is made before it is of use.
+    """
+    started, bar = time.perf_counter(), None
+    try:
+        for number, block in enumerate(blocks):
+            if bar is None and time.perf_counter() - started > _BAR_DELAY_S:
+                bar = logging.tqdm(total=len(blocks), initial=number, desc=description, unit="block", leave=False)
+            yield block
+            if bar is not None:
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def _token_ids(input_ids: torch.Tensor) -> list[int]:

@@ -10,14 +10,13 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import run_contract
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
@@ -253,11 +252,10 @@ def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(mode
 
     for step, count in enumerate((prompt, *[1] * num_decoded)):
         attend(layer, count, step)
-    document, tensors = layer_to_document(layer.state())
-    assert (document["held_start"] > 0) == (prompt + num_decoded > 200) == ("prefix.keys" not in tensors)
-    stored = StoredTensors({name: tensor.clone() for name, tensor in tensors.items()})
-    known = config, layer.packing, layer.counter_names, 100
-    twin.restore(layer_from_document(Document(document), stored, *known), torch.device("cpu"))
+    content, tensors = pack(layer.state())
+    assert (content["held_start"] > 0) == (prompt + num_decoded > 200) == ("prefix.keys" not in tensors)
+    state = unpack(LayerState, content, {name: tensor.clone() for name, tensor in tensors.items()})
+    twin.restore(state, torch.device("cpu"))
     for step in range(40):
         assert torch.equal(attend(layer, 1, 1000 + step), attend(twin, 1, 1000 + step))
     assert twin.get_seq_length() == prompt + num_decoded + 40

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import LayerState
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -33,15 +32,13 @@ def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, freque
 
 def written(layer) -> tuple[dict, dict]:
     """Document and tensors, of which nothing is the layer's own."""
-    document, tensors = layer_to_document(layer.state())
+    document, tensors = pack(layer.state())
     return document, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> CompressedLayer:
-    layer, stored = CompressedLayer(config.packing(frequencies), 0), StoredTensors(tensors)
-    state = layer_from_document(Document(document), stored, config, layer.packing, layer.counter_names)
-    stored.finish()
-    layer.restore(state, torch.device("cpu"))
+    layer = CompressedLayer(config.packing(frequencies), 0)
+    layer.restore(unpack(LayerState, document, tensors), torch.device("cpu"))
     return layer
 
 
@@ -82,8 +79,13 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
     document, tensors = written(layer)
     (block,) = layer.blocks
     assert document["blocks"] == [{"start": 4, "length": block.length}]
-    assert tensors["blocks.0.keys"].shape == (1, NUM_HEADS, block.length, 1 + CONFIG.code_bytes(HEAD_DIM, HEAD_DIM)[0])
-    assert document["coder"]["rotary"] == layer.codec.rope.name
+    assert tensors["blocks.0.keys.rows"].shape == (
+        1,
+        NUM_HEADS,
+        block.length,
+        1 + CONFIG.code_bytes(HEAD_DIM, HEAD_DIM)[0],
+    )
+    assert document["tables"]["rotary"] == layer.codec.rope.name
     # Frequencies beside what the layer itself holds
     held = [tensor for part, tensor in layer.named_tensors() if part != "spare"]
     assert len(tensors) == len(held) + 1
@@ -141,38 +143,38 @@ def add(name, tensor):
 
 def move_bits(document, tensors):
     """As many in all heads together as before."""
-    widths = tensors["coder.keys.widths"]
+    widths = tensors["tables.keys.widths"]
     widths[0, 0, 0] += 1
     widths[0, 1, 0] -= 1
 
 
 FIRST = (0, 0, 0)
 FORGED = {
-    "a channel twice": (change("coder.keys.order", FIRST, 1), "`order` has to name every channel once"),
-    "a channel beyond": (change("coder.keys.order", FIRST, 255), "`order` has to name every channel once"),
-    "nine bits": (change("coder.keys.widths", FIRST, 9), "`widths` have to be at most 8"),
+    "a channel twice": (change("tables.keys.order", FIRST, 1), "`order` has to name every channel once"),
+    "a channel beyond": (change("tables.keys.order", FIRST, 255), "`order` has to name every channel once"),
+    "nine bits": (change("tables.keys.widths", FIRST, 9), "`widths` have to be at most 8"),
     "bits of another head": (move_bits, "`widths` have to be .* in every head"),
-    "values of a bit more": (change("coder.values.widths", FIRST, 7), "`widths` have to be"),
-    "no number": (change("coder.keys.mean", FIRST, torch.nan), "`mean` has to be finite"),
-    "an endless deviation": (change("coder.values.deviation", FIRST, torch.inf), "`deviation` has to be finite"),
-    "a negative deviation": (change("coder.keys.deviation", FIRST, -1), "`deviation` has to be at least 0"),
+    "values of a bit more": (change("tables.values.widths", FIRST, 7), "`widths` have to be"),
+    "no number": (change("tables.keys.mean", FIRST, torch.nan), "`mean` has to be finite"),
+    "an endless deviation": (change("tables.values.deviation", FIRST, torch.inf), "`deviation` has to be finite"),
+    "a negative deviation": (change("tables.keys.deviation", FIRST, -1), "`deviation` has to be at least 0"),
     "endless moments": (change("moments.squares", FIRST, torch.inf), "`squares` has to be finite"),
     "negative moments": (change("moments.squares", FIRST, -1), "`squares` have to be at least 0"),
     "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "`products` has to be finite"),
-    "half an item waits": (change("waiting", 0, 2), "`waiting` has to be 0 or 1"),
-    "another item waits": (change("waiting", 0, 1), "has to have all its tokens in front"),
-    "nobody waits": (drop("waiting"), "there are tables, but not what goes with them"),
+    "half an item waits": (change("pending", 0, 2), "`waiting` has to be 0 or 1"),
+    "another item waits": (change("pending", 0, 1), "has to have all its tokens in front"),
+    "nobody waits": (drop("pending"), "there are tables, but not what goes with them"),
     "no prefix": (drop("prefix.keys", "prefix.values", "prefix.start", "prefix.count"), "not what goes with them"),
     "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix.count` has to be at most"),
     "a prefix without tokens": (change("prefix.count", 0, 0), "the exact tokens in front do not reach"),
-    "no order": (drop("coder.keys.order"), "the tensor `coder.keys.order` is missing"),
-    "values in an order": (add("coder.values.order", torch.zeros(1)), "`coder.values.order` is unknown"),
-    "no tables": (put(None, "coder"), "there are rows, but no tables"),
+    "no order": (drop("tables.keys.order"), "the tensor `tables.keys.order` is missing"),
+    "values in an order": (add("tables.values.order", torch.zeros(1)), "`tables.values.order` is unknown"),
+    "no tables": (put(None, "tables"), "there are rows, but no tables"),
     "an open block, and no rows": (put([], "blocks"), "not what goes with them"),
     "rows elsewhere": (put(3, "blocks", 0, "start"), "compressed tokens end at"),
     "more rows": (put(999, "blocks", 0, "length"), r"`blocks.0.keys` has to be of shape \[2, 2, 999, 10\]"),
-    "another rotation": (put("spiral", "coder", "rotary"), "`coder.rotary` has to be one of"),
-    "rotated elsewhere": (put(2, "coder", "first_rotated"), "another rotary embedding"),
+    "another rotation": (put("spiral", "tables", "rotary"), "`tables.rotary` has to be one of"),
+    "rotated elsewhere": (put(2, "tables", "first_rotated"), "another rotary embedding"),
     "a longer text": (put(300, "length"), "compressed tokens end at"),
 }
 
@@ -191,7 +193,7 @@ def test_what_no_layer_can_be_is_refused(name):
 
 def test_without_a_table_all_tokens_are_in_the_buffer():
     document, tensors = written(filled_layer((50,), num_decoded=3))
-    for forge in (put(54, "length"), add("waiting", torch.zeros(1, dtype=torch.uint8)), put(True, "is_open")):
+    for forge in (put(54, "length"), add("pending", torch.zeros(1, dtype=torch.uint8)), put(True, "is_open")):
         forged, copies = dict(document), dict(tensors)
         forge(forged, copies)
         with pytest.raises(ValueError, match="there are no tables, but not all tokens"):

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
+from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import LayerState
 
 
 HEAD_DIM, PROMPT = 32, 150
@@ -99,13 +98,10 @@ def test_an_item_that_waited_may_be_steady():
 def test_a_steady_layer_goes_on_from_a_file():
     layer, constant = make_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
     feed(layer, constant, constant)
-    document, tensors = layer_to_document(layer.state())
-    assert "coder.values.mean" in tensors
-    stored, twin = StoredTensors({name: each.clone() for name, each in tensors.items()}), make_layer()
-    state = layer_from_document(
-        Document(document), stored, twin.packing.codecs.config, twin.packing, layer.counter_names
-    )
-    stored.finish()
+    content, tensors = pack(layer.state())
+    assert "tables.values.mean" in tensors
+    twin = make_layer()
+    state = unpack(LayerState, content, {name: each.clone() for name, each in tensors.items()})
     twin.restore(state, torch.device("cpu"))
     step, query = (randn(1), randn(1)), torch.randn(1, 4, 1, HEAD_DIM)
     assert torch.equal(feed(layer, *step, query), feed(twin, *step, query))

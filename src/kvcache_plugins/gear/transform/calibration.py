@@ -24,16 +24,11 @@ from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
-from kvcache_plugins.files.refusal import RefusedFile, refusals
+from kvcache_plugins.files.atomic import RefusedFile, refusals
+from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 
-from .calibration_file import (
-    LayerCalibration,
-    SideCalibration,
-    calibration_digest,
-    read_calibration,
-    write_calibration,
-)
+from .calibration_file import FORMAT, CalibrationContent, LayerCalibration, SideCalibration
 from .config import LEAST_BYTES, TransformConfig
 from .observation import LayerSums, observe_window
 
@@ -58,15 +53,14 @@ class TransformCalibration(nn.Module):
     of the model it is a module, and no cache counts it as what it holds.
 
     Args:
-        config (`str`): fingerprint of the model's config.
-        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
-        layers (`dict[int, LayerCalibration]`): by the index of the layer, those of full attention and of windows.
+        content (`CalibrationContent`): what its file holds.
     """
 
-    def __init__(self, config: str, weights: torch.Tensor, layers: dict[int, LayerCalibration]):
+    def __init__(self, content: CalibrationContent):
         super().__init__()
-        self.config, self.weights, self.layers = config, weights, layers
-        self.digest = calibration_digest(config, weights, layers)
+        self.content, self.config, self.weights = content, content.config, content.weights
+        self.layers = {layer.layer_idx: layer for layer in content.layers}
+        self.digest = content.digest()
         self._codecs: dict[tuple[float, str, int], RowCodec] = {}
         self._shares: dict[tuple[float, str, int | None], list[int]] = {}
 
@@ -100,7 +94,7 @@ class TransformCalibration(nn.Module):
         found = [
             layout
             for layout in candidate_layouts(frequencies, layer.keys.mean.shape[1])
-            if (layout.name, layout.first) == layer.layout
+            if (layout.name, layout.first) == (layer.layout, layer.first_channel)
         ]
         if not found:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
@@ -136,7 +130,7 @@ class TransformCalibration(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""
-        write_calibration(path, self.config, self.weights, self.layers)
+        write_record(path, FORMAT, self.content)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
@@ -182,7 +176,7 @@ class TransformCalibration(nn.Module):
 # So that the caches of a model share one, and what is made of it
 @lru_cache(maxsize=4)
 def _read_once(path: Path, changed: int) -> TransformCalibration:
-    return TransformCalibration(*read_calibration(path))
+    return TransformCalibration(read_record(path, FORMAT, CalibrationContent))
 
 
 def calibrate_transform(
@@ -215,11 +209,11 @@ def calibrate_transform(
         if on_progress is not None:
             on_progress(f"window {number}")
         observe_window(model, window, window.numel() // 2, _NUM_SINKS, num_draws, sums, generator)
-    layers = {index: _calibrate_layer(own) for index, own in sorted(sums.items())}
-    return TransformCalibration(config_fingerprint(model.config), weight_samples(model), layers)
+    layers = [_calibrate_layer(index, own) for index, own in sorted(sums.items())]
+    return TransformCalibration(CalibrationContent(config_fingerprint(model.config), weight_samples(model), layers))
 
 
-def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
+def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     cost = _shrunk(sums.keys.gradients / sums.keys.num_scored, _KEY_SHRINKAGE)
     if sums.num_queries:
         queries = sums.queries / sums.num_queries
@@ -232,7 +226,14 @@ def _calibrate_layer(sums: LayerSums) -> LayerCalibration:
     cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
     # A sum of values would lose what their mean has lost as often as there are tokens in it
     values = _calibrate_side(cost, sums.values.products / sums.values.count, torch.zeros_like(sums.values.states))
-    return LayerCalibration((sums.layout.name, sums.layout.first), keys, values, sums.window)
+    return LayerCalibration(
+        layer_idx=layer_idx,
+        layout=sums.layout.name,
+        first_channel=sums.layout.first,
+        window=sums.window,
+        keys=keys,
+        values=values,
+    )
 
 
 def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tensor) -> SideCalibration:

@@ -1,23 +1,20 @@
-"""The file of a calibration of transform coding, checked when it is read."""
+"""What is known of a model's keys and values once, as it stands in the file of a calibration."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from kvcache_plugins.codecs.allocation import num_blocks
-from kvcache_plugins.files.document import Document
-from kvcache_plugins.files.stored_tensors import StoredTensors
-from kvcache_plugins.files.tensor_file import read_tensor_file, write_tensor_file
+from kvcache_plugins.files.records import Format
+from kvcache_plugins.files.schema import Range, Stored
 
 
-FORMAT = "kvcache_plugins.gear_calibration"
-VERSION = 2
-_ADVICE = "run `kvcache-plugins calibrate --cache gear` anew"
+FORMAT = Format("kvcache_plugins.gear_calibration", 2, "run `kvcache-plugins calibrate --cache gear` anew")
 _LAYOUTS = ("half-split", "interleaved", "none")
-_MAX_CHANNELS = _MAX_LAYERS = 2**16
+_HEADS = "num_heads", "head_dim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +33,21 @@ class SideCalibration:
         energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
     """
 
-    mean: torch.Tensor
-    factors: torch.Tensor
-    basis: torch.Tensor
-    steps: torch.Tensor
-    energies: torch.Tensor
+    mean: Annotated[torch.Tensor, Stored(_HEADS, torch.float16)]
+    factors: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, above=0)]
+    basis: Annotated[torch.Tensor, Stored((*_HEADS, "head_dim"), torch.int8)]
+    steps: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, above=0)]
+    energies: Annotated[torch.Tensor, Stored(("num_heads", None), torch.float32, above=0)]
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        num_heads, head_dim = self.mean.shape
+        if not num_heads or not head_dim:
+            raise ValueError("a layer has to have heads, and these channels")
+        if self.energies.shape[1] != num_blocks(head_dim):
+            raise ValueError(f"`energies` have to be of {num_blocks(head_dim)} blocks")
+        if bool((torch.linalg.matrix_rank(self.basis.double()) < head_dim).any()):
+            raise ValueError("bases have to be regular")
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them by name."""
@@ -48,99 +55,68 @@ class SideCalibration:
             yield field.name, getattr(self, field.name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCalibration:
     """
     Keys and values of a layer.
 
     Attributes:
-        layout (`tuple[str, int]`): name and first channel of the keys' rotary embedding.
+        layer_idx (`int`): the layer.
+        layout (`str`), first_channel (`int`): name and first channel of the keys' rotary embedding.
         window (`int`, *optional*): tokens that its attention sees; all by default.
     """
 
-    layout: tuple[str, int]
+    layer_idx: Annotated[int, Range(0, 2**16)]
+    layout: str
+    first_channel: Annotated[int, Range(0, 2**16)]
+    window: Annotated[int, Range(1)] | None
     keys: SideCalibration
     values: SideCalibration
-    window: int | None = None
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"`layout` has to be one of {list(_LAYOUTS)} but got {self.layout!r}")
+        if self.keys.mean.shape[0] != self.values.mean.shape[0]:
+            raise ValueError("keys and values have to have as many heads")
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them by side and name."""
-        for side in ("keys", "values"):
-            own: SideCalibration = getattr(self, side)
-            yield from ((f"{side}.{name}", tensor) for name, tensor in own.named_tensors())
+        """Lists all tensors by side and name."""
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            yield from ((f"{name}.{field.name}", getattr(side, field.name)) for field in fields(side))
 
 
-def calibration_digest(config: str, weights: torch.Tensor, layers: Mapping[int, LayerCalibration]) -> str:
-    """By which a calibration is known again, wherever its file is."""
-    digest = hashlib.sha256(config.encode())
-    digest.update(weights.numpy().tobytes())
-    for index, layer in layers.items():
-        known = layer.layout if layer.window is None else (*layer.layout, layer.window)
-        digest.update(f"{index} {known}".encode())
-        for name, tensor in layer.named_tensors():
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_calibration(
-    path: str | Path, config: str, weights: torch.Tensor, layers: Mapping[int, LayerCalibration]
-) -> None:
-    """Writes what a model is known by, and layers of its calibration; see `TransformCalibration`."""
-    rows, tensors = [], {"weights": weights}
-    for index, layer in layers.items():
-        name, first = layer.layout
-        row: dict[str, object] = {"layer_idx": index, "layout": name, "first_channel": first}
-        rows.append(row if layer.window is None else {**row, "window": layer.window})
-        tensors |= {f"layers.{index}.{part}": tensor for part, tensor in layer.named_tensors()}
-    write_tensor_file(path, FORMAT, VERSION, {"config": config, "layers": rows}, tensors)
-
-
-def read_calibration(path: str | Path) -> tuple[str, torch.Tensor, dict[int, LayerCalibration]]:
+@dataclass(frozen=True, eq=False)
+class CalibrationContent:
     """
-    What `write_calibration` wrote, to be called within `refusals`.
+    What a file holds.
 
-    Raises:
-        ValueError: if the file is damaged, or of another version.
+    Attributes:
+        config (`str`): fingerprint of the model's config.
+        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
+        layers (`list[LayerCalibration]`): those of full attention and of windows.
     """
-    document, tensors = read_tensor_file(path, FORMAT, VERSION, _ADVICE)
-    config, stored = document.text("config"), StoredTensors(tensors)
-    weights, layers = stored.take("weights", (None,), torch.float32), {}
-    for row in document.rows("layers"):
-        index = row.integer("layer_idx", 0, _MAX_LAYERS)
-        if index in layers:
+
+    config: str
+    weights: Annotated[torch.Tensor, Stored((None,), torch.float32, is_finite=False)]
+    layers: list[LayerCalibration]
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        if not self.layers:
+            raise ValueError("`layers` is empty")
+        if len({layer.layer_idx for layer in self.layers}) < len(self.layers):
             raise ValueError("`layers` tells of a layer twice")
-        layers[index] = _read_layer(row, stored.below(f"layers.{index}."))
-    if not layers:
-        raise ValueError("`layers` is empty")
-    document.finish()
-    stored.finish()
-    return config, weights, layers
 
-
-def _read_layer(row: Document, stored: StoredTensors) -> LayerCalibration:
-    layout = row.choice("layout", _LAYOUTS), row.integer("first_channel", 0, _MAX_CHANNELS)
-    window = row.integer("window", 1) if row.has("window") else None
-    row.finish()
-    keys, values = (_read_side(stored.below(f"{side}.")) for side in ("keys", "values"))
-    if keys.mean.shape[0] != values.mean.shape[0]:
-        raise ValueError("keys and values have to have as many heads")
-    return LayerCalibration(layout, keys, values, window)
-
-
-def _read_side(stored: StoredTensors) -> SideCalibration:
-    mean = stored.take("mean", (None, None), torch.float16)
-    num_heads, head_dim = mean.shape
-    if not num_heads or not head_dim:
-        raise ValueError("a layer has to have heads, and these channels")
-    factors, steps = (stored.take(name, (num_heads, head_dim), torch.float32) for name in ("factors", "steps"))
-    basis = stored.take("basis", (num_heads, head_dim, head_dim), torch.int8)
-    energies = stored.take("energies", (num_heads, num_blocks(head_dim)), torch.float32)
-    for tensor in (mean, factors, steps, energies):
-        if not bool(tensor.isfinite().all()):
-            raise ValueError("calibrations have to be finite")
-    if any(bool((tensor <= 0).any()) for tensor in (factors, steps, energies)):
-        raise ValueError("factors, steps and energies have to be above 0")
-    if bool((torch.linalg.matrix_rank(basis.double()) < head_dim).any()):
-        raise ValueError("bases have to be regular")
-    return SideCalibration(mean, factors, basis, steps, energies)
+    def digest(self) -> str:
+        """By which a calibration is known again, wherever its file is."""
+        digest = hashlib.sha256(self.config.encode())
+        digest.update(self.weights.numpy().tobytes())
+        for layer in self.layers:
+            layout = layer.layout, layer.first_channel
+            known = layout if layer.window is None else (*layout, layer.window)
+            digest.update(f"{layer.layer_idx} {known}".encode())
+            for name, tensor in layer.named_tensors():
+                digest.update(f"{name} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.files.refusal import RefusedFile
+from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder

@@ -1,0 +1,245 @@
+"""What a layer of a cache holds between two updates, as tensors and numbers: the schema of files, stores and copies.
+
+    [ prefix: exact, first tokens ] [ blocks: compressed ] [ buffer: exact, newest ]
+
+A state may come from anywhere. `files.schema` sees to it that every field is what its annotation says;
+`restore_blocks` to what holds between fields, under the options of a cache.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
+from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
+
+from .packed_tokens import ROWS, Block, ExactPrefix, GroupBlock, RowBlock
+from .packing import GroupPacking, Packing
+from .residual_buffer import ResidualBuffer
+
+
+Size = Annotated[int, Range(1, 2**20)]
+_FLOATS = tuple(FLOATS.values())
+_TOKENS = "batch_size", "num_heads", "num_tokens"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExactStates:
+    """
+    Tokens as they came in.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`): the states.
+    """
+
+    keys: Annotated[torch.Tensor, Stored((*_TOKENS, "key_head_dim"), *_FLOATS, is_finite=False)]
+    values: Annotated[torch.Tensor, Stored((*_TOKENS, "value_head_dim"), *_FLOATS, is_finite=False)]
+
+    def check(self) -> None:
+        """Raises a `ValueError` if keys and values are of two dtypes."""
+        if self.keys.dtype != self.values.dtype:
+            raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
+
+    def buffer(self, limit: int) -> ResidualBuffer:
+        """Makes a buffer of these tokens that waits for `limit` of them."""
+        buffer = ResidualBuffer(self.keys, self.values, limit)
+        buffer.append(self.keys, self.values)
+        return buffer
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockState:
+    """
+    Consecutive tokens, compressed.
+
+    Attributes:
+        start (`int`): index of the first token in the sequence, padding included.
+        length (`int`): tokens in use.
+        keys, values (`dict[str, torch.Tensor]`): what the codec stores of them, without spare capacity.
+    """
+
+    start: int
+    length: Annotated[int, Range(1)]
+    keys: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class LayerState:
+    """
+    A layer between two updates, however it compresses.
+
+    Attributes:
+        dtype (`torch.dtype`): of the states that came in.
+        batch_size, num_heads, key_head_dim, value_head_dim (`int`): their sizes.
+        length (`int`): tokens of the sequence, padding included.
+        held_start (`int`): position before which a layer of a window has let go of everything.
+        is_open (`bool`): whether further decoded tokens join the last block.
+        counters (`dict[str, int]`): what `stats()` counts.
+        padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every sequence.
+        prefix (`ExactPrefix`, *optional*): exact tokens in front.
+        blocks (`list[BlockState]`): compressed tokens.
+        buffer (`ExactStates`, *optional*): exact tokens behind.
+        tables (`CodecState`, *optional*): how rows are read, once the layer has made tables of its prompt.
+        moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table.
+        pending (`torch.Tensor` of shape `[batch_size]`, uint8, *optional*): 1 for sequences that have none, while
+            others have one.
+    """
+
+    dtype: torch.dtype
+    batch_size: Size
+    num_heads: Size
+    key_head_dim: Size
+    value_head_dim: Size
+    length: int
+    held_start: int
+    is_open: bool
+    counters: dict[str, int]
+    padding: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)] | None
+    prefix: ExactPrefix | None
+    blocks: list[BlockState]
+    buffer: ExactStates | None
+    tables: CodecState | None = None
+    moments: QueryMoments | None = None
+    pending: Annotated[torch.Tensor, Stored(("batch_size",), torch.uint8, most=1)] | None = None
+
+    @property
+    def exact_start(self) -> int:
+        """Position of the first token of the buffer."""
+        return self.length - (0 if self.buffer is None else self.buffer.keys.shape[2])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DenseState:
+    """
+    One of Transformers' own layers that holds tokens.
+
+    Attributes:
+        length (`int`): tokens of the sequence.
+        keys, values (`torch.Tensor` of shape `[B, H, tokens held, D]`): those that the next token can still see.
+    """
+
+    length: Annotated[int, Range(1)]
+    keys: Annotated[torch.Tensor, Stored((*_TOKENS, None), *_FLOATS, is_finite=False)]
+    values: Annotated[torch.Tensor, Stored((*_TOKENS, None), *_FLOATS, is_finite=False)]
+
+    check = ExactStates.check
+
+
+def _check_order(state: LayerState, sliding_window: int | None, path: str) -> None:
+    """
+    Raises a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does. Before
+    what a window sees there may be nothing left.
+    """
+    first_seen = 0 if sliding_window is None else max(state.length - sliding_window + 1, 0)
+    if state.held_start > first_seen:
+        raise ValueError(
+            f"`{path}`: there is nothing before token {state.held_start}, but token {first_seen} can be seen"
+        )
+    exact_start, prefix = state.exact_start, state.prefix
+    position = state.blocks[0].start if state.blocks else exact_start
+    if prefix is None:
+        if state.length and (state.held_start == 0 or position != state.held_start):
+            raise ValueError(f"`{path}`: there are tokens but none that they begin with")
+    elif state.held_start:
+        if position < state.held_start:
+            raise ValueError(f"`{path}`: there are tokens before what has been let go of")
+    # An item may begin behind all tokens, if `crop` has cut it to its padding
+    elif bool(((prefix.end < position) | (prefix.end > exact_start) & (prefix.count > 0)).any()):
+        raise ValueError(f"`{path}`: the exact tokens in front do not reach to those behind them, or go beyond")
+    for block in state.blocks:
+        if block.start != position:
+            raise ValueError(f"`{path}`: a block begins at {block.start}, but the tokens before it end at {position}")
+        position += block.length
+    if position != exact_start or exact_start < 0:
+        raise ValueError(
+            f"`{path}`: compressed tokens end at {position}, but exact ones behind them begin at {exact_start}"
+        )
+    if state.padding is not None and bool((state.padding > exact_start).all()):
+        raise ValueError(f"`{path}.padding` goes beyond all tokens")
+    is_pending = None if state.pending is None else state.pending.bool()
+    if is_pending is not None and prefix is not None and bool((prefix.end[is_pending] < exact_start).any()):
+        raise ValueError(f"`{path}`: an item that waits for a table has to have all its tokens in front")
+
+
+def restore_blocks(
+    state: LayerState, packing: Packing, sliding_window: int | None, path: str
+) -> tuple[Codec | GroupCodec | None, list[Block]]:
+    """
+    Makes the codec and the blocks of a layer.
+
+    Args:
+        state (`LayerState`): of a layer; may come from anywhere.
+        packing (`Packing`): how the layer packs.
+        sliding_window (`int`, *optional*): tokens that a query sees; all by default.
+        path (`str`): where a file has the layer, named in errors.
+
+    Raises:
+        ValueError: if no layer that packs like that can be in this state.
+    """
+    if isinstance(packing, GroupPacking):
+        return _restore_groups(state, packing, sliding_window, path)
+    return _restore_rows(state, packing, sliding_window, path)
+
+
+def _restore_groups(
+    state: LayerState, packing: GroupPacking, sliding_window: int | None, path: str
+) -> tuple[GroupCodec, list[Block]]:
+    if any(each is not None for each in (state.tables, state.moments, state.pending)):
+        raise ValueError(f"`{path}` has tables, which groups do not have")
+    _check_order(state, sliding_window, path)
+    codec, decoded_length = packing.codec(state.key_head_dim, state.value_head_dim), packing.residual_length
+    heads, blocks = (state.batch_size, state.num_heads), []
+    for number, block in enumerate(state.blocks):
+        where = f"{path}.blocks.{number}"
+        keys = codec.keys.read(f"{where}.keys", block.keys, *heads, decoded_length)
+        values = codec.values.read(f"{where}.values", block.values, *heads, decoded_length)
+        chunks = keys.num_chunks, keys.chunk_length
+        if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
+            raise ValueError(f"`{where}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
+        blocks.append(GroupBlock(keys, values, block.start, chunks[0], block.length))
+    if state.is_open:
+        # Chunks of decoded tokens are written into the last block, which has to be of such
+        last = blocks[-1] if blocks else None
+        if last is None or not last.can_grow or last.chunk_length != decoded_length:
+            raise ValueError(f"`{path}.is_open` asks for a last block of whole chunks")
+        if not codec.keys.is_of_decoded(last.keys) or not codec.values.is_of_decoded(last.values):
+            raise ValueError(f"`{path}.is_open` asks for a last block of decoded tokens")
+    return codec, [*blocks]
+
+
+def _restore_rows(
+    state: LayerState, packing: Packing, sliding_window: int | None, path: str
+) -> tuple[Codec | None, list[Block]]:
+    heads, head_dims = (state.batch_size, state.num_heads), (state.key_head_dim, state.value_head_dim)
+    unfitted, fixed = packing.codec(*head_dims), packing.fixed
+    codec: Codec | None = None
+    if fixed is not None:
+        if state.tables is not None:
+            raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
+        keys, values = (torch.empty(*heads, 0, dim, device="meta") for dim in head_dims)
+        fixed.check_shapes(keys, values)
+        # Coded from where the exact tokens in front end, of which a window may have let go
+        codec = fixed if state.prefix is not None or state.held_start else None
+    elif state.tables is not None:
+        codec = unfitted.restore(state.tables, heads, f"{path}.tables")
+    if state.moments is not None and state.moments.products.shape[2] != len(unfitted.layouts):
+        raise ValueError(f"`{path}.moments.products` has to be of {len(unfitted.layouts)} rotary embeddings")
+    if codec is None:
+        if state.prefix is not None or state.pending is not None or state.is_open or state.blocks or state.exact_start:
+            raise ValueError(f"`{path}` has no tables, but not all tokens are exact ones in the buffer")
+        return None, []
+    has_begin = state.prefix is not None or (state.held_start > 0 and state.pending is None)
+    has_moments = state.moments is not None and state.pending is None
+    if not has_begin or has_moments or (state.is_open and not state.blocks):
+        raise ValueError(f"`{path}` has tables, but not what goes with them")
+    _check_order(state, sliding_window, path)
+    blocks: list[Block] = []
+    for number, block in enumerate(state.blocks):
+        for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), codec.row_sizes, strict=True):
+            layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
+            check_layout(f"{path}.blocks.{number}.{side}", tensors, layout)
+        blocks.append(RowBlock(block.keys[ROWS], block.values[ROWS], block.start, block.length))
+    return codec, blocks
