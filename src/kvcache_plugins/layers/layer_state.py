@@ -186,9 +186,13 @@ def restore_blocks(
 
 def _restore_groups(
     state: LayerState, packing: GroupPacking, sliding_window: int | None, path: str
-) -> tuple[GroupCodec, list[Block]]:
+) -> tuple[GroupCodec | None, list[Block]]:
     if any(each is not None for each in (state.tables, state.moments, state.pending)):
         raise ValueError(f"`{path}` has tables, which groups do not have")
+    if state.prefix is None:
+        if state.is_open or state.blocks or state.exact_start:
+            raise ValueError(f"`{path}` has no exact tokens in front, but not all tokens are in the buffer")
+        return None, []
     _check_order(state, sliding_window, path)
     codec, decoded_length = packing.codec(state.key_head_dim, state.value_head_dim), packing.residual_length
     heads, blocks = (state.batch_size, state.num_heads), []
