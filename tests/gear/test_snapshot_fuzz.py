@@ -150,7 +150,7 @@ def forge_header(header: dict, rng: random.Random) -> None:
 
 def forge_data(header: dict, data: bytes, rng: random.Random) -> bytes:
     """Writes over numbers of one tensor, more often over the few that are indices."""
-    by_name = ("order", "widths", "waiting")
+    by_name = ("order", "widths", "pending")
     indices = [name for name in header if header[name]["dtype"].startswith("I") or name.endswith(by_name)]
     start, stop = header[rng.choice(rng.choice((indices, list(header))) or list(header))]["data_offsets"]
     for _ in range(rng.choice((1, 1, 5, 100)) if stop > start else 0):
@@ -196,7 +196,7 @@ def test_endless_iterations_are_refused(subject, number):
 
 
 def test_damaged_and_forged_files(subject):
-    check(subject, 120, 80)
+    check(subject, 120, 200)
 
 
 @pytest.mark.long

@@ -1,16 +1,16 @@
 """Calibration: what it measures, what it fits, and the file that it writes."""
 
 import random
-from dataclasses import asdict
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.files.records import read_content, write_tensors
 from kvcache_plugins.infinigen import Calibration, calibrate
-from kvcache_plugins.infinigen.calibration_file import write_calibration
+from kvcache_plugins.infinigen.calibration import FORMAT
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
@@ -97,9 +97,9 @@ def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Cali
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_idx": 99}, "layer_idx"),
+        ({"layer_idx": 99}, "tells of layer 99"),
         ({"oracle": 0}, "oracle"),
-        ({"by_input": 3}, "share"),
+        ({"by_input": 3}, "by_input"),
         ({"choice": "more"}, "choice"),
         ({"more": 1}, "unknown"),
         ({"corrected": "x"}, "finite number"),
@@ -107,27 +107,37 @@ def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Cali
 )
 def test_forged_reports_are_refused(model, calibration: Calibration, tmp_path, change, message) -> None:
     path = tmp_path / "calibration.safetensors"
-    reports = [asdict(report) for report in calibration.reports]
-    write_calibration(path, calibration.model, [reports[0] | change, *reports[1:]], calibration.corrections)
+    calibration.save(path)
+    content = read_content(path, FORMAT)
+    content["reports"][0] |= change
+    write_tensors(path, FORMAT.stamp(content), load_file(path))
     with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
         Calibration.load(path, model)
 
 
 def test_forged_corrections_are_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
     path = tmp_path / "calibration.safetensors"
-    reports = [asdict(report) for report in calibration.reports]
-    index, (down, up) = next(iter(calibration.corrections.items()))
+    calibration.save(path)
+    content, tensors = read_content(path, FORMAT), load_file(path)
+    down, up = tensors["corrections.0.down"], tensors["corrections.0.up"]
     for factors, message in (
         ((down[1:], up), "shape"),
         ((down, up[1:]), "shape"),
         ((down.int(), up.int()), "torch.int32"),
         ((down * torch.inf, up), "finite"),
+        ((down[1:], up[:, 1:]), "channels"),
+        ((down.double(), up), "one dtype"),
     ):
-        write_calibration(path, calibration.model, reports, calibration.corrections | {index: factors})
+        forged = {"corrections.0.down": factors[0].contiguous(), "corrections.0.up": factors[1].contiguous()}
+        write_tensors(path, FORMAT.stamp(content), tensors | forged)
         with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
             Calibration.load(path, model)
-    write_calibration(path, calibration.model, reports, calibration.corrections | {77: (down, up)})
-    with pytest.raises(ValueError, match="layers.77.down` is unknown"):
+    write_tensors(path, FORMAT.stamp(content), tensors | {"corrections.77.down": down})
+    with pytest.raises(ValueError, match="corrections.77.down` is unknown"):
+        Calibration.load(path, model)
+    content["corrections"][0]["layer_idx"] = 0
+    write_tensors(path, FORMAT.stamp(content), tensors)
+    with pytest.raises(ValueError, match="have to be of layers"):
         Calibration.load(path, model)
 
 

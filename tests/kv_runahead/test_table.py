@@ -64,7 +64,7 @@ DAMAGES = [
     ({"version": 1}, "version 1, but only 'kvcache_plugins.kv_runahead' version 2"),
     ({"world_size": None}, "is damaged: .*world_size"),
     ({"more": 1}, "is damaged: .*more"),
-    ({"world_size": "2"}, "`world_size` has to be an integer from 1"),
+    ({"world_size": "2"}, "`world_size` has to be an integer from 0"),
     ({"world_size": 1}, "is damaged: .* cut a context into 2 slices"),
     ({"entries": []}, "`entries` has to hold one length at least"),
     ({"entries": 1}, "is damaged"),

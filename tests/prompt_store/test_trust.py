@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvcache_plugins import PromptStore, create_cache
-from kvcache_plugins.prompt_store.block_files import FORMAT, VERSION, read_block, write_block
+from kvcache_plugins.files.records import write_record
+from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
 from kvcache_plugins.prompt_store.inspection import clear, find_damaged, list_prompts
 
 
@@ -86,13 +87,12 @@ def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_sa
     expected = store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4")
     path = blocks_in(tmp_path)[1]
     block = read_block(path)
-    scales = next(name for name in block.piece.tensors if name.endswith("keys.scale"))
-    block.piece.tensors[scales][:] = torch.nan
-    write_block(path, block)
+    block.layers[0].blocks[0].keys["scale"][:] = torch.nan
+    write_record(path, FORMAT, block)
     with pytest.warns(UserWarning, match="finite"):
         assert_same(store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4"), expected)
     assert store.stats()["tokens_saved"] == 256 and find_damaged(tmp_path) == {}
-    assert (FORMAT, VERSION) == ("kvcache_plugins.prompt_block", 1)
+    assert FORMAT[:2] == ("kvcache_plugins.prompt_block", 2)
 
 
 def test_files_are_their_owners_alone(tiny_llama, tmp_path):

@@ -154,7 +154,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, Any]:
+def _fields(kind: Any) -> dict[str, Any]:
     """Name and annotation of each field of a record."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -185,7 +185,7 @@ def _pack(hint: Any, value: Any, path: str, tensors: Tensors) -> Any:
         return value
     if dataclasses.is_dataclass(value):
         content: dict[str, Any] = {_KIND: type(value).__name__} if len(kinds) > 1 else {}
-        for name, inner in _fields(type(value)).items():
+        for name, inner in _fields(type(value)).items():  # type: ignore[arg-type]
             packed = _pack(inner, getattr(value, name), _below(path, name), tensors)
             if packed is not None:
                 content[name] = packed
@@ -207,8 +207,9 @@ def _pack(hint: Any, value: Any, path: str, tensors: Tensors) -> Any:
 def _read_record(kind: type[Any], value: object, path: str, tensors: Tensors, sizes: dict[str, int]) -> Any:
     if not isinstance(value, dict):
         _refuse(path, "an object", value)
-    left, own, fields = dict(value), dict(sizes), {}
-    for name, hint in _fields(kind).items():
+    left, own = dict(value), dict(sizes)
+    fields: dict[str, Any] = {}
+    for name, hint in _fields(kind).items():  # type: ignore[arg-type]
         where = _below(path, name)
         kinds, is_optional, note = _parts(hint)
         if kinds[0] is torch.Tensor:
@@ -229,7 +230,7 @@ def _read_record(kind: type[Any], value: object, path: str, tensors: Tensors, si
             fields[name] = _read(hint, {}, where, tensors, own)
         else:
             raise ValueError(f"`{where}` is missing")
-        if type(fields[name]) is int:
+        if kinds == (int,) and fields[name] is not None:
             own[name] = fields[name]
     if left:
         raise ValueError(f"`{_below(path, min(left))}` is unknown")

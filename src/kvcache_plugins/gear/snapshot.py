@@ -67,7 +67,7 @@ def write_snapshot(
     snapshot = Snapshot(
         model=fingerprint(model),
         model_config=config_fingerprint(model.config),
-        model_name=model.config.name_or_path,
+        model_name=str(model.config.name_or_path),
         has_config=has_config,
         config=config,
         calibration=calibration,

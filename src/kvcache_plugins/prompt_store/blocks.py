@@ -343,7 +343,8 @@ def _join(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence
 
 def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> DenseState:
     """Keys and values of the newest tokens, `most` at most."""
-    needed, count = [], 0
+    needed: list[DenseState] = []
+    count = 0
     for state in reversed(states):
         if count < most:
             needed.insert(0, state)

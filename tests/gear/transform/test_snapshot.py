@@ -105,7 +105,7 @@ def test_another_rotary_embedding_is_refused():
 
 def test_another_number_of_bits_is_refused():
     document, tensors = written(filled_layer())
-    with pytest.raises(ValueError, match=r"`widths` have to be at most 8, and 10 together in every head"):
+    with pytest.raises(ValueError, match=r"keys.widths` have to be 10 together in every head"):
         read(document, tensors, config=TransformConfig(key_nbits=3.3, value_nbits=2.5))
 
 
@@ -141,6 +141,21 @@ def add(name, tensor):
     return apply
 
 
+def without(field):
+    """A field that is left out, with its tensors."""
+
+    def apply(document, tensors):
+        document[field] = [] if isinstance(document[field], list) else None
+        for name in [name for name in tensors if name.startswith(f"{field}.")]:
+            del tensors[name]
+
+    return apply
+
+
+def shorter_rows(document, tensors):
+    tensors["blocks.0.keys.rows"] = tensors["blocks.0.keys.rows"][:, :, 1:]
+
+
 def move_bits(document, tensors):
     """As many in all heads together as before."""
     widths = tensors["tables.keys.widths"]
@@ -150,30 +165,36 @@ def move_bits(document, tensors):
 
 FIRST = (0, 0, 0)
 FORGED = {
-    "a channel twice": (change("tables.keys.order", FIRST, 1), "`order` has to name every channel once"),
-    "a channel beyond": (change("tables.keys.order", FIRST, 255), "`order` has to name every channel once"),
-    "nine bits": (change("tables.keys.widths", FIRST, 9), "`widths` have to be at most 8"),
-    "bits of another head": (move_bits, "`widths` have to be .* in every head"),
-    "values of a bit more": (change("tables.values.widths", FIRST, 7), "`widths` have to be"),
-    "no number": (change("tables.keys.mean", FIRST, torch.nan), "`mean` has to be finite"),
-    "an endless deviation": (change("tables.values.deviation", FIRST, torch.inf), "`deviation` has to be finite"),
-    "a negative deviation": (change("tables.keys.deviation", FIRST, -1), "`deviation` has to be at least 0"),
-    "endless moments": (change("moments.squares", FIRST, torch.inf), "`squares` has to be finite"),
-    "negative moments": (change("moments.squares", FIRST, -1), "`squares` have to be at least 0"),
-    "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "`products` has to be finite"),
-    "half an item waits": (change("pending", 0, 2), "`waiting` has to be 0 or 1"),
+    "a channel twice": (change("tables.keys.order", FIRST, 1), "keys.order` has to name every channel once"),
+    "a channel beyond": (change("tables.keys.order", FIRST, 255), "keys.order` has to name every channel once"),
+    "nine bits": (change("tables.keys.widths", FIRST, 9), "keys.widths` has to be at most 8"),
+    "bits of another head": (move_bits, "keys.widths` have to be 9 together in every head"),
+    "values of a bit more": (change("tables.values.widths", FIRST, 7), "values.widths` have to be 8 together"),
+    "no number": (change("tables.keys.mean", FIRST, torch.nan), "keys.mean` has to be finite"),
+    "an endless deviation": (
+        change("tables.values.deviation", FIRST, torch.inf),
+        "deviation` has to be finite",
+    ),
+    "a negative deviation": (change("tables.keys.deviation", FIRST, -1), "keys.deviation` has to be at least 0"),
+    "endless moments": (change("moments.squares", FIRST, torch.inf), "moments.squares` has to be finite"),
+    "negative moments": (change("moments.squares", FIRST, -1), "moments.squares` has to be at least 0"),
+    "products that are none": (
+        change("moments.products", (0, 0, 0, 0), torch.nan),
+        "products` has to be finite",
+    ),
+    "half an item waits": (change("pending", 0, 2), "`pending` has to be at most 1"),
     "another item waits": (change("pending", 0, 1), "has to have all its tokens in front"),
-    "nobody waits": (drop("pending"), "there are tables, but not what goes with them"),
-    "no prefix": (drop("prefix.keys", "prefix.values", "prefix.start", "prefix.count"), "not what goes with them"),
-    "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix.count` has to be at most"),
+    "nobody waits": (drop("pending"), "has tables, but not what goes with them"),
+    "no prefix": (without("prefix"), "not what goes with them"),
+    "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix`: `count` has to be at most 23"),
     "a prefix without tokens": (change("prefix.count", 0, 0), "the exact tokens in front do not reach"),
-    "no order": (drop("tables.keys.order"), "the tensor `tables.keys.order` is missing"),
-    "values in an order": (add("tables.values.order", torch.zeros(1)), "`tables.values.order` is unknown"),
-    "no tables": (put(None, "tables"), "there are rows, but no tables"),
-    "an open block, and no rows": (put([], "blocks"), "not what goes with them"),
+    "no order": (drop("tables.keys.order"), "the tensor `state.tables.keys.order` is missing"),
+    "values in an order": (add("tables.values.order", torch.zeros(1)), "tables.values.order` is unknown"),
+    "no tables": (without("tables"), "has no tables, but not all tokens"),
+    "an open block, and no rows": (without("blocks"), "not what goes with them"),
     "rows elsewhere": (put(3, "blocks", 0, "start"), "compressed tokens end at"),
-    "more rows": (put(999, "blocks", 0, "length"), r"`blocks.0.keys` has to be of shape \[2, 2, 999, 10\]"),
-    "another rotation": (put("spiral", "tables", "rotary"), "`tables.rotary` has to be one of"),
+    "fewer rows": (shorter_rows, r"blocks.0.keys.rows` has to be of shape \[2, 2, 204, 10\]"),
+    "another rotation": (put("spiral", "tables", "rotary"), "tables`: keys were coded with another rotary embedding"),
     "rotated elsewhere": (put(2, "tables", "first_rotated"), "another rotary embedding"),
     "a longer text": (put(300, "length"), "compressed tokens end at"),
 }
@@ -196,7 +217,7 @@ def test_without_a_table_all_tokens_are_in_the_buffer():
     for forge in (put(54, "length"), add("pending", torch.zeros(1, dtype=torch.uint8)), put(True, "is_open")):
         forged, copies = dict(document), dict(tensors)
         forge(forged, copies)
-        with pytest.raises(ValueError, match="there are no tables, but not all tokens"):
+        with pytest.raises(ValueError, match="has no tables, but not all tokens"):
             read(forged, copies)
 
 
