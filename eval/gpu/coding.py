@@ -13,6 +13,7 @@ from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_same_rows
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 from .models import DTYPE, build_llama
 from .partial_report import PartialReport, TimeBox
@@ -76,7 +77,7 @@ def _fill(
     keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
     layer.update(keys, values)
     query = torch.randn(1, config.num_attention_heads, *size[1:], device=device).to(DTYPE)
-    layer.on_exact_attention(query, None, is_causal=True, scale=None)
+    layer.on_exact_attention(AttentionCall(query, is_causal=True))
     layer.settle_prompt()
     return layer, keys, values
 

@@ -19,6 +19,7 @@ from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.kernels import gather
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.ops import mapped_files
 from kvcache_plugins.ops.gather import gather_rows
 from kvcache_plugins.ops.mapped_files import cached_blocks, num_blocks
@@ -91,7 +92,7 @@ def decode_states(folder, keys, values, queries) -> torch.Tensor:
     for query in queries:
         new = query[:, : keys.shape[1]]
         layer.update(new, new)
-        outputs.append(layer.attend(query, None, is_causal=False, scale=None))
+        outputs.append(layer.attend(AttentionCall(query)))
     return torch.cat(outputs)
 
 

@@ -31,6 +31,7 @@ from kvcache_plugins.gear.config import GEARConfig, PresetChoice
 from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.gear.transform.layer import TransformLayer
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
@@ -235,7 +236,7 @@ def _take_prefix(
         # Tables are made of queries too: as if attention had just computed with them
         own.update(layer.keys, layer.values)
         own.padding = within
-        own.on_exact_attention(queries, None, is_causal=True, scale=None)
+        own.on_exact_attention(AttentionCall(queries, is_causal=True))
     else:
         own.take_prompt(layer.keys, layer.values, within)
     # Of a short item padding may go on behind the prefix

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.token_rows import TokenRows
@@ -35,7 +36,7 @@ class CodedTokensLayer(PromptLayer):
             Index of the layer, named in errors.
     """
 
-    counter_names = ("tokens_compressed", "attend_calls", "written_out_calls", "prompts_without_mask")
+    counter_names = ("tokens_compressed", "attend_calls", "prompts_without_mask")
 
     def __init__(self, make_coder: MakeCoder, layer_idx: int):
         self._make_coder = make_coder
@@ -74,22 +75,18 @@ class CodedTokensLayer(PromptLayer):
             self.rows.append(rows[0], rows[1])
         self._counters["tokens_compressed"] += keys.shape[2]
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        if is_causal:
-            shape = (query.shape[2], self._length)
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-        else:
-            self._learn_padding(attn_mask)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self._learn_padding(call.mask)
         self.settle_prompt()
-        keys, values = self.coders["keys"], self.coders["values"]
-        attention = OnlineAttention(keys.rotate(query), self._shapes["keys"][1], scale)
+        keys, values, full_mask = self.coders["keys"], self.coders["values"], call.full_mask(self._length)
+        attention = OnlineAttention(
+            keys.rotate(call.query), self._shapes["keys"][1], call.scale, call.softcap, call.sinks
+        )
         for tokens, key_rows, value_rows in self._tiles():
-            mask = slice_mask(attn_mask, tokens.start, tokens.stop)
+            mask = slice_mask(full_mask, tokens.start, tokens.stop)
             attention.add_tile(keys.decode(key_rows), values.decode(value_rows), mask)
         self._counters["attend_calls"] += 1
-        return values.rotate_back(attention.result()).to(query.dtype)
+        return values.rotate_back(attention.result()).to(call.query.dtype)
 
     def _tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Which tokens, and the rows of their keys and values."""

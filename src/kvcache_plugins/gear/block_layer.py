@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
@@ -107,9 +108,7 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
         self.buffer.append(keys, values)
 
     @abstractmethod
-    def _attend_parts(
-        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
-    ) -> tuple[torch.Tensor, str, bool]:
+    def _attend_parts(self, call: AttentionCall, parts: Iterator[Any]) -> tuple[torch.Tensor, str, bool]:
         """Attention over parts; the kernel that computed it, and whether another one was wanted."""
 
     @abstractmethod
@@ -224,32 +223,24 @@ class BlockLayerMixin(SlidingWindowMixin, Generic[BlockT]):
             newest = DensePart(*buffer.tensors(), buffer.length, None)
             prepared.call = self._token_call(query, [*prepared.parts, newest], scale)
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `LazyLayer.attend`."""
-        if is_causal:
-            shape = (query.shape[2], self.lazy_length())
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-        output, kernel, is_fallback = self._attend_parts(query, self._parts(attn_mask), scale)
+        mask = call.full_mask(self.lazy_length())
+        output, kernel, is_fallback = self._attend_parts(call, self._parts(mask))
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
-        self._after_attention(query, attn_mask, is_causal=is_causal)
-        if attn_mask is None and kernel == "compiled":
-            self._prepare_call(query, scale)
+        self.on_exact_attention(call)
+        if mask is None and kernel == "compiled":
+            self._prepare_call(call.query, call.scale)
         return output
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
+    def on_exact_attention(self, call: AttentionCall) -> None:
         """See `LazyLayer.on_exact_attention`."""
-        self._after_attention(query, attn_mask, is_causal=is_causal)
-
-    def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
-        self._learn_padding(None if is_causal else attn_mask)
-        if self._pending is not None or self._needs_queries:
-            self._note_queries(query)
+        self._learn_padding(call.mask)
+        # Queries of what is projected are of other heads
+        if call.project is None and (self._pending is not None or self._needs_queries):
+            self._note_queries(call.query)
         if self._pending is not None:
             self.settle_prompt()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
@@ -60,7 +61,6 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         "chunks_compressed",
         "attend_calls",
         "fused_calls",
-        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -85,11 +85,12 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         self.config.codec(key_states.shape[3], value_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
-    def _attend_parts(
-        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
-    ) -> tuple[torch.Tensor, str, bool]:
-        kernel, is_fallback = choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
-        return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
+    def _attend_parts(self, call: AttentionCall, parts: Iterator[Any]) -> tuple[torch.Tensor, str, bool]:
+        kernel, is_fallback = (
+            choose_kernel(call.query, MAX_NUM_COMPILED_QUERIES) if call.is_plain else ("torch", False)
+        )
+        heads = self._shapes["keys"][1]
+        return attend(call.query, parts, heads, call.scale, kernel, call.softcap, call.sinks), kernel, is_fallback
 
     def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
         return prepare_tokens(query, parts, scale)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.ops.masking import slice_mask
@@ -103,7 +104,7 @@ class ReplayableMixin(BlockLayerMixin[BlockT]):
                 for part in parts
             ]
             parts = [part for part in parts if part.length]
-        return self._attend_parts(query, iter(parts), scale)[0]
+        return self._attend_parts(AttentionCall(query, scale=scale), iter(parts))[0]
 
     def count_token(self) -> None:
         """Takes down that a token has been stored and attended to."""

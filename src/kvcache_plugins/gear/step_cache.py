@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import Cache
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.lazy_states import stored_states
 
@@ -103,12 +104,10 @@ class StepLayer(StandIn):
             storage.index_copy_(2, self._numbers.place, states.to(storage.dtype))
         return self._all_states()
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `LazyLayer.attend`."""
-        _require_no_mask(attn_mask)
-        return self._layer.attend_in_step(query, self._parts, scale)
+        _require_plain(call)
+        return self._layer.attend_in_step(call.query, self._parts, call.scale)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """See `LazyLayer.states_shape`."""
@@ -140,12 +139,10 @@ class StepWindow(StandIn):
         self._form.store(key_states, value_states)
         return self._all_states()
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `LazyLayer.attend`."""
-        _require_no_mask(attn_mask)
-        return self._form.attend(query, self._numbers, scale)
+        _require_plain(call)
+        return self._form.attend(call.query, self._numbers, call.scale)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """See `LazyLayer.states_shape`."""
@@ -182,8 +179,8 @@ class StepCache(Cache):
         return self._length
 
 
-def _require_no_mask(attn_mask: torch.Tensor | None) -> None:
-    if attn_mask is not None:
+def _require_plain(call: AttentionCall) -> None:
+    if call.mask is not None or not call.is_plain:
         raise ValueError("`captured_steps` is not for models that add to the scores of attention")
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.model_match import key_value_heads
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.models.layer_config import decoder_config, head_dims
@@ -97,11 +98,11 @@ def exercise(layer: Any, sizes: Sizes, prompt_length: int, num_decoded: int, *, 
             query = states(count, sizes.key_dim, sizes.num_query_heads)
             if layer.get_seq_length() == count:
                 hidden = mask(count, count)
-                layer.on_exact_attention(query, hidden, is_causal=hidden is None, scale=None)
-        layer.attend(query, mask(1, layer.get_seq_length()), is_causal=False, scale=None)
+                layer.on_exact_attention(AttentionCall(query, hidden, is_causal=hidden is None))
+        layer.attend(AttentionCall(query, mask(1, layer.get_seq_length())))
         if is_captured:
             form, numbers = FixedForm(layer, 1), StepNumbers(sizes.device)
             numbers.set(form.numbers())
             step = StepLayer(form, numbers)
             step.update(states(1, sizes.key_dim), states(1, sizes.value_dim))
-            step.attend(query, None, is_causal=False, scale=None)
+            step.attend(AttentionCall(query))

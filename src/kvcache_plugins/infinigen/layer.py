@@ -12,12 +12,16 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.ops.attention import attend
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.online_softmax import OnlineAttention
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.user_warnings import warn_user
 
@@ -31,7 +35,6 @@ from .prefetch import start_fetch
 from .selected_attention import attend_selected
 from .selection import Selection, most_chosen
 from .token_store import TokenStore
-from .written_out import WrittenOutStep, score_factor
 
 
 class InfiniGenLayer(PromptLayer):
@@ -54,11 +57,8 @@ class InfiniGenLayer(PromptLayer):
             input; held for one forward only.
     """
 
-    attends_by_heads = True
-
     counter_names = (
         "attend_calls",
-        "written_out_calls",
         "selected_calls",
         "speculated_calls",
         "exact_calls",
@@ -89,11 +89,6 @@ class InfiniGenLayer(PromptLayer):
         super()._clear()
         self.tokens.clear()
         self._fetch: Fetch | None = None
-        # Between the two products of attention that is written out
-        self._step: WrittenOutStep | None = None
-        # Of the prompt's last query, `[B, H, G, tokens]`, and the factor that follows from it
-        self._last_scores: torch.Tensor | None = None
-        self._score_factor: torch.Tensor | None = None
         # Queries of the prompt, `[B, H * G, tokens, D]`, while columns are chosen by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
@@ -152,7 +147,6 @@ class InfiniGenLayer(PromptLayer):
         return tokens.window.append_exactly(keys, values)
 
     def _before_update(self) -> None:
-        self._step = None
         self.tokens.flush(self._left_padding)
         self._after_moving()
 
@@ -162,46 +156,15 @@ class InfiniGenLayer(PromptLayer):
             # What is held does not depend on whether a token has been fetched yet
             self._device_counters.start("tokens_fetched", self.device)
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        if self.check_queries is not None:
-            check, self.check_queries = self.check_queries, None
-            check(query)
-        if self.config.partial_ratio is not None:
-            self._prompt_queries = query
-        super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
-
-    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
-        self._last_scores = scores[..., -1, :].detach()
-        if self.config.partial_ratio is not None:
-            self._prompt_queries = query.flatten(1, 2)
-
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        last, self._last_scores = self._last_scores, None
-        if last is not None and by_heads is not None:
-            self._score_factor = score_factor(last, by_heads[..., -1, :].detach())
-        super().on_weighted_sum(weights, by_heads)
-
-    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
-        if query.shape[3] != 1 or self._num_new != 1 or not self.wants_speculation:
-            return None
-        factor = query.shape[4] ** -0.5 if self._score_factor is None else self._score_factor
-        return self._left_padding.let_through(self._chosen_scores(query, factor))
-
-    def _chosen_scores(self, query: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Scores of one new token `[B, H, G, 1, D]` for what was chosen for it, -inf for the rest."""
-        if self._step is None or self._step.fetch.length != self._length:
-            rows = query[:, :, :, 0]
-            fetch = self._fetch_for(rows, None, factor)
-            self._step = WrittenOutStep(fetch, self.tokens, self._times)
-            self._note(fetch.selection, rows, factor)
-        return self._step.scores(query)
-
-    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
-        if self._step is None or weights.shape[3] != 1:
-            return None
-        return self._step.sums(weights)
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        # Queries of what is projected are of other heads
+        if call.project is None:
+            if self.check_queries is not None:
+                check, self.check_queries = self.check_queries, None
+                check(call.query)
+            if self.config.partial_ratio is not None:
+                self._prompt_queries = call.query
+        super().on_exact_attention(call)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         self._refuse_evicted()
@@ -234,9 +197,7 @@ class InfiniGenLayer(PromptLayer):
         self._fetch = self._start_fetch(query, attn_mask, scale, self._length + 1)
         self._counters["speculated_calls"] += 1
 
-    def _start_fetch(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor, length: int
-    ) -> Fetch:
+    def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
         """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
         pool = self.pool
         assert pool is not None
@@ -249,23 +210,21 @@ class InfiniGenLayer(PromptLayer):
         pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        query, mask = call.query, call.mask
+        scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
         self._counters["attend_calls"] += 1
         if self._num_new == 1 and self.wants_speculation:
-            if attn_mask is None or attn_mask.dim() < 3 or attn_mask.shape[-3] == 1:
-                return self._attend_selected(query, attn_mask, scale)
+            is_shared = mask is None or mask.dim() < 3 or mask.shape[-3] == 1
+            if is_shared and call.is_plain:
+                return self._attend_selected(query, mask, scale)
             if query.shape[2] == 1:
-                return self._attend_biased(query, attn_mask, scale)
-        if is_causal:
-            shape = (query.shape[2], self._length)
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-        num_heads = self._shapes["keys"][1]
-        output = attend(query, self._parts(attn_mask, query.shape[1] // num_heads), num_heads, scale)
+                return self._attend_selected_densely(replace(call, scale=scale), mask if is_shared else None)
+        heads = self._shapes["keys"][1]
+        parts = self._parts(call.full_mask(self._length), query.shape[1] // heads)
+        output = attend(query, parts, heads, scale, softcap=call.softcap, sinks=call.sinks)
         self._counters["exact_calls"] += 1
-        self._learn_padding(None if is_causal else attn_mask)
+        self._learn_padding(mask)
         self.settle_prompt()
         return output
 
@@ -291,23 +250,48 @@ class InfiniGenLayer(PromptLayer):
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
 
-    def _attend_biased(self, query: torch.Tensor, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
-        """The same under a mask of which every head has its own, such as a bias of positions."""
-        by_heads = query.unflatten(1, (self._shapes["keys"][1], -1))  # [B, H, G, 1, D]
-        scores = (self._chosen_scores(by_heads, scale) * scale).flatten(1, 2)
-        masked = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        weights = masked.softmax(dim=-1).unflatten(1, by_heads.shape[1:3])
-        assert self._step is not None
-        return self._step.sums(weights).flatten(1, 2).to(query.dtype)
+    def _attend_selected_densely(self, call: AttentionCall, shared_mask: torch.Tensor | None) -> torch.Tensor:
+        """The same under what kernels do not know: a mask of which every head has its own, a softcap or sinks."""
+        tokens, window, heads = self.tokens, self.tokens.window, self._shapes["keys"][1]
+        pool = tokens.store.pool
+        assert pool is not None and window is not None and call.scale is not None
+        fetch = self._fetch_for(call.query, shared_mask, call.scale)
+        selection = fetch.selection
+        staged = fetch.staged or start_fetch(pool, selection, self._times)
+        if staged is None:
+            rows = tokens.store.dense_rows(pool.gather(selection.slots), selection.slots)
+        else:
+            with staged as on_device:
+                rows = tokens.store.dense_rows(on_device, selection.slots).clone()
+        key_dim = window.keys.shape[3]
+        # Zero times what stands in no row may be NaN
+        rows = rows.masked_fill(~selection.valid[..., None], 0)
+        keys = torch.cat([rows[..., :key_dim], window.keys], dim=2)  # [B, H, K + W, D]
+        values = torch.cat([rows[..., key_dim:], window.values], dim=2)
+        newest = torch.arange(tokens.num_pooled, tokens.length, device=keys.device).expand(*keys.shape[:2], -1)
+        positions = torch.cat([pool.positions_of(selection.slots, slice(None)), newest], dim=2)
+        valid = torch.cat([selection.valid, torch.ones_like(newest, dtype=torch.bool)], dim=2)
+        groups = call.query.shape[1] // heads
+        mask = valid.repeat_interleave(groups, dim=1)[:, :, None]  # [B, H * G, 1, K + W]
+        if call.mask is not None:
+            index = positions.clamp(min=0).repeat_interleave(groups, dim=1)[:, :, None]
+            columns = slice_mask(call.mask, 0, self._length)
+            assert columns is not None
+            seen = columns.expand(*index.shape[:2], 1, -1).gather(3, index)
+            mask = mask & seen if seen.dtype == torch.bool else seen.masked_fill(~mask, -torch.inf)
+        attention = OnlineAttention(call.query, heads, call.scale, call.softcap, call.sinks)
+        attention.add_tile(keys, values, mask)
+        self._note(selection, call.query.reshape(self.batch_size, heads, groups, -1), call.scale)
+        return attention.result()
 
-    def _fetch_for(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float | torch.Tensor) -> Fetch:
+    def _fetch_for(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> Fetch:
         """What was speculated for this token; if nothing was, what its own query chooses."""
         fetch, self._fetch = self._fetch, None
         if fetch is None or fetch.length != self._length:
             fetch = self._start_fetch(query, attn_mask, scale, self._length)
         return fetch
 
-    def _note(self, selection: Selection, query: torch.Tensor, scale: float | torch.Tensor) -> None:
+    def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
         pool, on_device = self.pool, self._device_counters
         assert pool is not None
@@ -340,14 +324,12 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch = self._step = None
+        self._fetch = None
         self.tokens.drop_newest(count)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = self._step = None
+        self._fetch = None
         self.tokens.map(function)
-        if self._score_factor is not None and self._score_factor.device != self.device:
-            self._score_factor = self._score_factor.to(self.device)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tokens.named_tensors()
@@ -364,9 +346,7 @@ class InfiniGenLayer(PromptLayer):
         """Nothing: tokens are fetched when they have been chosen."""
 
     def _move_to(self, device: torch.device) -> None:
-        self._fetch, self._step, self.device = None, None, device
-        if self._score_factor is not None:
-            self._score_factor = self._score_factor.to(device)
+        self._fetch, self.device = None, device
         self.tokens.serve(device)
         if self.padding is not None:
             self.padding = self.padding.to(device)

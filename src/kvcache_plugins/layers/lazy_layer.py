@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.ops.online_softmax import OnlineAttention
+
 from .contexts import in_own_context
 from .lazy_states import LazyStates
-from .lazy_views import View
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -32,8 +35,6 @@ class LazyLayer(CacheLayerMixin):
     is_compileable = False
     # Whether attention over one new token adds to what is stored, beside what `update` stores
     stores_attention = False
-    # Whether products of attention that is written out are asked for by heads: see `head_scores`
-    attends_by_heads = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -60,30 +61,44 @@ class LazyLayer(CacheLayerMixin):
         return made
 
     @abstractmethod
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """
-        Attention of `query` over everything the layer holds.
+        Attend to everything the layer holds, as it is stored.
 
         Args:
-            query (`torch.Tensor` of shape `[batch_size, num_heads, num_queries, head_dim]`):
-                Queries; `num_heads` is a multiple of the key/value heads.
-            attn_mask (`torch.Tensor`, *optional*):
-                As `scaled_dot_product_attention` takes it, over all positions that the layer reports.
-            is_causal (`bool`): whether a causal mask aligned to the upper left applies.
-            scale (`float`, *optional*): factor of the scores.
+            call (`AttentionCall`): the call, without `project`.
 
         Returns:
             `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
         """
+
+    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
+        """
+        Attend to what a call projects of everything the layer holds, a tile of tokens at a time.
+
+        Args:
+            call (`AttentionCall`): the call, with `project`.
+
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
+        """
+        assert call.project is not None
+        attention: OnlineAttention | None = None
+        mask = call.full_mask(self.lazy_length())
+        for tokens, tile in self.dense_tiles(("keys", "values")):
+            keys, values = call.project(tile)
+            if attention is None:
+                attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
+            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
+        assert attention is not None, "nothing is stored"
+        return attention.result()
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         """
         Attention of `query` over everything as of the token before, with nothing hidden, in any context of PyTorch.
 
         Args:
-            query, scale: as in `attend`.
+            query, scale: as in `AttentionCall`.
             num_tokens (`int`): tokens that the lazy states which are attended to report.
 
         Returns:
@@ -99,8 +114,8 @@ class LazyLayer(CacheLayerMixin):
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         """
-        Sides as `materialize` has them, some tokens at a time and all of them in order: where attention is written
-        out, or over views. A layer that need not make them whole overrides this; here they are, and that is counted.
+        Sides as `materialize` has them, some tokens at a time and all of them in order, for attention over what is
+        projected. A layer that need not make them whole overrides this; here they are, and that is counted.
 
         Yields:
             Which tokens, and by side their states `[batch_size, num_heads, tokens, head_dim]` in the layer's dtype.
@@ -142,92 +157,10 @@ class LazyLayer(CacheLayerMixin):
         """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
         return self.get_seq_length()
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
+    def on_exact_attention(self, call: AttentionCall) -> None:
         """
         Called after attention over exact states that `update` handed out: the place to store them, queries and mask
-        being known. The arguments are those of `attend`.
-        """
-
-    def attend_views(
-        self,
-        query: torch.Tensor,
-        keys: View,
-        values: View,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor | None:
-        """
-        Attention over views of what is stored, such as latent states that have been projected. The arguments are those
-        of `attend`.
-
-        Returns:
-            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value head dim]`; `None` if it is to be made
-            of `dense_tiles`.
-        """
-        return None
-
-    def on_viewed_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        """
-        Called after attention over views of the states, whose queries are not of the heads that are stored.
-
-        Args:
-            keys (`torch.Tensor` of shape `[batch_size, num_heads, seq_len, head_dim]`, *optional*): the view's, where
-                states are exact.
-            query, attn_mask, is_causal, scale: as in `attend`.
-        """
-
-    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
-        """
-        The first product of attention that is written out, of a layer that `attends_by_heads`.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H, G, Q, D]`): queries, by key/value head.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, G, Q, tokens]`, -inf for tokens that are not to be attended to; `None` if
-            it is to be made of `dense_tiles`.
-        """
-        return None
-
-    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
-        """
-        The second product.
-
-        Args:
-            weights (`torch.Tensor` of shape `[B, H, G, Q, tokens]`): what the model has made of the scores.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, G, Q, value head dim]`; `None` if it is to be made of `dense_tiles`.
-        """
-        return None
-
-    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
-        """
-        Called, of a layer that `attends_by_heads`, after attention that is written out has multiplied its queries
-        `[B, H, G, Q, D]` with exact keys, with the products.
-        """
-
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        """
-        Called after attention that is written out has multiplied its weights with the values.
-
-        Args:
-            weights (`torch.Tensor` of shape `[..., queries, tokens]`): the weights, however the model has laid out
-                items and heads.
-            by_heads (`torch.Tensor` of shape `[B, H, G, Q, tokens]`, *optional*): the same by key/value head, of a
-                layer that `attends_by_heads`, where the model's values are whole heads.
+        being known.
         """
 
     def on_dense_read(self, side: str) -> None:

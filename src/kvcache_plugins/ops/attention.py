@@ -24,6 +24,8 @@ def attend(
     num_key_value_heads: int,
     scale: float | None = None,
     kernel: str = "torch",
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention of a few queries over all parts of a cache.
@@ -39,6 +41,8 @@ def attend(
             Factor of the scores.
         kernel (`str`, *optional*, defaults to `"torch"`):
             What computes: what `engine.choose_kernel` returned.
+        softcap, sinks (*optional*):
+            As in `AttentionCall`, which only PyTorch's kernel knows.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
@@ -62,7 +66,7 @@ def attend(
     tiles = (
         tile for part in given or parts for tile in (part.tiles() if isinstance(part, CompressedPart) else (part,))
     )
-    return attend_tiles(query, tiles, num_key_value_heads, scale)
+    return attend_tiles(query, tiles, num_key_value_heads, scale, softcap, sinks)
 
 
 def prepare_tokens(

@@ -20,11 +20,23 @@ class OnlineAttention:
             H.
         scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
             Factor of the scores.
+        softcap (`float`, *optional*):
+            Bound that scores are kept within by a hyperbolic tangent, before the mask.
+        sinks (`torch.Tensor`, *optional*):
+            Scores of a token without a value, which broadcast to `[B, H * G, Q, 1]`.
     """
 
-    def __init__(self, query: torch.Tensor, num_key_value_heads: int, scale: float | None = None):
+    def __init__(
+        self,
+        query: torch.Tensor,
+        num_key_value_heads: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ):
         batch_size, num_heads, num_queries, head_dim = query.shape
         self.query_shape, self.dtype = query.shape, query.dtype
+        self.softcap, self.sinks = softcap, sinks
         self.groups = num_heads // num_key_value_heads
         scale = head_dim**-0.5 if scale is None else scale
         self.query = (query.float() * scale).reshape(
@@ -45,6 +57,8 @@ class OnlineAttention:
                 Boolean (`True` attends) or added to the scores.
         """
         scores = self.query @ keys.float().transpose(-1, -2)
+        if self.softcap is not None:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if mask is not None:
             scores = self._apply_mask(scores, mask)
         maximum = torch.maximum(self.maximum, scores.amax(dim=-1, keepdim=True))
@@ -69,5 +83,10 @@ class OnlineAttention:
         nothing.
         """
         assert self.output is not None, "no tile was added"
-        output = self.output / torch.where(self.sum > 0, self.sum, 1)
+        total = self.sum
+        if self.sinks is not None:
+            # However much larger than all scores they are, they have no value that could overflow
+            reference = torch.where(self.maximum.isinf(), 0, self.maximum).view(*self.query_shape[:3], 1)
+            total = total + (self.sinks.float() - reference).exp().view(total.shape)
+        output = self.output / torch.where(total > 0, total, 1)
         return output.view(*self.query_shape[:3], -1).to(self.dtype)

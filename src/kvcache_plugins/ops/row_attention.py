@@ -61,6 +61,8 @@ def attend(
     num_key_value_heads: int,
     scale: float | None,
     kernel: str,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention of queries over all parts; the arguments are those of `ops.attention.attend`.
@@ -84,7 +86,7 @@ def attend(
 
             return attend_with_triton(query, parts, num_key_value_heads, scale)
     tiles = (tile for part in parts for tile in (part.tiles() if isinstance(part, CodedPart) else (part,)))
-    return attend_tiles(query, tiles, num_key_value_heads, scale)
+    return attend_tiles(query, tiles, num_key_value_heads, scale, softcap, sinks)
 
 
 def prepare_tokens(

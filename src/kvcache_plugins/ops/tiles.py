@@ -12,7 +12,12 @@ from .parts import DensePart
 
 
 def attend_tiles(
-    query: torch.Tensor, tiles: Iterable[DensePart], num_key_value_heads: int, scale: float | None
+    query: torch.Tensor,
+    tiles: Iterable[DensePart],
+    num_key_value_heads: int,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention of queries over tiles, each of which need not outlive its turn.
@@ -22,6 +27,7 @@ def attend_tiles(
         tiles (`Iterable[DensePart]`): what is attended to, each token in one tile.
         num_key_value_heads (`int`): H.
         scale (`float`, *optional*, defaults to `1 / sqrt(D)`): factor of the scores.
+        softcap, sinks: as in `AttentionCall`.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
@@ -30,8 +36,10 @@ def attend_tiles(
     for tile in tiles:
         keys, values = tile.in_use()
         if attention is None:
-            kind = FlashAttention if choose_flash(query, values.shape[3]) else OnlineAttention
-            attention = kind(query, num_key_value_heads, scale)
+            if softcap is None and sinks is None and choose_flash(query, values.shape[3]):
+                attention = FlashAttention(query, num_key_value_heads, scale)
+            else:
+                attention = OnlineAttention(query, num_key_value_heads, scale, softcap, sinks)
         attention.add_tile(keys, values, tile.mask)
     assert attention is not None, "there is nothing to attend to"
     return attention.result()

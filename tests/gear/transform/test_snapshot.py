@@ -12,6 +12,7 @@ from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -28,7 +29,7 @@ def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, freque
         layer.update(*(torch.randn(shape).to(dtype) for _ in range(2)))
         mask = torch.arange(layer.get_seq_length()) >= padding[:, None]
         mask = mask[:, None, None].expand(-1, 1, count, -1).tril(layer.get_seq_length() - count)
-        layer.attend(torch.randn(len(lengths), 4, count, HEAD_DIM).to(dtype), mask, is_causal=False, scale=None)
+        layer.attend(AttentionCall(torch.randn(len(lengths), 4, count, HEAD_DIM).to(dtype), mask))
     return layer
 
 
@@ -62,7 +63,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
             outputs = []
             for each in (layer, twin):
                 each.update(*new)
-                outputs.append(each.attend(query, None, is_causal=False, scale=None))
+                outputs.append(each.attend(AttentionCall(query)))
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
             assert torch.equal(layer.materialize(side), twin.materialize(side))

@@ -14,6 +14,7 @@ from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.snapshot import layer_from_document, layer_to_document
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
 HEAD_DIM, PROMPT = 32, 150
@@ -39,7 +40,7 @@ def feed(layer, keys, values, query=None, padding=None):
     if padding is not None:
         mask = mask & (torch.arange(length) >= torch.tensor(padding)[:, None])[:, None, None]
     query = torch.randn(keys.shape[0], 4, count, HEAD_DIM).to(keys.dtype) if query is None else query
-    return layer.attend(query, mask, is_causal=False, scale=None)
+    return layer.attend(AttentionCall(query, mask))
 
 
 def randn(length, batch_size=1):

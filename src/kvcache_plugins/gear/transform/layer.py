@@ -19,6 +19,7 @@ from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence, without_shared_errors
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
@@ -67,7 +68,6 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         "chunks_compressed",
         "attend_calls",
         "fused_calls",
-        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -108,12 +108,11 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         super().lazy_initialization(key_states, value_states)
         self.layouts: list[RotaryLayout] = candidate_layouts(self.frequencies, key_states.shape[3])
 
-    def _attend_parts(
-        self, query: torch.Tensor, parts: Iterator[Any], scale: float | None
-    ) -> tuple[torch.Tensor, str, bool]:
-        has_kernels = self.fixed is None or self.fixed.has_kernels
-        kernel, is_fallback = choose_kernel(query) if has_kernels else ("torch", False)
-        return attend(query, parts, self._shapes["keys"][1], scale, kernel), kernel, is_fallback
+    def _attend_parts(self, call: AttentionCall, parts: Iterator[Any]) -> tuple[torch.Tensor, str, bool]:
+        has_kernels = call.is_plain and (self.fixed is None or self.fixed.has_kernels)
+        kernel, is_fallback = choose_kernel(call.query) if has_kernels else ("torch", False)
+        heads = self._shapes["keys"][1]
+        return attend(call.query, parts, heads, call.scale, kernel, call.softcap, call.sinks), kernel, is_fallback
 
     def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
         return prepare_tokens(query, parts, self._shapes["keys"][1], scale)
