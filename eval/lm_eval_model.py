@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import create_cache

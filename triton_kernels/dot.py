@@ -23,6 +23,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
+def has_pairs(device_type: str) -> bool:
+    """Tells whether a device takes two halves by an instruction, as NVIDIA's GPUs do, and kernels are compiled."""
+    return device_type == "cuda" and torch.version.hip is None and isinstance(dot_exact, triton.JITFunction)
+
+
 @triton.jit
 def dot_exact(left, right, PARTS: tl.constexpr):
     """

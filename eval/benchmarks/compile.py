@@ -14,10 +14,8 @@ import torch
 import typer
 from transformers import Cache, StaticCache
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec

@@ -14,14 +14,12 @@ import torch
 import typer
 from transformers import Cache
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.infinigen import cache as cache_module
-from kvcache_plugins.infinigen import layer as layer_module
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
+from kvcache_plugins.infinigen.scoring import ScoringCodes
+from kvcache_plugins.infinigen.tokens import OffloadedTokens
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import check_caches, create_cache, parse_cache_spec
 
@@ -34,7 +32,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "choice": (InfiniGenLayer, "_start_fetch"),
     "speculation": (InfiniGenLayer, "speculate"),
     "scoring": (ScoringCodes, "scores"),
-    "attention": (layer_module, "attend_selected"),
+    "attention": (OffloadedTokens, "attend"),
 }
 
 

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.console.compilation import announce_compilation
-from kvcache_plugins.console.loading import parse_device, parse_dtype
-from kvcache_plugins.console.options import NumThreadsOption
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.display import announce_compilation
+from kvcache_plugins.console.inputs import NumThreadsOption, parse_device, parse_dtype
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.registry import check_caches
 
 from .contest import BACKENDS, Contest, Shape

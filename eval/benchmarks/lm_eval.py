@@ -11,11 +11,9 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DeviceOption, DtypeOption, ModelOption
-from kvcache_plugins.console.progress import Announce, track_progress
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.console.display import Announce, make_table, open_console, track_progress
+from kvcache_plugins.console.inputs import CachesOption, DeviceOption, DtypeOption, ModelOption, load_for_evaluation
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.timing import spread
 from kvcache_plugins.eval.tasks import find_task
 from kvcache_plugins.registry import check_caches

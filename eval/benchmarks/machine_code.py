@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing

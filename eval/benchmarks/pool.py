@@ -19,10 +19,14 @@ import typer
 from transformers import PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
-from kvcache_plugins.console.loading import default_device, load_for_evaluation
-from kvcache_plugins.console.options import ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import (
+    ModelOption,
+    NumThreadsOption,
+    default_device,
+    load_for_evaluation,
+    read_text,
+)
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
 from kvcache_plugins.eval.harness.memory_limit import memory_limit
 from kvcache_plugins.infinigen import InfiniGenCache

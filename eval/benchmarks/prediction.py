@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.console.loading import parse_dtype
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import parse_dtype
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.caches import REFERENCE, with_reference
 from kvcache_plugins.registry import check_caches, create_cache
 from kvcache_plugins.reports.memory import measure_memory

@@ -19,10 +19,8 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import DtypeOption, ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import DtypeOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.timing import spread, time_call
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.models.cache_argument import as_argument

@@ -18,8 +18,8 @@ import torch
 import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvcache_plugins.console.loading import parse_dtype
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import parse_dtype
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.harness.caches import REFERENCE, check_length, with_reference
 from kvcache_plugins.eval.harness.filled_caches import States, fill_cache, read_states
 from kvcache_plugins.eval.harness.timing import spread, time_in_turns

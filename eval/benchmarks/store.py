@@ -31,10 +31,8 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from kvcache_plugins.console.loading import default_device
-from kvcache_plugins.console.options import ModelOption, NumThreadsOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, default_device, read_text
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.registry import check_caches
 

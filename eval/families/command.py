@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.tables.families import render_families
 from kvcache_plugins.registry import OptionValue, check_caches, create_cache, parse_cache_spec
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import typer
 
-from kvcache_plugins.console.run_report import provenance, write_json
+from kvcache_plugins.console.results import provenance, write_json
 
 
 class TimeIsUpError(Exception):

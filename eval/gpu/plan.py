@@ -100,12 +100,9 @@ _PRESETS = (
 FULL = Plan(
     tests=(
         "tests/triton_kernels/test_attention.py",
-        "tests/triton_kernels/test_transform_attention.py",
-        "tests/triton_kernels/test_transform_basis_attention.py",
+        "tests/triton_kernels/test_rows.py",
         "tests/triton_kernels/test_device_lengths.py",
         "tests/gear/test_captured_on_gpu.py",
-        "tests/triton_kernels/test_code_rows.py",
-        "tests/triton_kernels/test_code_basis.py",
         "tests/gear/transform/test_coding_kernels.py",
         "tests/triton_kernels/test_gather.py",
         "tests/infinigen/test_on_gpu.py",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from textwrap import shorten
 
-from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.console.display import make_table, open_console
 from kvcache_plugins.gear.config import PresetChoice
 
 from .comparison import ComparisonRow

@@ -7,12 +7,17 @@ from typing import Annotated, Any
 import typer
 from transformers import set_seed
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.options import CachesOption, DeviceOption, DtypeOption, ModelOption, SeedOption
-from kvcache_plugins.console.progress import track_progress
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import memory_fields, provenance
-from kvcache_plugins.console.tables import make_table, open_console
+from kvcache_plugins.console.display import make_table, open_console, track_progress
+from kvcache_plugins.console.inputs import (
+    CachesOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    load_for_evaluation,
+    read_text,
+)
+from kvcache_plugins.console.results import memory_fields, provenance
 from kvcache_plugins.eval.harness.caches import (
     cache_factories,
 )

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, PreTrainedModel, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.harness.caches import cache_stats, was_exercised
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcache_plugins.infinigen.attention_modules import find_attention_modules
+from kvcache_plugins.infinigen.queries import find_attention_modules
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import read_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import typer
 from transformers import PreTrainedModel
 
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import create_cache

@@ -16,11 +16,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.console.options import ModelOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.console.tables import make_table, open_console
-from kvcache_plugins.kv_runahead.partition import resolve_partition
+from kvcache_plugins.console.display import make_table, open_console
+from kvcache_plugins.console.inputs import ModelOption, read_text
+from kvcache_plugins.console.results import provenance
+from kvcache_plugins.kv_runahead.planner import resolve_partition
 
 from .isolated_network import IsolatedNetwork
 from .measure import (

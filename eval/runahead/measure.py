@@ -18,15 +18,11 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from kvcache_plugins.kv_runahead.chain import Chain
-from kvcache_plugins.kv_runahead.communication import Neighbours
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing
-from kvcache_plugins.kv_runahead.exchange import PrefixExchange
-from kvcache_plugins.kv_runahead.operations import bytes_of_token
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kv_runahead.planner import TRIANGLE, CostModel, Link, Timing, bytes_of_token, planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
-from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
-from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
+from kvcache_plugins.kv_runahead.transport import Neighbours
+from kvcache_plugins.kv_runahead.wire import LayerShape, layer_shapes
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 

@@ -7,8 +7,7 @@ models are scaled by their shapes.
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel, Link, Timing, predict_ttft
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.kv_runahead.planner import RECTANGLE, CostModel, Link, Timing, planned, predict_ttft
 
 from .tsp import predict_tsp_ttft
 

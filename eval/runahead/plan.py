@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.console.tables import open_console
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing, predict_ttft
-from kvcache_plugins.kv_runahead.partition import searched
-from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.console.display import open_console
+from kvcache_plugins.console.results import provenance
+from kvcache_plugins.kv_runahead.planner import (
+    CostModel,
+    Link,
+    PartitionTable,
+    TableEntry,
+    Timing,
+    predict_ttft,
+    searched,
+)
 
 from .measure import (
     ModelFacts,

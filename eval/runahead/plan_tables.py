@@ -1,7 +1,7 @@
 """How `kvcache-plugins plan` shows what it has planned."""
 
-from kvcache_plugins.console.tables import make_table, open_console
-from kvcache_plugins.kv_runahead.table import PartitionTable
+from kvcache_plugins.console.display import make_table, open_console
+from kvcache_plugins.kv_runahead.planner import PartitionTable
 
 from .measure import ModelFacts
 

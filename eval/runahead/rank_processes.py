@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.console.inputs import load_for_evaluation
 from kvcache_plugins.console.interrupts import interrupts_are_ours
-from kvcache_plugins.console.loading import load_for_evaluation
 
 from .isolated_network import INTERFACE, enter_namespace
 

@@ -16,10 +16,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_plugins.console.run_report import provenance
-from kvcache_plugins.console.tables import make_table, open_console
-from kvcache_plugins.kv_runahead.cost import TRIANGLE, CostModel, Link, Timing, predict_ttft
-from kvcache_plugins.kv_runahead.partition import planned
+from kvcache_plugins.console.display import make_table, open_console
+from kvcache_plugins.console.results import provenance
+from kvcache_plugins.kv_runahead.planner import TRIANGLE, CostModel, Link, Timing, planned, predict_ttft
 
 from .measure import THROTTLED, TSP
 from .paper import FITTED, MODELS, cost_of, paper_rows

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins.kv_runahead.chain import Chain
-from kvcache_plugins.kv_runahead.communication import Neighbours
-from kvcache_plugins.kv_runahead.cost import CostModel, Link
-from kvcache_plugins.kv_runahead.exchange import PrefixExchange
-from kvcache_plugins.kv_runahead.output import RunaheadOutput
-from kvcache_plugins.kv_runahead.prompt_slice import PromptSlice
-from kvcache_plugins.kv_runahead.shapes import LayerShape, layer_shapes
+from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kv_runahead.planner import CostModel, Link
+from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
+from kvcache_plugins.kv_runahead.transport import Neighbours
+from kvcache_plugins.kv_runahead.wire import LayerShape, layer_shapes
 from kvcache_plugins.models.cache_argument import as_argument
 
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import typer
 
-from kvcache_plugins.console.progress import track_progress
+from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.eval.harness.timing import spread
-from kvcache_plugins.kv_runahead.cost import CostModel, Link
-from kvcache_plugins.kv_runahead.partition import even, predicted, resolve_partition
-from kvcache_plugins.kv_runahead.table import PartitionTable
+from kvcache_plugins.kv_runahead.planner import CostModel, Link, PartitionTable, even, predicted, resolve_partition
 
 from .measure import (
     FULL,

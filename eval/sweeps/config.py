@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from kvcache_plugins.console.prompts import read_text
+from kvcache_plugins.console.inputs import read_text
 from kvcache_plugins.registry import check_caches
 
 from .measures import MEASURES

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from kvcache_plugins.console.run_report import memory_fields
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.harness.caches import cache_factories
 from kvcache_plugins.eval.harness.windows import encode_text, spread_windows
 from kvcache_plugins.eval.measures.fidelity import measure_fidelity

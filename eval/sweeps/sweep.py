@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.run_report import provenance, write_json
+from kvcache_plugins.console.inputs import load_for_evaluation
+from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.eval.harness.caches import CACHE_FAILURES
 
 from .config import Run, Sweep

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from kvcache_plugins.advice.memory_prediction import predict_memory
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import provenance
 
 from .markdown import make_markdown_table
 

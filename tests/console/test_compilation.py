@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvcache_plugins.console.progress import open_progress
+from kvcache_plugins.console.display import open_progress
 
 
 # A driver that knows what to compile for, and launches nothing
@@ -14,7 +14,7 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from kvcache_plugins.console.compilation import announce_compilation
+from kvcache_plugins.console.display import announce_compilation
 
 class Driver:
     get_current_device = get_current_stream = lambda self, device=None: 0

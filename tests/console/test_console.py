@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.console.command_group import DONE, INTERRUPTED, READER_GONE, USER_ERROR
+from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
 

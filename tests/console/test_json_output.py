@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli, list_caches, register_cache, registry
-from kvcache_plugins.console.json_output import print_json
+from kvcache_plugins.console.results import print_json
 
 
 SCHEMAS = Path(__file__).parent / "schemas"

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
-from kvcache_plugins.console.lazy_group import read_function
+from kvcache_plugins.console.commands import read_function
 
 
 HEAVY = ("torch", "transformers", "lm_eval", "rich.table", "matplotlib")

@@ -18,7 +18,7 @@ from sybil import Document
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
 from kvcache_plugins.cli import app
-from kvcache_plugins.cli.evaluate.lm_eval import LM_EVAL_COMMANDS
+from kvcache_plugins.cli.evaluate import LM_EVAL_COMMANDS
 from kvcache_plugins.eval.tasks import task_files
 from kvcache_plugins.registry import check_cache, parse_cache_spec, parse_option
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from kvcache_plugins.cli.evaluate.lm_eval import LM_EVAL_COMMANDS
+from kvcache_plugins.cli.evaluate import LM_EVAL_COMMANDS
 
 
 def test_options_that_help_names_are_those_of_lm_eval() -> None:

@@ -77,7 +77,6 @@ def check(name, batch_size):
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel as attend_rows_kernel
-    from kvcache_plugins.triton_kernels.transform_coding.basis_kernel import attend_basis_kernel
 
     model, num_tokens = make_model(has_windows=name == WINDOWS), NUM_TOKENS[name]
     name = name.removesuffix(WINDOWS.removeprefix("gear"))
@@ -87,7 +86,6 @@ def check(name, batch_size):
         options = {"calibration": calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)}
     cache = create_cache(name, model, **options)
     attending = attend_rows_kernel if isinstance(cache.layers[-1], TransformLayer) else attend_kernel
-    attending = attend_basis_kernel if options else attending
     kernels = {attending.fn.__name__: attending, "combine_kernel": combine_kernel}
     launches, recorded, num_compiled = [], [], []
     run_step = RecordedStep.__call__

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvcache_plugins.infinigen import pool, prefetch
-from kvcache_plugins.infinigen.prefetch import Prefetcher
+from kvcache_plugins.infinigen import pool, staging
+from kvcache_plugins.infinigen.staging import Prefetcher
 
 
 class FakeStream:
@@ -99,7 +99,7 @@ class FakeCuda:
     def serve_every_pool(self):
         """Every pool takes its tokens for a GPU's from now on."""
         self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
-        self.monkeypatch.setattr(prefetch, "_PREFETCHERS", {})
+        self.monkeypatch.setattr(staging, "_PREFETCHERS", {})
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def transfers(cuda, monkeypatch, request):
     cuda.use_kernel(request.param)
     pasts = []
     name = "_gather" if request.param == "triton" else "_copy_by_host"
-    owner = prefetch if request.param == "triton" else Prefetcher
+    owner = staging if request.param == "triton" else Prefetcher
     run = getattr(owner, name)
 
     def noted(*args):

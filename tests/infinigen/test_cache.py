@@ -248,12 +248,16 @@ def test_hooks_are_shared_and_leave_nothing_behind() -> None:
     def num_hooks() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
-    first, second = InfiniGenCache(model), InfiniGenCache(model)
+    # On a CPU nothing is speculated
+    plain = InfiniGenCache(model)
+    assert num_hooks() == 0
+    first, second = (InfiniGenCache(model, speculate=True) for _ in range(2))
     attached = num_hooks()
-    InfiniGenCache(model)
+    InfiniGenCache(model, speculate=True)
     assert num_hooks() == attached > 0
     gc.collect()
     first.detach()
+    plain.detach()
     assert num_hooks() == attached
     second.detach()
     assert num_hooks() == 0
@@ -366,8 +370,8 @@ def test_refused_rows_choose_nothing(llama: PreTrainedModel) -> None:
 
 def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     small = torch.randn(64, 16, 8, 128)
-    pool = TokenPool(small, small)
-    pool.append(small, small, 0, None)
+    pool = TokenPool((small, small))
+    pool.append((small, small), 0, None)
     held = [page.clone() for page in pool.pages]
     many = small[:, :, :1].expand(-1, -1, 3 * PAGE_TOKENS, -1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -376,7 +380,7 @@ def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
     try:
         with pytest.raises(MemoryError, match=r"8 are held and usable. With `pool_tokens`"):
-            pool.append(many, many, 8, None)
+            pool.append((many, many), 8, None)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert pool.num_slots == 8

@@ -87,13 +87,13 @@ def test_as_many_distinct_victims_as_evictions(policy: str) -> None:
     """In the released code of the paper 102 evictions had one victim."""
     generator = torch.Generator().manual_seed(0)
     states = torch.arange(400.0)[None, None, :, None].expand(1, 2, -1, 4)
-    pool = TokenPool(states, states, max_tokens=100, eviction=policy, num_protected=4)
+    pool = TokenPool((states, states), max_tokens=100, eviction=policy, num_protected=4)
     gone: list[set[int]] = [set(), set()]
     num_gone = 0
     for position in range(400):
         assert pool.usage is not None
         before = [set(row.tolist()) - {-1} for row in pool.usage.positions[0]]
-        pool.append(states[:, :, position : position + 1], states[:, :, position : position + 1], position, None)
+        pool.append((states[:, :, position : position + 1], states[:, :, position : position + 1]), position, None)
         for head, row in enumerate(pool.usage.positions[0]):
             victims = before[head] - set(row.tolist())
             assert not victims & gone[head]
@@ -113,30 +113,29 @@ def test_as_many_distinct_victims_as_evictions(policy: str) -> None:
 def test_rows_are_gathered_from_all_pages() -> None:
     count = 2 * PAGE_TOKENS + 70
     keys, values = torch.randn(2, 3, count, 5), torch.randn(2, 3, count, 7)
-    pool = TokenPool(keys, values)
+    pool = TokenPool((keys, values))
     for start in range(0, count, 600):
         stop = min(start + 600, count)
-        assert pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None) == []
+        assert pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None) == []
     slots = torch.randint(0, count, (2, 3, 200), generator=torch.Generator().manual_seed(0))
     expected = torch.cat([keys, values], dim=3).gather(2, slots[..., None].expand(-1, -1, -1, 12))
     assert torch.equal(pool.gather(slots), expected)
-    assert torch.equal(pool.gather(slots[1:], slice(1, 2)), expected[1:])
     pool.truncate(PAGE_TOKENS)
     assert (len(pool.pages), pool.num_slots) == (1, PAGE_TOKENS)
-    assert torch.equal(torch.cat([part for part, *_ in pool.stretches()], dim=2), keys[:, :, :PAGE_TOKENS])
+    assert torch.equal(torch.cat([rows[..., :5] for rows, *_ in pool.iter_pages()], dim=2), keys[:, :, :PAGE_TOKENS])
 
 
 @pytest.mark.parametrize("counts", [(1, 63, 1), (40, 100, 884), (65, PAGE_TOKENS - 65, 1), (PAGE_TOKENS + 5, 3)])
 def test_a_first_page_is_as_large_as_its_tokens_need(counts):
     keys = torch.randn(2, 3, sum(counts), 8)
-    pool, done = TokenPool(keys, keys), 0
+    pool, done = TokenPool((keys, keys)), 0
     for count in counts:
         new = keys[:, :, done : done + count]
-        pool.append(new, -new, done, None)
+        pool.append((new, -new), done, None)
         done += count
         room = sum(page.shape[2] for page in pool.pages)
         assert room == max(64, 1 << (done - 1).bit_length()) if done <= PAGE_TOKENS else room % PAGE_TOKENS == 0
-        held = torch.cat([part for part, *_ in pool.stretches()], dim=2)
+        held = torch.cat([rows[..., :8] for rows, *_ in pool.iter_pages()], dim=2)
         assert torch.equal(held, keys[:, :, :done])
         slots = torch.arange(done).expand(2, 3, done)
         assert torch.equal(pool.gather(slots)[..., 8:], -keys[:, :, :done])

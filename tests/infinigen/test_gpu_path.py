@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
 from kvcache_plugins.codecs.rotation import hadamard_matrix
-from kvcache_plugins.infinigen import prefetch
+from kvcache_plugins.infinigen import staging as prefetch
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
@@ -151,13 +151,13 @@ def test_tokens_and_pages_are_written(gpu):
     """Whole pages, what is left of a prompt, runs of decoded tokens, and one that crosses into another page."""
     states = torch.randn(2, 2, 2 * PAGE_TOKENS + 60, 9, generator=torch.Generator().manual_seed(0))
     keys, values = states.split([5, 4], dim=3)
-    pool, start = TokenPool(keys, values), 0
+    pool, start = TokenPool((keys, values)), 0
     for count in (PAGE_TOKENS + 20, 32, 1, PAGE_TOKENS - 40, 47):
         stop = start + count
-        pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None)
+        pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
         start = stop
     for number, expected in enumerate((keys, values)):
-        parts = [stretch[number] for stretch in pool.stretches()]
+        parts = [rows.split([5, 4], dim=3)[number] for rows, *_ in pool.iter_pages()]
         assert torch.equal(torch.cat(parts, dim=2), expected)
     assert gpu.synchronized == []
 
@@ -196,10 +196,10 @@ def test_a_fetch_that_is_dropped_gives_its_buffer_back(gpu, llama, change):
 @pytest.mark.parametrize("use", ["gather", "map", "truncate", "copy", "drop"])
 def test_the_host_waits_before_it_touches_pages(gpu, use):
     keys = torch.randn(1, 2, PAGE_TOKENS + 50, 8)
-    pool = TokenPool(keys, keys)
+    pool = TokenPool((keys, keys))
     gpu.compute.do("states")
-    pool.append(keys, keys, 0, None)
-    list(pool.stretches())
+    pool.append((keys, keys), 0, None)
+    list(pool.iter_pages())
     assert gpu.synchronized == []
     pool = {
         "gather": lambda: pool.gather(torch.zeros(1, 2, 3, dtype=torch.int64)),

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
-from kvcache_plugins.infinigen.prefetch import prefetcher_of
 from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.infinigen.staging import prefetcher_of
 
 
 pytestmark = [
@@ -80,19 +80,19 @@ def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
     selection = Selection(slots, torch.randint(0, 130, (2, 3), device="cuda"))
     expected = states.gather(2, slots[..., None].expand(-1, -1, -1, 48))
     for attempt in range(2):
-        pool = TokenPool(keys, values)
+        pool = TokenPool((keys, values))
         # Pages are locked now: the driver may wait for that
         pool._grow(PAGE_TOKENS + 60)
         if attempt == 1 and kernel == "triton":
             must_not_wait()
         torch.cuda._sleep(_LONG)
         for start, stop in ((0, 1000), (1000, 1032), (1032, PAGE_TOKENS + 60)):
-            pool.append(keys[:, :, start:stop], values[:, :, start:stop], start, None)
+            pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
         with prefetcher_of(keys.device).start(pool, selection) as rows:
             staged = rows.clone()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(staged[selection.valid], expected[selection.valid])
-    assert torch.equal(torch.cat([part for part, *_ in pool.stretches()], dim=2), keys)
+    assert torch.equal(torch.cat([rows[..., :32] for rows, *_ in pool.iter_pages()], dim=2), keys)
     pool.pending.wait()
     assert torch.equal(torch.cat(pool.pages, dim=2)[:, :, : PAGE_TOKENS + 60], states.cpu())
 

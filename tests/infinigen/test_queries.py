@@ -16,8 +16,7 @@ from transformers import (
     DynamicCache,
 )
 
-from kvcache_plugins.infinigen.attention_modules import find_attention_modules
-from kvcache_plugins.infinigen.queries import QueryProjection
+from kvcache_plugins.infinigen.queries import QueryProjection, find_attention_modules
 
 
 # Of the largest query; the projection may sum in another order than the model

@@ -5,8 +5,7 @@ import torch
 
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.scoring_codes import ScoringCodes
-from kvcache_plugins.infinigen.scoring_columns import ScoringColumns
+from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
 from kvcache_plugins.infinigen.selection import Ends, select_tokens
 
 
@@ -23,7 +22,6 @@ def chosen(weights: list[float], *, forced=(), allowed=None, resident=(), num_to
         torch.tensor([slot in forced for slot in range(count)])[None, None],
         count if num_tokens is None else num_tokens,
         count,
-        len(forced),
         InfiniGenConfig(**{"max_fetch_ratio": 1.0, **options}),
     )
     return selection.slots[0, 0, : selection.count[0, 0]].tolist()
@@ -65,7 +63,7 @@ def test_group_of_heads_shares_by_average_weight() -> None:
     scores = torch.tensor([[[[9.0, 0.0, 0.0, 8.0], [0.0, 0.1, 0.3, 0.0]]]])
     forced = torch.zeros(1, 1, 4, dtype=torch.bool)
     selection = select_tokens(
-        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 4, 0, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
+        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 4, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
     )
     weights = scores.softmax(dim=3).mean(dim=2)
     assert selection.slots.tolist() == weights.argsort(dim=2, descending=True).tolist()
@@ -76,7 +74,7 @@ def test_items_of_a_batch_have_their_own_budget() -> None:
     allowed = torch.arange(40) >= torch.tensor([0, 30])[:, None, None]
     forced = torch.zeros(1, 1, 40, dtype=torch.bool)
     config = InfiniGenConfig(share=0.2, max_fetch_ratio=0.5)
-    both = select_tokens(scores, torch.empty(2, 3, 2, 0), allowed, forced, torch.tensor([40, 10]), 40, 0, config)
+    both = select_tokens(scores, torch.empty(2, 3, 2, 0), allowed, forced, torch.tensor([40, 10]), 40, config)
     assert both.count.tolist() == [[8] * 3, [2] * 3]
     assert (both.slots[1, :, :2] >= 30).all()
 
@@ -89,10 +87,9 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
     keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
     query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
-    scoring = ScoringCodes(nbits)
-    scoring.fit(keys[:, :, :100], None)
+    scoring = ScoringCodes(nbits, keys[:, :, :100], None)
     for start in range(0, 150, 50):
-        scoring.append(keys[:, :, start : start + 50])
+        scoring.append(scoring.encode(keys[:, :, start : start + 50]))
     scores, expected = scoring.scores(query), query @ keys.transpose(2, 3)
     assert scores.shape == (2, 3, 4, 150)
     scores, expected = (each - each.mean(dim=3, keepdim=True) for each in (scores, expected))
@@ -102,23 +99,19 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
 def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
-    replaced, direct = ScoringCodes(4), ScoringCodes(4)
-    for scoring in (replaced, direct):
-        scoring.fit(keys, None)
-    replaced.append(keys[:, :, :50])
+    replaced, direct = ScoringCodes(4, keys, None), ScoringCodes(4, keys, None)
+    replaced.append(replaced.encode(keys[:, :, :50]))
     slots = torch.tensor([[[3, 17], [40, 0]]])
-    replaced.write(slots, keys[:, :, 50:52])
+    replaced.write(slots, replaced.encode(keys[:, :, 50:52]))
     order = torch.arange(50).repeat(1, 2, 1).scatter(2, slots, torch.tensor([50, 51]).expand(1, 2, 2))
-    direct.append(keys.gather(2, order[..., None].expand(-1, -1, -1, 16)))
+    direct.append(direct.encode(keys.gather(2, order[..., None].expand(-1, -1, -1, 16))))
     assert torch.equal(replaced.scores(query), direct.scores(query))
 
 
 def test_padding_does_not_enter_the_statistics() -> None:
     keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
-    alone, beside = ScoringCodes(4), ScoringCodes(4)
-    alone.fit(keys, None)
-    beside.fit(padded, (torch.arange(100) >= 20)[None])
+    alone, beside = ScoringCodes(4, keys, None), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None])
     torch.testing.assert_close(beside.mean, alone.mean)
     torch.testing.assert_close(beside.spread, alone.spread)
 
@@ -127,9 +120,8 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     """A limited pool is full by then, and its statistics are never told anew."""
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
-    scoring = ScoringCodes(4)
-    scoring.fit(keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
-    scoring.append(keys)
+    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
+    scoring.append(scoring.encode(keys))
     expected = query @ keys.transpose(2, 3)
     assert (scoring.scores(query) - expected).norm() / expected.norm() < 0.15
 
@@ -152,7 +144,7 @@ def test_all_columns_tell_scores_exactly(skewing: str) -> None:
     keys, queries = torch.randn(2, 3, 90, 16, generator=generator), torch.randn(2, 6, 90, 16, generator=generator)
     query = torch.randn(2, 3, 2, 16, generator=generator)
     scoring = ScoringColumns(keys, queries, None, 1.0, skewing)
-    scoring.append(keys)
+    scoring.append(scoring.encode(keys))
     torch.testing.assert_close(scoring.scores(query), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
 
 
@@ -166,7 +158,7 @@ def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
     errors = {}
     for skewing in ("none", "query-svd"):
         scoring = ScoringColumns(keys, queries, None, 0.25, skewing)
-        scoring.append(keys)
+        scoring.append(scoring.encode(keys))
         errors[skewing] = float((scoring.scores(query) - expected).norm() / expected.norm())
     assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
 
@@ -196,7 +188,6 @@ def test_compiled_choice_is_the_same(sizes, num_resident, options, num_threads, 
         Ends(config.sink, num_tokens - config.recent),
         num_tokens,
         num_tokens,
-        config.sink + config.recent,
         config,
     )
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")

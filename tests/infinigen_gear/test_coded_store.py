@@ -11,7 +11,7 @@ from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen_gear.coded_store import CodedStore, ValueRows
+from kvcache_plugins.infinigen_gear.coded_store import CodedTokens, ValueRows
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -24,7 +24,7 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
 def make_layer(key_nbits=4, value_nbits=4, q_group_size=None, **options) -> InfiniGenLayer:
     coding = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
     config = InfiniGenConfig(**options)
-    return InfiniGenLayer(config, 0, store=CodedStore(config, coding, 0))
+    return InfiniGenLayer(config, 0, tokens=CodedTokens(config, coding, 0))
 
 
 def quantized(keys: torch.Tensor, nbits: int, group_size: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def quantized(keys: torch.Tensor, nbits: int, group_size: int) -> torch.Tensor:
 def test_keys_are_grouped_from_their_end(count: int, nbits: int) -> None:
     keys = states(2, 3, count, 20)
     stored = GroupedKeys(CodingConfig(key_nbits=nbits, value_nbits=4, q_group_size=None).key_codec(keys.shape[3]))
-    stored.add(stored.encode(keys)[0], count)
+    stored.append(stored.encode_groups(keys)[0])
     slots = torch.arange(count).expand(2, 3, -1)
     first = count % 64
     expected = torch.cat(
@@ -61,11 +61,11 @@ def test_scores_are_products_with_the_decoded_keys(nbits: int, every_scoring_ker
     keys[..., 5] += 30
     slots = torch.arange(200).expand(2, 3, -1)
     for start, stop in ((0, 70), (70, 134), (134, 200)):
-        stored.add(stored.encode(keys[:, :, start:stop])[0], stop - start)
+        stored.append(stored.encode_groups(keys[:, :, start:stop])[0])
         if stop == 70:
             # Dropped in the middle of a group, and written anew
             stored.truncate(40)
-            stored.add(stored.encode(keys[:, :, 40:70])[0], 30)
+            stored.append(stored.encode_groups(keys[:, :, 40:70])[0])
     decoded = stored.decode(slots)
     assert (decoded - keys).abs().max() < {2: 2.5, 4: 0.5, 8: 0.05}[nbits]
     expected = query @ decoded.transpose(2, 3)
@@ -135,7 +135,7 @@ def stored_case(case: Case, dtype: torch.dtype = torch.float32, folder: Path | N
             new = (states(2, case.num_heads, 170, dim, seed=seed).to(dtype) for dim in (case.key_dim, case.value_dim))
             layer.tokens.append(*new)
             layer.tokens.flush(layer._left_padding)
-        assert len(layer.tokens.store.scoring.stored().runs) == 3
+        assert len(layer.tokens.scoring.stored().runs) == 3
     return layer
 
 
@@ -151,7 +151,7 @@ def random_choice(layer: InfiniGenLayer) -> Selection:
 
 def exact_attention(layer: InfiniGenLayer, query: torch.Tensor, choice: Selection, scale, mask) -> torch.Tensor:
     """Head by head in float64, of what the codes stand for."""
-    store, window, slots = layer.tokens.store, layer.tokens.window, choice.slots
+    store, window, slots = layer.tokens, layer.tokens.window, choice.slots
     dense = store.scoring.decode(slots), store._value_rows.decode(store.pool.gather(slots))
     keys, values = (side.double() for side in store.sinks.restore(*dense, slots))
     output = torch.zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
@@ -173,7 +173,8 @@ def check_attention(layer: InfiniGenLayer, groups: int, mask: torch.Tensor | Non
     tokens, choice = layer.tokens, random_choice(layer)
     window = tokens.window.keys, tokens.window.values
     query = states(*window[0].shape[:2], groups, window[0].shape[3], seed=5).to(window[0].dtype)
-    output, kernel, is_fallback = tokens.store.attend(query, choice, window, scale, mask, tokens.num_pooled)
+    rows = None if mask is None else mask[:, None, None]
+    output, kernel, is_fallback = tokens.attend(query, choice, None, rows, scale)
     assert (kernel, is_fallback) == ("compiled", False)
     assert output.dtype == query.dtype
     expected = exact_attention(layer, query, choice, scale, mask)
@@ -221,9 +222,8 @@ class TestAttention:
         monkeypatch.setattr(disk_pages, "release", lambda page: released.append(page.data_ptr()))
         layer = stored_case(replace(CASES["as by default"], count=2100), folder=tmp_path)
         tokens, choice = layer.tokens, random_choice(layer)
-        window = tokens.window.keys, tokens.window.values
         released.clear()
-        tokens.store.attend(states(2, 3, 3, 64), choice, window, 0.1, None, tokens.num_pooled)
+        tokens.attend(states(2, 3, 3, 64), choice, None, None, 0.1)
         assert released == [page.data_ptr() for page in layer.pool.pages] and len(released) == 3
         check_attention(layer, 3)
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.kv_runahead import part, prefill
-from kvcache_plugins.kv_runahead.communication import Neighbours
+from kvcache_plugins.kv_runahead import prefill
 from kvcache_plugins.kv_runahead.prefill import runahead_generate, runahead_prefill
+from kvcache_plugins.kv_runahead.transport import Neighbours
 
 
 NO_ANSWER = "killed"
@@ -295,7 +295,7 @@ def _kill_at(moment: str, num_layers: int) -> None:
 
         dist.distributed_c10d.all_gather = gather_once
     elif moment == "while layer 1 is computed":
-        take_part = part.take_part
+        take_part = prefill.take_part
 
         def take_part_and_listen(model: Any, *args: Any) -> Any:
             answer = take_part(model, *args)

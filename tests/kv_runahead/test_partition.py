@@ -7,9 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache_plugins.kv_runahead.cost import RECTANGLE, CostModel, Link, predict_ttft
-from kvcache_plugins.kv_runahead.partition import even, planned, predicted, resolve_partition, searched
-from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.kv_runahead.planner import (
+    RECTANGLE,
+    CostModel,
+    Link,
+    PartitionTable,
+    TableEntry,
+    even,
+    planned,
+    predict_ttft,
+    predicted,
+    resolve_partition,
+    searched,
+)
 
 
 # The paper's Llama 7B: timings of one A100, 32 layers, float16 keys and values of 4096 channels
@@ -90,7 +100,8 @@ def test_planned_with_a_link_beats_simple_choices(cost: CostModel, link: Link, l
     assert sum(lengths) == length
     assert min(lengths) >= 1
     assert len(lengths) <= num_ranks
-    worth = 1.0101 * ttft(lengths, link, cost) ** -1
+    # A per cent more is allowed for a rank less, and half of one for what the search does not try
+    worth = 1.015 * ttft(lengths, link, cost) ** -1
     for other in ((length,), even(length, num_ranks), planned(length, num_ranks, cost)):
         assert ttft(other, link, cost) * worth >= 1
     full = planned(length, num_ranks, cost, link=link, **SIZES, allow_fewer=False)
@@ -150,7 +161,7 @@ def test_search_measures_the_papers_grid() -> None:
 
 def test_search_follows_its_rim() -> None:
     """An optimum further away than a level reaches, as over slow links."""
-    assert searched(1024, 2, lambda lengths: abs(lengths[0] - 60), last_step=1) == (60, 964)
+    assert searched(1024, 2, lambda lengths: abs(lengths[0] - 60)) == (60, 964)
 
 
 def test_search_of_many_ranks_moves_two_boundaries_at_a_time() -> None:
@@ -190,8 +201,7 @@ def test_search_is_never_worse_than_its_start(data: st.DataObject, num_ranks: in
         ({"start": (50, 51)}, "`start` has to sum to the context's 100 tokens but got \\[50, 51\\], 101"),
         ({"start": (100,)}, "`start` has to have a slice for each of 2 ranks"),
         ({"start": (100, 0)}, "`start` has to hold integers of at least 1"),
-        ({"first_step": 0}, "`first_step` and `last_step` have to be at least 1 but got 0 and 1"),
-        ({"last_step": 0}, "`first_step` and `last_step` have to be at least 1"),
+        ({"first_step": 0}, "`first_step` has to be an integer of at least 1 but got 0"),
         (
             {"measure": lambda lengths: float("nan")},
             "`measure` has to return seconds but returned NaN for \\[50, 50\\]",
@@ -236,10 +246,6 @@ def test_resolves_what_a_user_gives(tiny_model) -> None:
     by_shapes = resolve_partition(None, 100, 2, model=model)
     assert by_shapes == planned(100, 2, CostModel.of_shapes(model.config)) != (50, 50)
     assert resolve_partition("planned", 100, 2, model=model.config) == by_shapes
-    assert resolve_partition(None, 16384, 2, cost=PAPER) == planned(16384, 2, PAPER)
-    assert resolve_partition(None, 16384, 16, cost=PAPER, link=POOR, **SIZES) == (
-        planned(16384, 16, PAPER, link=POOR, **SIZES)
-    )
     assert resolve_partition("even", 100, 3) == (34, 33, 33)
     assert resolve_partition((60, 40), 100, 2) == (60, 40)
     # Fewer slices than ranks leave ranks without work
@@ -264,11 +270,9 @@ def test_resolves_what_a_user_gives(tiny_model) -> None:
         ((1.0, 0.0), {}, "`partition` has to hold ratios in \\(0, 1\\] but got 0.0"),
         ((1.5, -0.5), {}, "`partition` has to hold ratios in"),
         (table_of({100: (0.5, 0.3, 0.2)}, 3), {}, "`partition` is a table for 3 ranks, but there are 2"),
-        (None, {}, "`partition` is to be planned, for which `cost` is needed, or `model`"),
-        (None, {"link": FAST}, "`cost` is needed"),
+        (None, {}, "`partition` is to be planned, for which `model` is needed"),
         ("even", {"length": 1}, "the context has 1 tokens, but each of 2 ranks needs one at least"),
-        (None, {"length": 1, "cost": PAPER}, "use fewer ranks"),
-        ("even", {"num_ranks": 0}, "`num_ranks` has to be at least 1 but got 0"),
+        ("even", {"num_ranks": 0}, "`num_ranks` has to be an integer of at least 1 but got 0"),
     ],
 )
 def test_what_fits_nothing_is_refused(partition, options: dict[str, object], message: str) -> None:

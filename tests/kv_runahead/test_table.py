@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins.files.json_file import write_json_file
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, Timing
-from kvcache_plugins.kv_runahead.partition import resolve_partition
-from kvcache_plugins.kv_runahead.table import PartitionTable, TableEntry
+from kvcache_plugins.kv_runahead.planner import CostModel, Link, PartitionTable, TableEntry, Timing, resolve_partition
 from kvcache_plugins.models.fingerprint import fingerprint
 
 

@@ -48,7 +48,6 @@ def launch(name):
     from kvcache_plugins.codecs.basis import Basis
     from kvcache_plugins.codecs.rows import RowTable
     from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
-    from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
     from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
     from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, RotaryAngles
 
@@ -64,7 +63,7 @@ def launch(name):
         own = {"basis": Basis(by_channel, basis, by_channel, basis), "num_refits": 5 if is_keys else 0}
         widths = torch.empty(1, num_heads, num_blocks).byte()
         table = RowTable(None, by_channel.half()[None], None, widths, 1 + num_bytes, head_dim, is_keys, **own)
-        return prepare_basis_coding(states, table, book, angles if is_keys else None, **where)
+        return prepare_coding(states, table, book, None, angles if is_keys else None, **where)
     by_channel = torch.empty(batch_size, num_heads, head_dim, dtype=HALF)
     order, mean = (by_channel.byte(), by_channel) if is_keys else (None, None)
     deviation = by_channel if is_keys else by_channel[..., :1].contiguous()

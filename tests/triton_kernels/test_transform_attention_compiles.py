@@ -55,7 +55,6 @@ def launch(name):
     from kvcache_plugins.codecs.basis import Basis
     from kvcache_plugins.codecs.rows import RowTable
     from kvcache_plugins.triton_kernels.transform_coding.attend import prepare_rows
-    from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
     from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows, RotaryAngles
 
     head_dim, key_bytes, value_bytes, dtype, num_rows, mask_dtype, is_padded, is_trellis = VARIANTS[name]
@@ -81,9 +80,8 @@ def launch(name):
         return CodedRows(rows, table, torch.empty(9, 6))
 
     angles = RotaryAngles(torch.empty(head_dim).int(), torch.empty(256, 2, head_dim), torch.empty(64, 2, head_dim))
-    is_calibrated = name.startswith("c")
-    make_side = basis_side if is_calibrated else side
-    return (prepare_basis if is_calibrated else prepare_rows)(
+    make_side = basis_side if name.startswith("c") else side
+    return prepare_rows(
         torch.empty(batch_size, num_heads, num_rows, head_dim, dtype=dtype),
         make_side(key_bytes, True),
         make_side(value_bytes, False),

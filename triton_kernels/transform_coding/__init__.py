@@ -2,5 +2,5 @@
 
 `attend` launches `attend_kernel`, which goes through `tiles`: codes become `points`, two `halves` at a time, and keys
 are met before their rotary embedding by `turned_queries`. `combine` of `attention` merges what comes of it. Tokens are
-coded by `code_rows` and, in calibrated bases, `code_basis`; what both do with a tile is in `coding_tiles`.
+coded by `code_rows`, which does with a tile what is in `coding_tiles`.
 """

@@ -6,6 +6,9 @@ over their deviations by a multiply-add with the token's scale and the channels'
 values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
 they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`hadamard`).
 
+In calibrated bases a tile's points of keys become channels by a product with the head's basis, on tensor cores. Values
+are summed as components of theirs, which `combine` takes back to channels once.
+
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
 
@@ -29,6 +32,8 @@ _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
 _MOST_CHANNELS = 128
+# Channels up to which four warps have registers enough for a basis too
+_FEW_CHANNELS = 64
 _BLOCK_CHANNELS = 16
 # Of a key's channel, over its mean, where numbers are halves and where they are float32
 _LEAST_DEVIATION = (2.0**-11, 1e-6)
@@ -50,7 +55,8 @@ def prepare_rows(
     num_sms: int | None = None,
 ) -> Launch:
     """
-    The launch that attends to rows: partial results, to be merged by `combine`.
+    Prepares the launch that attends to rows: partial results, to be merged by `combine`. Values are components where
+    they have a basis.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`):
@@ -78,16 +84,20 @@ def prepare_rows(
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
-    block_keys, block_values = block_channels(keys.table.head_dim), block_channels(values.table.head_dim)
-    most_rows = _MAX_BLOCK_ROWS if max(block_keys, block_values) <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
-    block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
-    is_float32 = query.dtype == torch.float32
+    key_table, basis, is_float32 = keys.table, keys.table.basis, query.dtype == torch.float32
+    # Channels of a tile; components that tensor cores add up are at least as many
+    num_channels, num_keys, num_values = (
+        block_channels(count) for count in (key_table.head_dim, key_table.num_coded, values.table.num_coded)
+    )
+    widest = max(num_channels, num_values) if basis is None else num_channels
+    block_rows, block_tokens, num_warps = _tile_shape(
+        widest, num_rows, has_basis=basis is not None, is_float32=is_float32
+    )
     num_row_blocks = triton.cdiv(num_rows, block_rows)
-    block_tokens, num_warps = _tile_shape(max(block_keys, block_values), block_rows, is_float32=is_float32)
     num_programs = batch_size * num_heads * num_row_blocks
     tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
     num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
-    partials = empty_partials(query, num_splits, values.table.head_dim)
+    partials = empty_partials(query, num_splits, values.table.num_coded)
     arguments = {
         "query_ptr": query,
         "query_stride_b": query.stride(0),
@@ -98,8 +108,11 @@ def prepare_rows(
         "maximum_ptr": partials.maximum,
         "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        "key_order_ptr": _contiguous(keys.table.order),
-        "key_mean_ptr": _contiguous(keys.table.mean),
+        "key_order_ptr": contiguous(key_table.order),
+        "key_mean_ptr": contiguous(key_table.mean),
+        "basis_ptr": None if basis is None else basis.vectors,
+        "step_ptr": None if basis is None else basis.steps,
+        "factor_ptr": None if basis is None else basis.factors,
         **_side_arguments("value", values),
         **angle_arguments(angles),
         "padding_ptr": padding,
@@ -110,6 +123,8 @@ def prepare_rows(
         "length_ptr": num_tokens,
         "tokens_per_split": tiles_per_split * block_tokens,
         "scale": scale,
+        "KEY_DIM": key_table.head_dim,
+        "BASIS": basis is not None,
         "TRELLIS": keys.is_trellis,
         "PADDED": padding is not None,
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
@@ -117,8 +132,9 @@ def prepare_rows(
         "PAIRS": packed and not is_float32,
         "BLOCK_R": block_rows,
         "BLOCK_T": block_tokens,
-        "BLOCK_K": block_keys,
-        "BLOCK_V": block_values,
+        "BLOCK_D": num_channels,
+        "BLOCK_K": num_keys,
+        "BLOCK_V": num_values,
         "VALUE_ROTATION": values.table.head_dim & -values.table.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
@@ -143,10 +159,10 @@ def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
     return {
         **row_arguments(name, side.rows),
-        f"{name}_width_ptr": _contiguous(side.table.widths),
-        f"{name}_deviation_ptr": _contiguous(side.table.deviation),
+        f"{name}_width_ptr": contiguous(side.table.widths),
+        f"{name}_deviation_ptr": contiguous(side.table.deviation),
         f"{name}_coefficient_ptr": side.coefficients,
-        f"{name.upper()}_DIM": side.table.head_dim,
+        f"{name.upper()}_CODED": side.table.num_coded,
     }
 
 
@@ -173,9 +189,8 @@ def angle_arguments(angles: RotaryAngles | None) -> dict[str, object]:
     }
 
 
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.contiguous()
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def block_channels(head_dim: int) -> int:
@@ -183,17 +198,21 @@ def block_channels(head_dim: int) -> int:
     return max(_BLOCK_CHANNELS, triton.next_power_of_2(head_dim))
 
 
-def _tile_shape(block_channels: int, block_rows: int, *, is_float32: bool) -> tuple[int, int]:
-    """Tokens of a tile, and warps that share it: registers have to hold the queries and the angles of its offsets."""
-    is_small = block_channels <= _MOST_CHANNELS and block_rows == _MIN_BLOCK_ROWS
+def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
+    """Rows and tokens of a tile, and warps that share it."""
+    if has_basis:
+        # Of more channels some registers are spilled even by eight warps
+        return (
+            _MIN_BLOCK_ROWS,
+            (16 if is_float32 else 64),
+            (4 if num_channels <= _FEW_CHANNELS and not is_float32 else 8),
+        )
+    most_rows = _MAX_BLOCK_ROWS if num_channels <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
+    block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
+    is_small = num_channels <= _MOST_CHANNELS and block_rows == _MIN_BLOCK_ROWS
     if is_float32:
-        return (32 if is_small else 16), 8
-    return (64, 4) if is_small else (32, 8)
-
-
-def has_pairs(device_type: str) -> bool:
-    """Whether kernels are compiled for a GPU by NVIDIA, whose instructions `halves` names."""
-    return device_type == "cuda" and torch.version.hip is None and isinstance(attend_kernel, triton.JITFunction)
+        return block_rows, (32 if is_small else 16), 8
+    return block_rows, *((64, 4) if is_small else (32, 8))
 
 
 @functools.cache

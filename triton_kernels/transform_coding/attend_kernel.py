@@ -1,10 +1,11 @@
 """The kernel of `attend.py`: partial attention of one key/value head over one stretch of its rows.
 
 Everything is kept with tokens or channels first and queries last: tokens and channels fill the rows of tensor cores,
-of which a few queries would leave most empty.
+of which a few queries would leave most empty. Tables of a prompt are those of a sequence and head, a calibration's
+(`BASIS`) those of a head.
 
-Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_K` and `BLOCK_V` channels of keys and
-values in the order of `points.row_slots`, an eighth as many blocks of them.
+Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_D` channels of keys, `BLOCK_K` and
+`BLOCK_V` coded numbers of keys and values in the order of `points.row_slots`, an eighth as many blocks of them.
 """
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
@@ -17,11 +18,11 @@ from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
 from .hadamard import store_rotated
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, store_nothing, store_sums
+from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_sums
 from .turned_queries import load_turned_queries
 
 
-# What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
+# Changes from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
 _NOT_SPECIALIZED = [
     "position",
     "length",
@@ -51,16 +52,19 @@ def attend_kernel(
     key_rows_stride_b,
     key_rows_stride_h,
     key_width_ptr,
+    key_coefficient_ptr,
     key_order_ptr,
     key_mean_ptr,
     key_deviation_ptr,
-    key_coefficient_ptr,
+    basis_ptr,
+    step_ptr,
+    factor_ptr,
     value_rows_ptr,
     value_rows_stride_b,
     value_rows_stride_h,
     value_width_ptr,
-    value_deviation_ptr,
     value_coefficient_ptr,
+    value_deviation_ptr,
     partner_ptr,
     near_ptr,
     far_ptr,
@@ -74,10 +78,12 @@ def attend_kernel(
     tokens_per_split,
     scale,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    KEY_CODED: tl.constexpr,
+    VALUE_CODED: tl.constexpr,
     KEY_ROW_SIZE: tl.constexpr,
     VALUE_ROW_SIZE: tl.constexpr,
     NUM_NEAR: tl.constexpr,
+    BASIS: tl.constexpr,
     ROTARY: tl.constexpr,
     TRELLIS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -87,11 +93,12 @@ def attend_kernel(
     PAIRS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_ROTATION: tl.constexpr,
 ):
-    """Partial attention of up to `BLOCK_R` rows of one key/value head over one split."""
+    """Attends with up to `BLOCK_R` rows to one key/value head over one split."""
     matrix = tl.program_id(0).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -99,26 +106,45 @@ def attend_kernel(
     if length_ptr is not None:
         length = tl.load(length_ptr).to(tl.int32)
         if tl.program_id(1) * tokens_per_split >= length:
+            # fmt: off
             store_nothing(
-                output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, row_slots(BLOCK_V), row_in_use, VALUE_DIM
-            )
+                output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, row_slots(BLOCK_V), row_in_use,
+                VALUE_CODED)
+            # fmt: on
             return
-    key_slots = row_slots(BLOCK_K)
-    channel_in_use = key_slots < KEY_DIM
-    table_places = matrix * KEY_DIM + key_slots
-    channels = tl.load(key_order_ptr + table_places, mask=channel_in_use, other=0).to(tl.int32)
-    in_table = matrix * KEY_DIM + channels
-    mean = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
-    deviation = tl.load(key_deviation_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
-    # A channel that hardly varies still has to be a multiple of something, and that within half precision
-    deviation = tl.maximum(deviation, tl.maximum(tl.abs(mean) * LEAST_DEVIATION, 1e-9))
-    means = tl.reshape((mean / deviation).to(DTYPE), [BLOCK_K // 8, 8])
+    # Keys are multiples of `sizes`, so that they are halves
+    if BASIS:
+        table = head
+        channels = tl.arange(0, BLOCK_D)
+        channel_in_use = channels < KEY_DIM
+        # Of a channel that is none anything will do that is there
+        channels = tl.where(channel_in_use, channels, 0)
+        in_table = head * KEY_DIM + channels
+        # fmt: off
+        basis, unit = load_basis(
+            basis_ptr, step_ptr, head, channels, channel_in_use, KEY_DIM, KEY_CODED, BLOCK_K, DTYPE)
+        # fmt: on
+        factors = tl.load(factor_ptr + in_table, mask=channel_in_use, other=1.0)
+        means = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32) * factors / unit
+        sizes = unit / factors
+    else:
+        table = matrix
+        slots = row_slots(BLOCK_K)
+        channel_in_use = slots < KEY_DIM
+        channels = tl.load(key_order_ptr + matrix * KEY_DIM + slots, mask=channel_in_use, other=0).to(tl.int32)
+        in_table = matrix * KEY_DIM + channels
+        mean = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
+        deviation = tl.load(key_deviation_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
+        # A channel that hardly varies still has to be a multiple of something, and that within half precision
+        sizes = tl.maximum(deviation, tl.maximum(tl.abs(mean) * LEAST_DEVIATION, 1e-9))
+        means = tl.reshape((mean / sizes).to(DTYPE), [BLOCK_K // 8, 8])
+        basis = means
     query_ptr += batch * query_stride_b + head * query_stride_h
     first_token = tl.program_id(1) * tokens_per_split
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
     own, partners, size, cosines, sines, offset_cosines, offset_sines = load_turned_queries(
-        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, deviation, scale, partner_ptr, near_ptr,
+        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr,
         far_ptr, padding_ptr, batch, position + first_token, KEY_DIM, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
     # fmt: on
 
@@ -128,10 +154,10 @@ def attend_kernel(
     value_words_ptr, value_remainder = aligned_rows(value_rows_ptr)
     # fmt: off
     key_codebook = load_codebook(
-        key_width_ptr + matrix * ((KEY_DIM + 7) // 8), key_coefficient_ptr, (KEY_DIM + 7) // 8, BLOCK_K // 8, DTYPE)
+        key_width_ptr + table * ((KEY_CODED + 7) // 8), key_coefficient_ptr, (KEY_CODED + 7) // 8, BLOCK_K // 8, DTYPE)
     value_codebook = load_codebook(
-        value_width_ptr + matrix * ((VALUE_DIM + 7) // 8), value_coefficient_ptr, (VALUE_DIM + 7) // 8, BLOCK_V // 8,
-        DTYPE)
+        value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,
+        BLOCK_V // 8, DTYPE)
     mask_rows = mask_row_offsets(
         rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
@@ -143,21 +169,24 @@ def attend_kernel(
     num_whole = tl.cdiv(tl.maximum(behind_whole - first_token, 0), BLOCK_T)
     for tile in range(0, num_whole):
         own, partners, maximum, totals, output = attend_tile(
-            first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
-            value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
-            offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
-            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, True)
+            first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
+            means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
+            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
+            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K,
+            BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
-            start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, means,
-            value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines, sines,
-            offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals, output,
-            KEY_ROW_SIZE, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K, BLOCK_V, False)
+            start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
+            means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
+            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
+            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K,
+            BLOCK_V, False)
     # fmt: on
 
-    value_deviation = tl.load(value_deviation_ptr + matrix).to(tl.float32)
-    split = matrix * tl.num_programs(1) + tl.program_id(1)
-    places = split * num_rows + rows
+    places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
     store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)
-    output *= value_deviation / WEIGHT_FACTOR
-    store_rotated(output_ptr, places, row_slots(BLOCK_V), row_in_use, output, VALUE_DIM, VALUE_ROTATION)
+    if BASIS:
+        store_outputs(output_ptr, places, row_slots(BLOCK_V), row_in_use, output / WEIGHT_FACTOR, VALUE_CODED)
+    else:
+        output *= tl.load(value_deviation_ptr + matrix).to(tl.float32) / WEIGHT_FACTOR
+        store_rotated(output_ptr, places, row_slots(BLOCK_V), row_in_use, output, VALUE_CODED, VALUE_ROTATION)

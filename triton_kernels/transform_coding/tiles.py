@@ -12,12 +12,29 @@ import triton.language as tl
 from kvcache_plugins.triton_kernels.attention.masks import mask_scores
 
 from .halves import multiply, multiply_add
-from .points import load_points, load_scales
+from .points import load_points, load_scales, row_slots
 from .turned_queries import turn_back
 
 
 # Weights of values times their scales are at most 246: so much more of what is small are halves
 WEIGHT_FACTOR = tl.constexpr(128.0)
+
+
+@triton.jit
+def load_basis(
+    basis_ptr, step_ptr, head, channels, channel_in_use, KEY_DIM: tl.constexpr, KEY_COMPONENTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A head's basis `[BLOCK_K, BLOCK_D]` of largest number 1, and what that stands for."""
+    components = row_slots(BLOCK_K)
+    component_in_use = components < KEY_COMPONENTS
+    steps = tl.load(step_ptr + head * KEY_DIM + components, mask=component_in_use, other=0.0)
+    # Every row has a code of 127
+    unit = tl.maximum(tl.max(steps, axis=0) * 127.0, 1e-30)
+    basis_ptr += head * (KEY_DIM * KEY_DIM)
+    in_use = component_in_use[:, None] & channel_in_use[None, :]
+    codes = tl.load(basis_ptr + (components[:, None] * KEY_DIM + channels[None, :]), mask=in_use, other=0)
+    return (codes.to(tl.float32) * (steps / unit)[:, None]).to(DTYPE), unit
 
 
 @triton.jit
@@ -28,6 +45,7 @@ def attend_tile(
     key_words_ptr,
     key_remainder,
     key_codebook,
+    basis,
     means,
     value_rows_ptr,
     value_words_ptr,
@@ -49,6 +67,7 @@ def attend_tile(
     output,
     KEY_ROW_SIZE: tl.constexpr,
     VALUE_ROW_SIZE: tl.constexpr,
+    BASIS: tl.constexpr,
     ROTARY: tl.constexpr,
     TRELLIS: tl.constexpr,
     MASK: tl.constexpr,
@@ -59,55 +78,21 @@ def attend_tile(
     BLOCK_V: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Carries the queries, as turned back to a tile's start, and the online softmax on through a tile."""
+    """
+    Carries the queries, as turned back to a tile's start, and the online softmax on through a tile. Rows of a `basis`
+    `[BLOCK_K, BLOCK_D]` become channels by a product, others `[BLOCK_K // 8, 8]` are channels.
+    """
     # fmt: off
     scales = load_scales(key_rows_ptr, start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
     keys = load_points(
         key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE,
         PAIRS, IS_WHOLE)
-    keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
-    return attend_keys(
-        keys, start, length, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size,
-        cosines, sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
-        output, VALUE_ROW_SIZE, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_V, IS_WHOLE)
-    # fmt: on
-
-
-@triton.jit
-def attend_keys(
-    keys,
-    start,
-    length,
-    value_rows_ptr,
-    value_words_ptr,
-    value_remainder,
-    value_codebook,
-    own,
-    partners,
-    size,
-    cosines,
-    sines,
-    offset_cosines,
-    offset_sines,
-    mask_ptr,
-    mask_rows,
-    mask_stride_t,
-    row_in_use,
-    maximum,
-    totals,
-    output,
-    VALUE_ROW_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TRELLIS: tl.constexpr,
-    MASK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
-    """The same with the tile's keys, before their rotary embedding, `[BLOCK_T, BLOCK_K]`."""
-    # fmt: off
+    if BASIS:
+        keys = multiply(keys, tl.broadcast_to(scales[:, None, None], keys.shape), PAIRS)
+        keys = tl.dot(tl.reshape(keys, [BLOCK_T, BLOCK_K]), basis, input_precision="ieee")
+        keys = (keys + means[None, :]).to(DTYPE)
+    else:
+        keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
     if ROTARY:
         scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
         scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")

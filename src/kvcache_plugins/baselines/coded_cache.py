@@ -11,7 +11,7 @@ from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
-from .coded_layer import CodedTokensLayer, MakeCoder
+from .coded_layer import CodedTokensLayer, MakeCodec
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -19,19 +19,19 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
     The base of caches that differ in nothing but how a token becomes bytes.
 
     Args:
-        make_coder (`Callable`):
-            Called with `"keys"` or `"values"` and a head dimension; returns what codes them.
+        make_codec (`Callable`):
+            Called with the head dims of keys and values; returns what codes them.
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
             The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own; without
             it, every layer is coded.
     """
 
-    def __init__(self, make_coder: MakeCoder, config: PreTrainedConfig | torch.nn.Module | None):
-        self._make_coder = make_coder
+    def __init__(self, make_codec: MakeCodec, config: PreTrainedConfig | torch.nn.Module | None):
+        self._make_codec = make_codec
         self._init_layers(get_config(config, "config"))
 
     def _layer(self, layer_idx: int) -> CodedTokensLayer:
-        return CodedTokensLayer(self._make_coder, layer_idx)
+        return CodedTokensLayer(self._make_codec, layer_idx)
 
     def stats(self) -> dict[str, int]:
         """

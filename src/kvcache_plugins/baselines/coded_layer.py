@@ -2,13 +2,14 @@
 
 Attention over a first prompt is exact, as in Transformers' quantized caches, and right after it the prompt becomes
 rows of bytes. Later tokens become rows before attention sees them. Attention widens a tile of rows at a time, in plain
-PyTorch, and stays in the rotated domain: the query is rotated once, and so is the output.
+PyTorch.
 """
 
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
@@ -16,13 +17,12 @@ from kvcache_plugins.layers.token_rows import TokenRows
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.online_softmax import OnlineAttention
 
-from .token_coder import TokenCoder
-
 
 # Dense float32 values of one tile stay within the processor's caches
 _TILE_TOKENS = 1024
-# Called with a side and its head dimension
-MakeCoder = Callable[[str, int], TokenCoder]
+_SIDES = ("keys", "values")
+# Called with the head dims of keys and values
+MakeCodec = Callable[[int, int], Codec]
 
 
 class CodedTokensLayer(PromptLayer):
@@ -30,16 +30,16 @@ class CodedTokensLayer(PromptLayer):
     Keys and values of one layer as rows of bytes.
 
     Args:
-        make_coder (`Callable`):
-            Called with `"keys"` or `"values"` and a head dimension; returns what codes them.
+        make_codec (`Callable`):
+            Called with the head dims of keys and values; returns what codes them.
         layer_idx (`int`):
             Index of the layer, named in errors.
     """
 
     counter_names = ("tokens_compressed", "attend_calls", "prompts_without_mask")
 
-    def __init__(self, make_coder: MakeCoder, layer_idx: int):
-        self._make_coder = make_coder
+    def __init__(self, make_codec: MakeCodec, layer_idx: int):
+        self._make_codec = make_codec
         super().__init__(layer_idx)
 
     def _clear(self) -> None:
@@ -48,10 +48,7 @@ class CodedTokensLayer(PromptLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.coders = {
-            side: self._make_coder(side, states.shape[3])
-            for side, states in (("keys", key_states), ("values", value_states))
-        }
+        self.codec = self._make_codec(key_states.shape[3], value_states.shape[3])
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         self._add_rows(keys, values, self._length - keys.shape[2])
@@ -65,10 +62,7 @@ class CodedTokensLayer(PromptLayer):
         if valid is not None:
             # Nothing is known of padding, not even that it can be stored
             keys, values = (states.masked_fill(~valid[:, None, :, None], 0) for states in (keys, values))
-        rows = [
-            self.coders[side].encode(self.coders[side].rotate(states))
-            for side, states in (("keys", keys), ("values", values))
-        ]
+        rows = self.codec.encode(keys, values, Positions(start, self.padding))
         if self.rows is None:
             self.rows = TokenRows(rows[0], rows[1], keys.shape[2])
         else:
@@ -78,15 +72,14 @@ class CodedTokensLayer(PromptLayer):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self._learn_padding(call.mask)
         self.settle_prompt()
-        keys, values, full_mask = self.coders["keys"], self.coders["values"], call.full_mask(self._length)
-        attention = OnlineAttention(
-            keys.rotate(call.query), self._shapes["keys"][1], call.scale, call.softcap, call.sinks
-        )
-        for tokens, key_rows, value_rows in self._tiles():
+        attention = OnlineAttention(call.query, self._shapes["keys"][1], call.scale, call.softcap, call.sinks)
+        full_mask = call.full_mask(self._length)
+        for tokens, *rows in self._tiles():
             mask = slice_mask(full_mask, tokens.start, tokens.stop)
-            attention.add_tile(keys.decode(key_rows), values.decode(value_rows), mask)
+            keys, values = (self._decode(side, each, tokens) for side, each in zip(_SIDES, rows, strict=True))
+            attention.add_tile(keys, values, mask)
         self._counters["attend_calls"] += 1
-        return values.rotate_back(attention.result()).to(call.query.dtype)
+        return attention.result()
 
     def _tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Which tokens, and the rows of their keys and values."""
@@ -103,15 +96,17 @@ class CodedTokensLayer(PromptLayer):
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         for tokens, *rows in self._tiles():
-            by_side = dict(zip(("keys", "values"), rows, strict=True))
-            yield tokens, {side: self._decode(side, by_side[side]) for side in sides}
+            by_side = dict(zip(_SIDES, rows, strict=True))
+            yield tokens, {side: self._decode(side, by_side[side], tokens).to(self.dtype) for side in sides}
         if self._pending is not None:
-            exact = dict(zip(("keys", "values"), self._pending, strict=True))
+            exact = dict(zip(_SIDES, self._pending, strict=True))
             count = self._pending[0].shape[2]
             yield slice(self._length - count, self._length), {side: exact[side] for side in sides}
 
-    def _decode(self, side: str, rows: torch.Tensor) -> torch.Tensor:
-        return self.coders[side].rotate_back(self.coders[side].decode(rows)).to(self.dtype)
+    def _decode(self, side: str, rows: torch.Tensor, tokens: slice) -> torch.Tensor:
+        if side == "values":
+            return self.codec.decode_values(rows)
+        return self.codec.decode_keys(rows, Positions(tokens.start, self.padding))
 
     def _drop_newest(self, count: int) -> None:
         assert self.rows is not None, "a prompt is stored before it is cropped"

@@ -182,8 +182,8 @@ class H2OLayer(PromptLayer):
             raise ValueError(
                 f"layer {self.layer_idx} holds {self._length} tokens and has to drop some, but which ones only "
                 "attention weights tell, and the model's attention does not show them to the cache: set "
-                "`attn_implementation` to `sdpa` or `eager`, where that is not so already, or let `heavy_ratio` and "
-                "`recent_ratio` add up to 1"
+                "`attn_implementation` to `sdpa` or `eager`, where that is not so already; for a model that writes "
+                "attention out in its own code let `heavy_ratio` and `recent_ratio` add up to 1"
             )
         if self.kept.is_within(min(totals)):
             return

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from kvcache_plugins.codecs.codec import TokenCodec
+from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
 from kvcache_plugins.option_checks import check_bool, check_choice
 
 from .coded_cache import CodedTokensCache
-from .llamacpp_types import BLOCK_TYPES, BlockCoder, rotation_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +27,13 @@ class LlamaCppConfig:
         check_choice("value_type/type", self.value_type, tuple(BLOCK_TYPES))
         check_bool("rotate", self.rotate)
 
-    def coder(self, side: str, head_dim: int) -> BlockCoder:
-        """What codes `"keys"` or `"values"`."""
-        name = self.key_type if side == "keys" else self.value_type
-        return BlockCoder(BLOCK_TYPES[name], head_dim, rotation_of(side, head_dim) if self.rotate else 0)
+    def codec(self, key_dim: int, value_dim: int) -> TokenCodec:
+        """Makes the codec of a layer."""
+        keys, values = (
+            BlockCoder(BLOCK_TYPES[name], dim, rotation_of(side, dim) if self.rotate else 0)
+            for side, name, dim in (("keys", self.key_type, key_dim), ("values", self.value_type, value_dim))
+        )
+        return TokenCodec(keys, values)
 
 
 class LlamaCppCache(CodedTokensCache):
@@ -83,4 +87,4 @@ class LlamaCppCache(CodedTokensCache):
             value_type=type if value_type is None else value_type,
             rotate=rotate,
         )
-        super().__init__(self.llamacpp_config.coder, config)
+        super().__init__(self.llamacpp_config.codec, config)

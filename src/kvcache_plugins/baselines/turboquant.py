@@ -63,4 +63,4 @@ class TurboQuantCache(CodedTokensCache):
             value_nbits=nbits if value_nbits is None else value_nbits,
             residual=residual,
         )
-        super().__init__(self.turboquant_config.coder, config)
+        super().__init__(self.turboquant_config.codec, config)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from kvcache_plugins.codecs.codec import TokenCodec
+from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 from kvcache_plugins.option_checks import check_bool, check_choice
-
-from .turboquant_coder import TurboQuantCoder
 
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -25,8 +25,8 @@ class TurboQuantConfig:
         check_choice("key_nbits/nbits", self.key_nbits, _WIDTHS_WITH_RESIDUAL if self.residual else _WIDTHS)
         check_choice("value_nbits/nbits", self.value_nbits, _WIDTHS)
 
-    def coder(self, side: str, head_dim: int) -> TurboQuantCoder:
-        """What codes `"keys"` or `"values"`."""
-        if side == "keys":
-            return TurboQuantCoder(head_dim, self.key_nbits, self.residual)
-        return TurboQuantCoder(head_dim, self.value_nbits, False)
+    def codec(self, key_dim: int, value_dim: int) -> TokenCodec:
+        """Makes the codec of a layer."""
+        return TokenCodec(
+            TurboQuantCoder(key_dim, self.key_nbits, self.residual), TurboQuantCoder(value_dim, self.value_nbits)
+        )

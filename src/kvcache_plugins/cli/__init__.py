@@ -1,7 +1,7 @@
-"""Commands of `kvcache-plugins`. What exit codes mean stands in `console.command_group`.
+"""Commands of `kvcache-plugins`. What exit codes mean stands in `console.commands`.
 
 A command is a function whose signature declares its options and whose docstring is its help: in a module here, or
-where it measures, in `kvcache_plugins.eval`. Help imports neither Torch nor Transformers: see `console.lazy_group`.
+where it measures, in `kvcache_plugins.eval`. Help imports neither Torch nor Transformers: see `console.commands`.
 """
 
 import sys

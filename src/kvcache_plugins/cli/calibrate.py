@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
-from kvcache_plugins.console.options import DeviceOption, DtypeOption, ModelOption
-from kvcache_plugins.console.prompts import read_text
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, read_text
+from kvcache_plugins.console.results import JsonOption, prepare_file, print_json, provenance
 
 
 if TYPE_CHECKING:
@@ -87,8 +85,8 @@ def main(
     texts = [read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.console.loading import load_for_evaluation
-    from kvcache_plugins.console.progress import track_progress
+    from kvcache_plugins.console.display import track_progress
+    from kvcache_plugins.console.inputs import load_for_evaluation
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
     from kvcache_plugins.gear.transform.calibrations import calibration_path
@@ -131,7 +129,7 @@ def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length
 
 
 def _show(title: str, reports: tuple[LayerReport, ...]) -> None:
-    from kvcache_plugins.console.tables import make_table, open_console
+    from kvcache_plugins.console.display import make_table, open_console
 
     columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number", "corrected": "number"}
     columns |= {"choice": "name", "recall": "number"}

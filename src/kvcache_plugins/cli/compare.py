@@ -4,9 +4,8 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.command_group import FAILED
-from kvcache_plugins.console.json_output import JsonOption, print_json
-from kvcache_plugins.console.options import (
+from kvcache_plugins.console.commands import FAILED
+from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
@@ -15,9 +14,10 @@ from kvcache_plugins.console.options import (
     PromptFileOption,
     PromptOption,
     SeedOption,
+    encode_prompt,
+    read_prompt,
 )
-from kvcache_plugins.console.prompts import encode_prompt, read_prompt
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import JsonOption, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_caches
 
@@ -57,8 +57,8 @@ def main(
     check_model_name(model)
     caches = check_caches(cache or DEMO_CACHES)
     text = read_prompt(prompt, prompt_file)
-    from kvcache_plugins.console.loading import load_for_evaluation
-    from kvcache_plugins.console.progress import track_progress
+    from kvcache_plugins.console.display import track_progress
+    from kvcache_plugins.console.inputs import load_for_evaluation
     from kvcache_plugins.eval.measures.comparison import Comparison, row_fields
     from kvcache_plugins.eval.measures.comparison_tables import print_rows
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.json_output import JsonOption, free_stdout, print_json
-from kvcache_plugins.console.options import (
+from kvcache_plugins.console.inputs import (
     ChatOption,
     DeviceOption,
     DtypeOption,
@@ -17,9 +16,10 @@ from kvcache_plugins.console.options import (
     PromptFileOption,
     PromptOption,
     SeedOption,
+    encode_prompt,
+    read_prompt,
 )
-from kvcache_plugins.console.prompts import encode_prompt, read_prompt
-from kvcache_plugins.console.run_report import provenance
+from kvcache_plugins.console.results import JsonOption, free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
@@ -84,8 +84,8 @@ def main(
     text = read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.console.loading import load_for_evaluation
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
+    from kvcache_plugins.console.inputs import load_for_evaluation
     from kvcache_plugins.eval.measures.comparison_tables import summary_line
     from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 
@@ -132,7 +132,7 @@ def _read_from_store(
     folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
 ) -> Cache:
     """A cache with the prompt's whole blocks, of which those that are new are kept."""
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.prompt_store import PromptStore
 
     store = PromptStore(folder)
@@ -150,7 +150,7 @@ def _read_from_store(
 def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:
     """The preset that the guard chooses, which is printed, and its cache."""
     from kvcache_plugins.advice.choose_by_kl import choose_cache
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.eval.measures.comparison_tables import choice_line
 
     cache = choose_cache(model, token_ids[None], max_kl=max_kl)

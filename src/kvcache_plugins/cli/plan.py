@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.json_output import JsonOption, prepare_file, print_json
+from kvcache_plugins.console.results import JsonOption, prepare_file, print_json
 
 
 def main(
@@ -40,8 +40,7 @@ def main(
     parsed = parse_lengths(lengths, world_size)
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.console.progress import track_progress
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line, track_progress
     from kvcache_plugins.eval.runahead.measure import describe_model, slices_to_time, time_slices, worst_error
     from kvcache_plugins.eval.runahead.plan import plan_table
     from kvcache_plugins.eval.runahead.plan_tables import show_plan

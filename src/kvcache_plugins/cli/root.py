@@ -1,6 +1,6 @@
-"""`kvcache-plugins` itself: its commands by name, and `--version`.
+"""`kvcache-plugins` itself: its commands by name, in groups, and `--version`.
 
-Results go to standard output, with `--json` as JSON; progress, timings and errors to standard error.
+A benchmark declares its options where it measures, in `kvcache_plugins.eval`.
 """
 
 from importlib import metadata
@@ -8,25 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.lazy_group import LazyGroup, make_app
-
-
-class RootGroup(LazyGroup):
-    """Commands of `kvcache-plugins`."""
-
-    lazy_commands = {
-        "list": "kvcache_plugins.cli.list_caches:main",
-        "doctor": "kvcache_plugins.cli.doctor:main",
-        "models": "kvcache_plugins.eval.families.command:survey_families",
-        "generate": "kvcache_plugins.cli.generate:main",
-        "store": "kvcache_plugins.cli.store:app",
-        "compare": "kvcache_plugins.cli.compare:main",
-        "calibrate": "kvcache_plugins.cli.calibrate:main",
-        "plan": "kvcache_plugins.cli.plan:main",
-        "recommend": "kvcache_plugins.cli.recommend:main",
-        "bench": "kvcache_plugins.cli.bench:app",
-        "eval": "kvcache_plugins.cli.evaluate:app",
-    }
+from kvcache_plugins.console.commands import LazyGroup, make_app
 
 
 _HELP = """KV caches for Hugging Face Transformers that hold less, move less and start sooner.
@@ -53,7 +35,85 @@ Examples:
     kvcache-plugins bench kernels
 """
 
+_BENCH_HELP = """Benchmarks of attention, decode steps, memory and prefixes.
+
+Each writes its numbers as JSON: to a file with --out, to standard output with --json (`gpu`: files in a folder).
+
+\b
+Examples:
+    kvcache-plugins bench kernels
+    kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --json | jq .rows
+"""
+
+_STORE_HELP = """Show, check and clear the prompts that are kept.
+
+`generate --store DIR` and `PromptStore` in Python keep them, in DIR or in the user's cache folder.
+
+\b
+Examples:
+    kvcache-plugins store list
+    kvcache-plugins store list --store prompts --json | jq '.prompts[].num_tokens'
+    kvcache-plugins store verify --remove
+"""
+
+
+class RootGroup(LazyGroup):
+    """Commands of `kvcache-plugins`."""
+
+    lazy_commands = {
+        "list": "kvcache_plugins.cli.advise:list_registered",
+        "doctor": "kvcache_plugins.cli.advise:show_health",
+        "models": "kvcache_plugins.eval.families.command:survey_families",
+        "generate": "kvcache_plugins.cli.generate:main",
+        "store": "kvcache_plugins.cli.root:store",
+        "compare": "kvcache_plugins.cli.compare:main",
+        "calibrate": "kvcache_plugins.cli.calibrate:main",
+        "plan": "kvcache_plugins.cli.plan:main",
+        "recommend": "kvcache_plugins.cli.advise:recommend_caches",
+        "bench": "kvcache_plugins.cli.root:bench",
+        "eval": "kvcache_plugins.cli.evaluate:app",
+    }
+
+
+class BenchGroup(LazyGroup):
+    """Commands of `kvcache-plugins bench`."""
+
+    lazy_commands = {
+        "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
+        "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
+        "shapes": "kvcache_plugins.eval.benchmarks.shapes:benchmark_shapes",
+        "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
+        "decode": "kvcache_plugins.eval.benchmarks.decode:benchmark_decode",
+        "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
+        "prefix": "kvcache_plugins.eval.benchmarks.prefix:benchmark_prefix",
+        "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
+        "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
+        "pool": "kvcache_plugins.eval.benchmarks.pool:benchmark_pool",
+        "compile": "kvcache_plugins.eval.benchmarks.compile:benchmark_compile",
+        "infinigen": "kvcache_plugins.eval.benchmarks.infinigen:benchmark_infinigen",
+        "predict": "kvcache_plugins.eval.benchmarks.prediction:benchmark_prediction",
+        "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
+        "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
+        "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
+        "runahead-simulation": "kvcache_plugins.eval.runahead.simulation:simulate",
+        "lm-eval": "kvcache_plugins.eval.benchmarks.lm_eval:benchmark_lm_eval",
+    }
+
+
+class StoreGroup(LazyGroup):
+    """Commands of `kvcache-plugins store`."""
+
+    lazy_commands = {
+        "list": "kvcache_plugins.cli.store:list_kept",
+        "show": "kvcache_plugins.cli.store:show",
+        "clear": "kvcache_plugins.cli.store:clear_kept",
+        "verify": "kvcache_plugins.cli.store:verify",
+    }
+
+
 app = make_app(RootGroup, _HELP)
+bench = make_app(BenchGroup, _BENCH_HELP)
+store = make_app(StoreGroup, _STORE_HELP)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,42 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.command_group import FAILED
-from kvcache_plugins.console.json_output import JsonOption, print_json
-from kvcache_plugins.console.lazy_group import LazyGroup, make_app
+from kvcache_plugins.console.commands import FAILED
+from kvcache_plugins.console.results import JsonOption, print_json
 
 
 if TYPE_CHECKING:
     from kvcache_plugins.prompt_store.inspection import KeptPrompt
 
 
-_HELP = """Show, check and clear the prompts that are kept.
-
-`generate --store DIR` and `PromptStore` in Python keep them, in DIR or in the user's cache folder.
-
-\b
-Examples:
-    kvcache-plugins store list
-    kvcache-plugins store list --store prompts --json | jq '.prompts[].num_tokens'
-    kvcache-plugins store verify --remove
-"""
 _SHOWN = 12
 
 StoreOption = Annotated[Path | None, typer.Option(help="The folder; by default in the user's cache folder.")]
-
-
-class StoreGroup(LazyGroup):
-    """Commands of `kvcache-plugins store`."""
-
-    lazy_commands = {
-        "list": "kvcache_plugins.cli.store:list_kept",
-        "show": "kvcache_plugins.cli.store:show",
-        "clear": "kvcache_plugins.cli.store:clear_kept",
-        "verify": "kvcache_plugins.cli.store:verify",
-    }
-
-
-app = make_app(StoreGroup, _HELP)
 
 
 def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -57,7 +32,7 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
         kvcache-plugins store list
         kvcache-plugins store list --store prompts --json
     """
-    from kvcache_plugins.console.tables import make_table, open_console
+    from kvcache_plugins.console.display import make_table, open_console
     from kvcache_plugins.prompt_store.inspection import list_prompts
 
     prompts = list_prompts(_folder(store))
@@ -83,7 +58,7 @@ def show(
     Examples:
         kvcache-plugins store show 3f2a91
     """
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.prompt_store.inspection import find_prompt
 
     fields: dict[str, Any] = asdict(find_prompt(_folder(store), key))
@@ -101,7 +76,7 @@ def clear_kept(store: StoreOption = None) -> None:
     Examples:
         kvcache-plugins store clear --store prompts
     """
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.prompt_store.inspection import clear
 
     count, num_bytes = clear(_folder(store))
@@ -124,7 +99,7 @@ def verify(
         kvcache-plugins store verify
         kvcache-plugins store verify --store prompts --remove
     """
-    from kvcache_plugins.console.tables import print_line
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.prompt_store.inspection import find_damaged
 
     damaged = find_damaged(_folder(store), remove=remove)

@@ -1,40 +1,77 @@
-"""The interface of whatever codes tokens one by one: a layer keeps rows of bytes, and a codec says what they mean.
+"""The interface of every way in which a token of a head becomes a row of bytes: a layer keeps rows, a codec says what
+they mean. No codec knows a cache, and no cache knows a format.
 
-Legend: B batch, H heads, T tokens, D head dim, R bytes of a row.
+A cache makes a codec for each layer out of the layer's head dims. What a layer asks of it, in this order:
+
+    fit(keys, values, valid, moments, positions)    once, with the first tokens to be coded: returns the codec to use
+    encode(keys, values, positions)                 rows, for every run of tokens; `too_large(...)` looks at them
+    without_shared_errors(rows, keys, values, ...)  once, behind the first `encode`: returns the codec to read with
+    decode_keys(rows, positions), decode_values(rows)
+
+Attention takes rows as a `CodedPart` (`codecs.parts`), and is computed by kernels where `has_kernels`.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, R bytes of a row,
+C layouts.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.stored_tensors import StoredTensors
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Positions:
+from .rope import START, Positions, RotaryLayout
+
+
+__all__ = ["START", "Codec", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMoments:
     """
-    The positions that consecutive tokens are assumed to have: their indices, counted from behind the padding.
+    Sums over queries, by key/value head.
 
     Attributes:
-        first (`int`): index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every sequence that have no
-            position.
+        squares (`torch.Tensor` of shape `[B, H, D]`): of squared channels.
+        products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
     """
 
-    first: int = 0
-    padding: torch.Tensor | None = None
+    squares: torch.Tensor
+    products: torch.Tensor
 
-    def of(self, count: int, device: torch.device) -> torch.Tensor:
-        """Lists the positions of `count` tokens, `[1 or B, T]`, int64."""
-        positions = torch.arange(self.first, self.first + count, device=device)[None]
-        return positions if self.padding is None else positions - self.padding.to(device)[:, None]
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, num_heads: int, layouts: Sequence[RotaryLayout], valid: torch.Tensor | None
+    ) -> QueryMoments:
+        """
+        Sums up queries.
 
-    def after(self, count: int) -> "Positions":
-        """Returns the positions behind the first `count` tokens."""
-        return Positions(self.first + count, self.padding)
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries, after the rotary embedding.
+            num_heads (`int`): H.
+            layouts (`Sequence[RotaryLayout]`): C of them.
+            valid (`torch.Tensor` of shape `[B, Q]`, bool, *optional*): queries that are not padding.
+        """
+        query = query.float()
+        if valid is not None:
+            query = query * valid[:, None, :, None]
+        query = query.unflatten(1, (num_heads, -1))
+        products = [(query * query[..., layout.partners(query.device)]).sum(dim=(2, 3)) for layout in layouts]
+        return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
 
+    def plus(self, other: QueryMoments) -> QueryMoments:
+        """Adds the sums over other queries."""
+        return QueryMoments(self.squares + other.squares, self.products + other.products)
 
-START = Positions()
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> QueryMoments:
+        """Applies a function to both tensors."""
+        return QueryMoments(function(self.squares), function(self.products))
 
 
 class Codec(ABC):
@@ -43,20 +80,28 @@ class Codec(ABC):
 
     Attributes:
         has_kernels (`bool`): whether there are kernels for attention over its rows, beside plain PyTorch.
+        layouts (`Sequence[RotaryLayout]`): what `fit` needs of queries: `QueryMoments` of these layouts, of the
+            tokens that it is fitted to. Empty if it needs none, and is what it is whatever the tokens are.
     """
 
     has_kernels = False
+    layouts: Sequence[RotaryLayout] = ()
 
     @property
     @abstractmethod
     def row_sizes(self) -> tuple[int, int]:
-        """Bytes of a key and of a value."""
+        """Bytes of a key and of a value, known before the codec is fitted."""
 
     @abstractmethod
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
+        """
+        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8.
+
+        Raises:
+            ValueError: if states are too large for the format, where it is found while they are coded.
+        """
 
     @abstractmethod
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -65,6 +110,47 @@ class Codec(ABC):
     @abstractmethod
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Decodes rows to values `[B, H, T, D]`, float32."""
+
+    def fit(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor,
+        moments: QueryMoments | None,
+        positions: Positions,
+    ) -> Codec:
+        """
+        Returns the codec that suits tokens, and those that will follow them.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tokens.
+            valid (`torch.Tensor` of shape `[B, T]`, bool): which of them count.
+            moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
+            positions (`Positions`): of the tokens.
+        """
+        return self
+
+    def refit(
+        self,
+        number: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor,
+        moments: QueryMoments | None,
+    ) -> Codec:
+        """Returns the codec fitted anew to the tokens `[1, H, T, D]` of one sequence, all that it has; see `fit`."""
+        return self
+
+    def without_shared_errors(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        positions: Positions,
+    ) -> Codec:
+        """Returns the codec to read with, given rows of the tokens that it was fitted to; all count by default."""
+        return self
 
     def too_large(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold, if there may be such."""
@@ -75,18 +161,83 @@ class Codec(ABC):
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what a cache holds of it."""
+        """Lists what a cache holds of it, and counts as its memory."""
         return iter(())
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
         """Lists what all caches of a model share, on every device."""
         return iter(())
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Codec":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Codec:
         """Returns the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
         return self
+
+    def to_document(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Returns what a file keeps of a fitted codec beside the options, numbers and tensors; `None` for nothing."""
+        return None
+
+    def read(self, document: Document, stored: StoredTensors, heads: tuple[int, int]) -> Codec:
+        """
+        Reads what `to_document` returned for such a codec, fitted to B and H `heads`.
+
+        Raises:
+            ValueError: if it is anything that the codec of no layer under these options can have.
+        """
+        raise ValueError("rows are coded by tables that no cache has of its own")
 
     @property
     def kernel_kind(self) -> Hashable:
         """Equal for codecs that run the same kernels over states of the same sizes."""
         return type(self)
+
+
+class SideCoder(Protocol):
+    """How a token's key, or its value, becomes bytes, where that depends on nothing but the token."""
+
+    @property
+    def row_size(self) -> int:
+        """Bytes of a row, R."""
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        """Codes states `[..., D]`, float32, as rows `[..., R]`; a `ValueError` if they are too large."""
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Decodes rows `[..., R]` to states `[..., D]`, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCodec(Codec):
+    """
+    Codes tokens by nothing but themselves.
+
+    Attributes:
+        keys, values (`SideCoder`): how keys and values are coded.
+    """
+
+    keys: SideCoder
+    values: SideCoder
+
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        return self.keys.row_size, self.values.row_size
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if keys.is_meta:
+            own, other = (
+                states.new_empty((*states.shape[:3], size), dtype=torch.uint8)
+                for states, size in zip((keys, values), self.row_sizes, strict=True)
+            )
+            return own, other
+        return self.keys.encode(keys.float()), self.values.encode(values.float())
+
+    def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
+        return self.keys.decode(rows)
+
+    def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.values.decode(rows)
+
+    @property
+    def kernel_kind(self) -> Hashable:
+        return self.keys, self.values

@@ -170,3 +170,21 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, gro
     states *= expand_groups(scale, grouping, states.shape)
     states += expand_groups(zero, grouping, states.shape)
     return states
+
+
+def bytes_of_halves(numbers: torch.Tensor) -> torch.Tensor:
+    """
+    Stores `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`.
+
+    Raises:
+        ValueError: if one of them is too large for that.
+    """
+    halves = numbers.half()
+    if not halves.is_meta and not bool(halves.isfinite().all()):
+        raise ValueError("keys or values are so large that their scale does not fit into float16 (65504)")
+    return halves.contiguous().view(torch.uint8)
+
+
+def halves_of_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Reads what `bytes_of_halves` stored, in float32."""
+    return rows.contiguous().view(torch.float16).float()

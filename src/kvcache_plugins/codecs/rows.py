@@ -331,12 +331,13 @@ class RowCodec(Codec):
     Codes keys and values by two tables.
 
     Args:
-        tables (two `RowTable` or `SharedTables`): of keys and of values: a cache's own, or a model's.
+        tables (two `RowTable`, or `SharedTables`, *optional*): of keys and of values: a cache's own, or a model's.
+            Without them the codec has still to be fitted.
     """
 
     has_kernels = True
 
-    def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables):
+    def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables | None):
         self._tables = tables
 
     @property
@@ -346,6 +347,7 @@ class RowCodec(Codec):
 
     def tables(self, device: torch.device | None = None) -> tuple[RowTable, RowTable]:
         """Returns the tables of keys and values, on a device if they are a model's."""
+        assert self._tables is not None, "it has been fitted"
         return self._tables.on(device) if isinstance(self._tables, SharedTables) else self._tables
 
     @property
@@ -395,7 +397,7 @@ class RowCodec(Codec):
         return ((keys[..., 0] == LAST_SCALE) | (values[..., 0] == LAST_SCALE)).any(dim=1)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        if not self.is_shared:
+        if self._tables is not None and not self.is_shared:
             yield from (tensor for table in self.tables() for tensor in table.tensors())
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:

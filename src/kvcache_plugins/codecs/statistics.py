@@ -8,19 +8,17 @@ Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.rotation import rotate
-
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
-from .codec import Positions
+from .codec import Positions, QueryMoments
 from .quantizers import QUANTIZERS
 from .rope import RotaryLayout, undo_rope
-from .rows import RowCodec, RowTable, order_dtype
+from .rotation import rotate
+from .rows import RowTable, order_dtype
 
 
 # Tokens that tell layouts apart, and which errors are shared
@@ -37,44 +35,6 @@ _LEAST_SHARED = 1 / 8
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
-
-
-@dataclass(frozen=True, eq=False)
-class QueryMoments:
-    """
-    Sums over queries, by key/value head.
-
-    Attributes:
-        squares (`torch.Tensor` of shape `[B, H, D]`): of squared channels.
-        products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
-    """
-
-    squares: torch.Tensor
-    products: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, query: torch.Tensor, num_heads: int, layouts: Sequence[RotaryLayout], valid: torch.Tensor | None
-    ) -> "QueryMoments":
-        """
-        Args:
-            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries, after the rotary embedding.
-            num_heads (`int`): H.
-            layouts (`Sequence[RotaryLayout]`): C of them.
-            valid (`torch.Tensor` of shape `[B, Q]`, bool, *optional*): queries that are not padding.
-        """
-        query = query.float()
-        if valid is not None:
-            query = query * valid[:, None, :, None]
-        query = query.unflatten(1, (num_heads, -1))
-        products = [(query * query[..., layout.partners(query.device)]).sum(dim=(2, 3)) for layout in layouts]
-        return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
-
-    def plus(self, other: "QueryMoments") -> "QueryMoments":
-        return QueryMoments(self.squares + other.squares, self.products + other.products)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QueryMoments":
-        return QueryMoments(function(self.squares), function(self.products))
 
 
 def make_key_table(
@@ -235,92 +195,39 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
     )
 
 
-def make_codec(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    valid: torch.Tensor,
-    moments: QueryMoments | None,
-    layouts: Sequence[RotaryLayout],
-    positions: Positions,
-    sizes: tuple[int, int],
-    quantizer: str,
-) -> RowCodec:
-    """
-    Makes the codec that a prompt's own tokens say is best for them, and for those that follow.
-
-    Args:
-        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): tokens.
-        sizes (two `int`): bytes of the codes of a key and of a value.
-        valid, moments, layouts, positions, quantizer: see `make_key_table`.
-    """
-    valid = valid.to(keys.device)
-    key_table = make_key_table(keys, valid, moments, layouts, positions, sizes[0], quantizer)
-    return RowCodec((key_table, make_value_table(values, valid, sizes[1], quantizer)))
-
-
-def replace_sequence(
-    codec: RowCodec,
-    number: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    valid: torch.Tensor,
-    moments: QueryMoments | None,
-    layouts: Sequence[RotaryLayout],
-) -> RowCodec:
-    """
-    Puts tables of a sequence's tokens `[1, H, T, D]`, all that it has, into their place in a codec, and returns that.
-
-    Args:
-        codec (`RowCodec`): what is written to.
-        number (`int`): of the sequence.
-        keys, values, valid, moments, layouts: see `make_codec`.
-    """
-    of_keys, of_values = codec.tables()
-    valid = valid.to(keys.device)
-    own = None if moments is None else moments.map(lambda sums: sums[number, None])
-    place, size = layouts.index(codec.rope), of_keys.row_size - 1
-    table, _ = key_table_of_layout(keys.float(), valid, own, place, codec.rope, Positions(), size, of_keys.quantizer)
-    of_keys = of_keys.with_sequence(number, table)
-    table = make_value_table(values, valid, of_values.row_size - 1, of_values.quantizer)
-    return RowCodec((of_keys, of_values.with_sequence(number, table)))
-
-
-def without_shared_errors(
-    codec: RowCodec,
+def shared_errors(
+    tables: tuple[RowTable, RowTable],
     rows: tuple[torch.Tensor, torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
     valid: torch.Tensor | None,
     positions: Positions,
-) -> RowCodec:
+) -> tuple[RowTable, RowTable]:
     """
     Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
     all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
 
     Args:
-        codec (`RowCodec`): what made the rows, of tables made of these tokens.
+        tables (two `RowTable`): what made the rows, themselves made of these tokens.
         rows (two `torch.Tensor` of shape `[B, H, T, R]`): of keys and of values.
         keys, values (`torch.Tensor` of shape `[B, H, T, D]`): what they were made of.
         valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count, all by default.
         positions (`Positions`): of the tokens.
     """
-    if keys.is_meta:
-        return codec
+    key_table, value_table = tables
     tail = max(keys.shape[2] - _NUM_NEWEST, 0)
     counts = keys.new_ones(keys.shape[0], keys.shape[2], dtype=torch.float32) if valid is None else valid.float()
     share = counts[:, tail:] / counts[:, tail:].sum(dim=1, keepdim=True).clamp(min=1)
-    key_table, value_table = codec.tables()
+    assert key_table.mean is not None and key_table.rope is not None
     # What keys are before their rotary embedding is what their mean is added to
     plain = dataclasses.replace(key_table, rope=None)
-    exact = undo_rope(keys[:, :, tail:].float(), codec.rope, positions.after(tail))
+    exact = undo_rope(keys[:, :, tail:].float(), key_table.rope, positions.after(tail))
     key_error = _shared_error(exact - plain.decode(rows[0][:, :, tail:]), share)
     value_error = _shared_error(values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:]), share)
-    assert key_table.mean is not None
     key_mean, value_mean = _added(key_table.mean, key_error), value_table.mean
     if value_mean is not None or bool((value_error != 0).any()):
         value_mean = _added(value_mean, value_error)
-    tables = dataclasses.replace(key_table, mean=key_mean), dataclasses.replace(value_table, mean=value_mean)
-    return RowCodec(tables)
+    return dataclasses.replace(key_table, mean=key_mean), dataclasses.replace(value_table, mean=value_mean)
 
 
 def _added(mean: torch.Tensor | None, error: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,11 @@ def end_at_once() -> None:
 
 
 def _end_or_raise(number: int, frame: FrameType | None) -> None:
-    if _is_importing(frame):
-        _end(number, frame)
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith("<frozen importlib"):
+            _end(number, frame)
+        caller = caller.f_back
     raise KeyboardInterrupt
 
 
@@ -41,20 +44,11 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def interrupts_are_ours() -> Iterator[None]:
     """
-    Processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this one ends them.
-
-    Otherwise each would print a traceback of its own.
+    Lets processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this one ends them,
+    and none prints a traceback of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.prompt_layer import ANOTHER_PROMPT
 from kvcache_plugins.layers.recurrent_states import HybridLayersMixin
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
@@ -23,17 +26,23 @@ from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 from kvcache_plugins.user_warnings import warn_user
 
-from .attention_inputs import AttentionInputs
-from .attention_modules import calling_module
 from .calibration import Calibration, choose_full_layers, resolve_calibration
-from .config import InfiniGenConfig
-from .exact_store import ExactStore
-from .hooks import Attachment, AttentionListener, ModelReference, attach, attachment_of, unknown_queries_warning
+from .config import InfiniGenConfig, option_parameters
+from .hooks import (
+    Attachment,
+    AttentionInputs,
+    AttentionListener,
+    ModelReference,
+    attach,
+    attachment_of,
+    caller,
+    mask_of_tokens,
+    unknown_queries_warning,
+)
 from .layer import InfiniGenLayer
 from .pool import is_gpu
-from .position_check import check_positions
-from .prefetch import expected_staging_bytes, staging_bytes
-from .token_store import TokenStore
+from .staging import expected_staging_bytes, staging_bytes
+from .tokens import OffloadedTokens
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -132,52 +141,18 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self,
         model: PreTrainedModel | torch.nn.Module,
         *,
-        min_weight: float | None = None,
-        alpha: float | None = None,
-        share: float | None = None,
-        mass: float | None = None,
-        max_fetch_ratio: float = 0.2,
-        scoring_nbits: int | None = None,
-        partial_ratio: float | None = None,
-        skewing: str | None = None,
-        recent: int = 32,
-        sink: int = 4,
-        pool_tokens: int | None = None,
-        eviction: str = "counter",
-        pool_folder: str | Path | None = None,
-        full_layers: tuple[int, ...] | None = None,
-        speculate: bool | None = None,
-        track_hits: bool = False,
-        track_times: bool = False,
         calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
+        **options: Any,
     ):
         if not isinstance(model, torch.nn.Module):
             raise ValueError(
                 f"`model` has to be a `PreTrainedModel`, whose layers tell what comes, but got {type(model)}"
             )
         model = unwrap_model(model)
-        self.infinigen_config = InfiniGenConfig(
-            min_weight=min_weight,
-            alpha=alpha,
-            share=share,
-            mass=mass,
-            max_fetch_ratio=max_fetch_ratio,
-            scoring_nbits=scoring_nbits,
-            partial_ratio=partial_ratio,
-            skewing=skewing,
-            recent=recent,
-            sink=sink,
-            pool_tokens=pool_tokens,
-            eviction=eviction,
-            pool_folder=pool_folder,
-            full_layers=full_layers,
-            speculate=speculate,
-            track_hits=track_hits,
-            track_times=track_times,
-        )
+        self.infinigen_config = InfiniGenConfig(**options)
         check_mask("attention_mask", attention_mask)
-        if pool_folder is not None and is_gpu(model.device):
+        if self.infinigen_config.pool_folder is not None and is_gpu(model.device):
             raise NotImplementedError(
                 "not supported yet: `pool_folder` with a model on a GPU, which reads page-locked memory alone"
             )
@@ -201,30 +176,32 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._announced: int | None = None
         # Of those that were not announced, where a smaller one begins a forward
         self._last_updated: int | None = None
+        # The module that called last, and is the model's
+        self._known_caller: Callable[[], torch.nn.Module | None] = _no_module
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
         self._update_order = UpdateOrder(config, len(layers))
-        attachment = attach(model, self)
-        reason = attachment.why_unknown()
-        if reason is not None and self._speculates:
-            warn_user(unknown_queries_warning(reason))
+        if self._wants_speculation:
+            reason = attach(model, self).why_unknown()
+            if reason is not None:
+                warn_user(unknown_queries_warning(reason))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy needs the hooks as long as it is there itself
         self.__dict__.update(state)
         model = self._model()
-        if self._is_attached and model is not None:
+        if self._speculates and model is not None:
             attach(model, self)
 
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
             return DynamicLayer()
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, self._store(index))
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, self._tokens(index))
 
-    def _store(self, index: int) -> TokenStore:
-        """Where a layer's older tokens go, and in which form."""
-        return ExactStore(self.infinigen_config)
+    def _tokens(self, index: int) -> OffloadedTokens:
+        """Makes the place of a layer's tokens, which says in which form they stand in the pool."""
+        return OffloadedTokens(self.infinigen_config, index)
 
     @property
     def _attachment(self) -> Attachment | None:
@@ -244,10 +221,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             return
         # In older releases of Transformers layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        offloaded = self.layers[next(iter(self._targets.values()))]
-        # During a prefill by several ranks another layer stands there
-        if layer_idx == 0 and isinstance(offloaded, InfiniGenLayer):
-            check_positions(inputs.position_ids, offloaded, inputs.attention_mask)
+        if layer_idx == 0:
+            self._check_positions(inputs.position_ids, inputs.attention_mask)
         if self._speculates and isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
@@ -282,24 +257,57 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         self._update_order.note(layer_idx)
         announced, self._announced = self._announced, None
-        if announced != layer_idx and self._is_of_another(layer_idx):
+        if announced != layer_idx:
+            self._check_caller(layer_idx)
+        self._warn_if_detached()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _check_caller(self, layer_idx: int) -> None:
+        """Refuses states of a layer that no hook has announced if they come from another model, or another prompt."""
+        model, attachment = self._model(), self._attachment
+        is_other = model is None or attachment is not None and layer_idx in attachment.heard
+        # Without hooks the model is asked once a forward
+        is_first = self._last_updated is None or layer_idx <= self._last_updated
+        self._last_updated = layer_idx
+        if not is_other and is_first:
+            module, given = caller()
+            if module is not None and module is not self._known_caller():
+                is_other = all(module is not own for own in model.modules())  # type: ignore[union-attr]
+                self._known_caller = weakref.ref(module)
+            if not is_other and layer_idx == 0:
+                self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
+        if is_other:
+            self._known_caller = _no_module
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
             )
-        self._warn_if_detached()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _is_of_another(self, layer_idx: int) -> bool:
-        """Tell whether states of a layer that was not announced come from another model."""
-        model, attachment = self._model(), self._attachment
-        if model is None or attachment is not None and layer_idx in attachment.heard:
-            return True
-        # No hooks tell: after `detach()`, or of a model whose attention is not known. Once a forward, as it takes long
-        is_first = self._last_updated is None or layer_idx <= self._last_updated
-        self._last_updated = layer_idx
-        module = calling_module() if is_first else None
-        return module is not None and all(module is not own for own in model.modules())
+    def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
+        """
+        Raises a `ValueError` if all positions of new tokens are among those of the tokens that are held.
+
+        Args:
+            position_ids (`torch.Tensor` of shape `[batch_size, new tokens]`, *optional*):
+                Positions of the new tokens. Of another shape they do not count tokens.
+            attention_mask (`torch.Tensor` of shape `[batch_size, heads or 1, new tokens, all tokens]`, *optional*):
+                Tokens that it hides from the newest one are in no position.
+        """
+        layer = self.layers[next(iter(self._targets.values()))]
+        # During a prefill by several ranks another layer stands there
+        if not isinstance(layer, InfiniGenLayer) or not isinstance(position_ids, torch.Tensor):
+            return
+        if position_ids.dim() != 2 or layer.get_seq_length() == 0:
+            return
+        # A decode step must not make the host wait for a GPU
+        if position_ids.shape[1] == 1 and position_ids.device.type != "cpu":
+            return
+        num_tokens, last = _num_positions(layer, attention_mask), int(position_ids.max())
+        if last < num_tokens:
+            raise ValueError(
+                f"`past_key_values` holds {num_tokens} tokens, but the new ones have positions up to {last}: they are "
+                f"of another prompt; make {ANOTHER_PROMPT}"
+            )
 
     def reset(self) -> None:
         super().reset()
@@ -404,3 +412,26 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         return sum(
             source in attachment.heard and target in attachment.projections for source, target in self._targets.items()
         )
+
+
+def _no_module() -> None:
+    """Stands for a reference to a module that is there no more."""
+
+
+def _num_positions(layer: InfiniGenLayer, attention_mask: torch.Tensor | None) -> int:
+    """Counts held tokens that are neither padding nor hidden, of the sequence that has the fewest."""
+    held = layer.get_seq_length()
+    count = held - (0 if layer.padding is None else int(layer.padding.max()))
+    if attention_mask is None or attention_mask.shape[-1] <= held or attention_mask.shape[-2] == 0:
+        return count
+    newest = attention_mask[:, 0, -1]
+    is_seen = newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
+    # A mask that does not reach the newest token is one of another prompt, and tells nothing of the tokens held
+    return min(count, int(is_seen[:, :held].sum(dim=1).min())) if bool(is_seen[:, -1].all()) else count
+
+
+# Options are declared once, and a misspelt one is told before anything is built
+_OWN = inspect.signature(InfiniGenCache).parameters
+InfiniGenCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_OWN["model"], *option_parameters(), _OWN["calibration"], _OWN["attention_mask"]]
+)

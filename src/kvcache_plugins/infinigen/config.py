@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ DEFAULT_MIN_WEIGHT = 0.5
 DEFAULT_SCORING_NBITS = 4
 # The paper's first speculated layer is the third: the inputs of the first two have little in common with their own
 NUM_FIRST_LAYERS = 2
+_RULES = ("min_weight", "alpha", "share", "mass")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfiniGenConfig:
-    """All options of an `InfiniGenCache` but the model and its calibration. See there for their meaning."""
+    """All options of an `InfiniGenCache` but the model, its calibration and a mask. See there for their meaning."""
 
     min_weight: float | None = None
     alpha: float | None = None
@@ -36,7 +38,6 @@ class InfiniGenConfig:
     skewing: str | None = None
     recent: int = 32
     sink: int = 4
-    flush_length: int = 32
     pool_tokens: int | None = None
     eviction: str = "counter"
     pool_folder: str | Path | None = None
@@ -46,8 +47,7 @@ class InfiniGenConfig:
     track_times: bool = False
 
     def __post_init__(self) -> None:
-        rules = {name: getattr(self, name) for name in ("min_weight", "alpha", "share", "mass")}
-        given = [name for name, value in rules.items() if value is not None]
+        given = [name for name in _RULES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"only one of `min_weight`, `alpha`, `share` and `mass` can be given, but got {given}")
         if not given:
@@ -58,7 +58,14 @@ class InfiniGenConfig:
             check_number(name, getattr(self, name), above=0.0, most=1.0, is_optional=True)
         check_number("max_fetch_ratio", self.max_fetch_ratio, above=0.0, most=1.0)
         self._check_scoring()
-        self._check_integers()
+        for name, least in (("recent", 1), ("sink", 0)):
+            check_integer(name, getattr(self, name), least)
+        check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
+        if self.pool_tokens is not None and self.pool_tokens <= self.sink:
+            raise ValueError(
+                f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
+                f"{self.pool_tokens}"
+            )
         self._check_full_layers()
         self._check_pool_folder()
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
@@ -86,16 +93,6 @@ class InfiniGenConfig:
                 object.__setattr__(self, "skewing", "none")
             check_choice("skewing", self.skewing, SKEWINGS)
 
-    def _check_integers(self) -> None:
-        for name, least in (("recent", 1), ("sink", 0), ("flush_length", 1)):
-            check_integer(name, getattr(self, name), least)
-        check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
-        if self.pool_tokens is not None and self.pool_tokens <= self.sink:
-            raise ValueError(
-                f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
-                f"{self.pool_tokens}"
-            )
-
     def _check_pool_folder(self) -> None:
         if self.pool_folder is None:
             return
@@ -118,8 +115,8 @@ class InfiniGenConfig:
 
     def speculates_on(self, device: torch.device) -> bool:
         """
-        Whether layers choose their tokens ahead for a model on this device. Unless `speculate` says so, they do where
-        tokens have to be brought from elsewhere, which takes time that can be hidden: from host memory to an
+        Tells whether layers choose their tokens ahead for a model on this device. Unless `speculate` says so, they do
+        where tokens have to be brought from elsewhere, which takes time that can be hidden: from host memory to an
         accelerator, or from a disk.
         """
         if self.speculate is not None:
@@ -131,10 +128,13 @@ class InfiniGenConfig:
         """`pool_folder` as a path."""
         return None if self.pool_folder is None else Path(self.pool_folder)
 
-    @property
-    def rule(self) -> str:
-        """Which of `min_weight`, `alpha`, `share` and `mass` decides."""
-        return next(name for name in ("min_weight", "alpha", "share", "mass") if getattr(self, name) is not None)
+
+def option_parameters() -> list[Parameter]:
+    """Lists the options as keyword parameters, for the signatures of caches that take them."""
+    return [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(InfiniGenConfig)
+    ]
 
 
 def check_options(*, calibration: object = None, attention_mask: object = None, **options: Any) -> None:

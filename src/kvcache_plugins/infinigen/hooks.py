@@ -1,8 +1,9 @@
 """What an InfiniGen cache hears of a model: the input of every attention, from forward hooks. Nothing is patched.
 
-A model is attached once and serves all its caches, in any number of threads: what is learned of the model is kept for
-all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the cache at hand
-listens, and go with the last cache that does.
+A model is attached once and serves all its caches that speculate, in any number of threads: what is learned of the
+model is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the
+cache at hand listens, and go with the last cache that does. A cache that speculates nothing needs none: it looks who
+is calling it (`caller`), once a forward.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
@@ -13,6 +14,7 @@ after attention) hands the stream to attention itself, and the two are the same.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,9 +29,7 @@ from transformers import PreTrainedModel
 from kvcache_plugins.models.cache_argument import CACHE_NAMES
 from kvcache_plugins.user_warnings import warn_user
 
-from .attention_inputs import AttentionInputs, ForwardNotes
-from .attention_modules import find_attention_modules
-from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError
+from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules
 
 
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
@@ -51,8 +51,56 @@ class ModelReference(weakref.ref[PreTrainedModel]):
         )
 
 
+class AttentionInputs:
+    """
+    What an attention module was called with.
+
+    Attributes:
+        hidden_states (`torch.Tensor` of shape `[B, tokens, hidden size]`): its input.
+        position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosine and sine.
+        attention_mask (`torch.Tensor`, *optional*): its mask, as attention gets it.
+        position_ids (`torch.Tensor`, *optional*): positions of the tokens, where the model hands them on.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        pairs = (value for value in args[1:] if isinstance(value, tuple) and len(value) == 2)
+        self.position_embeddings: PositionEmbeddings | None = kwargs.get("position_embeddings", next(pairs, None))
+        self.position_ids: torch.Tensor | None = kwargs.get("position_ids")
+        self.attention_mask = mask_of_tokens(kwargs.get("attention_mask"))
+
+
+class ForwardNotes(threading.local):
+    """
+    What the hooks of a model have noted of the forward pass that a thread is in: every thread has its own, as several
+    may generate with one model. A copy has none.
+
+    Attributes:
+        is_from_start (`bool`): whether the hooks have seen the pass from its beginning.
+        keeps_streams (`bool`): whether residual streams are kept in any pass, not in decode steps only.
+        streams (`dict[int, torch.Tensor]`): by layer, the residual stream before the module that norms it.
+        candidates (`dict[int, list]`): by layer, what may have normed: module and output.
+        rotary (`dict[str, tuple]`): by layer type, position embeddings, in models whose types have their own.
+    """
+
+    def __init__(self) -> None:
+        self.keeps_streams = self.is_from_start = False
+        self.streams: dict[int, torch.Tensor] = {}
+        self.candidates: dict[int, list[tuple[nn.Module, torch.Tensor]]] = {}
+        self.rotary: dict[str, PositionEmbeddings] = {}
+
+    def begin(self) -> None:
+        """A pass begins; of one that failed nothing is left."""
+        self.is_from_start = True
+        for noted in (self.streams, self.candidates, self.rotary):
+            noted.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ForwardNotes, ()
+
+
 class AttentionListener:
-    """What a cache has to be for the hooks to act: it is told of every attention before its layer's `update`."""
+    """Base of caches for which the hooks act: they are told of every attention before its layer's `update`."""
 
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         """
@@ -79,6 +127,7 @@ class Attachment:
         unknown (`dict[int, str]`): why it is not, by layer; -1 stands for all.
         listeners (`weakref.WeakSet`): caches that were made for the model and not detached.
         checked (`set[int]`): layers whose queries were found to be the model's own.
+        notes (`ForwardNotes`): of the forward pass that a thread is in.
         heard (`frozenset[int]`): layers whose attention listeners are told of.
     """
 
@@ -92,7 +141,7 @@ class Attachment:
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
-        self._notes = ForwardNotes()
+        self.notes = ForwardNotes()
         # By layer, the module that norms
         self._norms: dict[int, nn.Module] = {}
         self._handles: list[RemovableHandle] = []
@@ -137,25 +186,16 @@ class Attachment:
             if sibling is not attention
         ]
 
-    @property
-    def keeps_streams(self) -> bool:
-        """Whether residual streams are kept in any forward pass of this thread, not in decode steps only."""
-        return self._notes.keeps_streams
-
-    @keeps_streams.setter
-    def keeps_streams(self, keeps: bool) -> None:
-        self._notes.keeps_streams = keeps
-
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._notes.begin()
+        self.notes.begin()
 
     def _after_sibling(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            self._notes.candidates.setdefault(index, []).append((module, output))
+            self.notes.candidates.setdefault(index, []).append((module, output))
 
     def _after_norm(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args[0].shape[1] == 1 or self._notes.keeps_streams:
-            self._notes.streams[index] = args[0]
+        if args[0].shape[1] == 1 or self.notes.keeps_streams:
+            self.notes.streams[index] = args[0]
 
     def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> None:
         if len(given) == 1:
@@ -164,7 +204,7 @@ class Attachment:
         kwargs, output = given
         names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if len(names) == 1:
-            self._notes.rotary[names[0]] = output
+            self.notes.rotary[names[0]] = output
 
     # Not for `torch.compile` to trace: which layer's tokens are fetched is the host's business
     @torch.compiler.disable
@@ -179,13 +219,13 @@ class Attachment:
         cache = next((value for value in caches if isinstance(value, AttentionListener)), None)
         if cache is not None:
             cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
-        self._notes.streams.pop(index, None)
+        self.notes.streams.pop(index, None)
 
     def _settle_norm(self, index: int, hidden_states: Any) -> None:
         """Takes the sibling for the norm whose output attention gets."""
-        candidates = self._notes.candidates.pop(index, ())
+        candidates = self.notes.candidates.pop(index, ())
         # A pass that had begun before there were hooks may have normed unseen
-        if index not in self._detecting or not self._notes.is_from_start:
+        if index not in self._detecting or not self.notes.is_from_start:
             return
         with _LOCK:
             if index not in self._detecting or self._is_removed:
@@ -214,12 +254,12 @@ class Attachment:
         Returns:
             `torch.Tensor` of shape `[B, tokens, hidden size]`, on that device.
         """
-        stream, norm = self._notes.streams.get(source), self._norms.get(target)
+        stream, norm = self.notes.streams.get(source), self._norms.get(target)
         if stream is None or norm is None:
             return inputs.hidden_states.to(device)
         expected: torch.Tensor = norm(stream.to(device))
         # Norming it was seen by the hook of the target's norm
-        self._notes.streams.pop(target, None)
+        self.notes.streams.pop(target, None)
         return expected
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
@@ -232,7 +272,7 @@ class Attachment:
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings
         assert self.layer_types is not None
-        return self._notes.rotary[self.layer_types[target]]
+        return self.notes.rotary[self.layer_types[target]]
 
     def same_type(self, one: int, other: int) -> bool:
         """Whether two layers get the same mask and position embeddings."""
@@ -313,3 +353,23 @@ def _on_listener_gone(attachment: weakref.ref[Attachment]) -> None:
 def attachment_of(model: PreTrainedModel) -> Attachment | None:
     """The attachment of a model, if it has one."""
     return _ATTACHMENTS.get(model)
+
+
+def caller() -> tuple[nn.Module | None, dict[str, Any]]:
+    """
+    Tells the innermost module that is calling, and what it was called with, by name; no module if there is none, or
+    `torch.compile` has made what calls.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        given = frame.f_locals
+        if isinstance(given.get("self"), nn.Module):
+            kwargs = given.get("kwargs")
+            return given["self"], {**kwargs, **given} if isinstance(kwargs, dict) else given
+    return None, {}
+
+
+def mask_of_tokens(mask: Any) -> torch.Tensor | None:
+    """Returns a mask that attention was called with, if it is one over all tokens."""
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 4 else None

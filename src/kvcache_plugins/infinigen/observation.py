@@ -11,8 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.models.cache_argument import as_argument
 
-from .attention_inputs import AttentionInputs
-from .hooks import Attachment, AttentionListener, attach
+from .hooks import Attachment, AttentionInputs, AttentionListener, attach
 from .queries import PositionEmbeddings
 
 
@@ -71,12 +70,12 @@ def observe(
     if reason is not None:
         attachment.detach(recorder)
         raise ValueError(reason)
-    attachment.keeps_streams = True
+    attachment.notes.keeps_streams = True
     try:
         for cache, count in ((learner, 2), (recorder, window.numel())):
             model.get_decoder()(window[None, :count].to(model.device), **as_argument(cache), use_cache=True)
     finally:
-        attachment.keeps_streams = False
+        attachment.notes.keeps_streams = False
     return recorder, attachment
 
 

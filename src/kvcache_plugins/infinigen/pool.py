@@ -1,20 +1,20 @@
-"""Keys and values of one layer in host memory: pages that are only ever appended to, and a limit if there is one.
+"""Rows of one layer's tokens in host memory: pages that are only ever appended to, and a limit if there is one.
 
-A row holds the key and the value of a token side by side, so that one transfer fetches both. Pages have one size:
-what is stored does not move when the pool grows. Only where no GPU uses it, a first page that is alone has but the
-room that its tokens need, and moves to twice as much: a short context would be mostly spare room. With `max_tokens`
-the pool stops growing there, each head on its own: a new token then takes the slot of a victim, and slots no longer
-stand in the order of positions.
+A row holds all that a step fetches of a token of one head, side by side, so that one transfer fetches it: its key and
+value as they are, or bytes that a codec made of them. Pages have one size: what is stored does not move when the pool
+grows. Only where no GPU uses it, a first page that is alone has but the capacity that its tokens need, and moves to
+twice as much. With `max_tokens` the pool stops growing there, each head on its own: a new token then takes the slot of
+a victim, and slots no longer stand in the order of positions.
 
 For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
 have done yet is known by events (`PendingWork`), and the host waits for those before it touches a page itself or gives
 one back. In memory that is not page-locked, or for a part of a page that does not lie in one piece, PyTorch's copies
 make the host wait; so whole pages are copied, and parts written by a kernel or head by head.
 
-Legend: B batch, H key/value heads, D and E head dimensions of keys and values.
+Legend: B batch, H key/value heads, R numbers of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -38,18 +38,18 @@ _REPLACED_AT_ONCE = 8
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device works on its own, so that the host must neither wait for it nor run ahead of it."""
+    """Tells whether a device works on its own, so that the host must neither wait for it nor run ahead of it."""
     return device.type == "cuda"
 
 
 class PendingWork:
-    """What GPUs were told to do with pages. A copy has none: whoever copies pages waits before."""
+    """Events behind all that GPUs were told to do with pages. A copy has none: whoever copies pages waits before."""
 
     def __init__(self) -> None:
         self._events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def note(self, stream: torch.cuda.Stream) -> None:
-        """What a stream has been told so far uses the pages."""
+        """Adds what a stream has been told so far."""
         event = self._events.get(stream)
         if event is None:
             event = self._events[stream] = torch.cuda.Event()
@@ -67,24 +67,24 @@ class PendingWork:
 
 class TokenPool:
     """
-    Tokens of a layer, `[B, H, slots, D + E]`, in host memory.
+    Rows of a layer's tokens, `[B, H, slots, R]`, in host memory.
 
     Args:
-        key_states, value_states (`torch.Tensor` of shape `[B, H, any, D]`, `[B, H, any, E]`):
-            States whose shapes and dtype the pool takes over; none of them is stored.
+        parts (`Sequence[torch.Tensor]`, each of shape `[B, H, any, any]`):
+            Parts that rows consist of, whose shapes, dtype and device the pool takes over; none of them is stored.
         max_tokens (`int`, *optional*):
             Tokens that every head holds at most.
         eviction (`str`, *optional*, defaults to `"counter"`):
             Whose slot a token takes when the pool is full; see `UsageRecord`.
         num_protected (`int`, *optional*, defaults to 0):
-            First tokens of every item that are never evicted.
+            First tokens of every sequence that are never evicted.
         folder (`Path`, *optional*):
             Where the pages are files, which are mapped into memory. Not for a GPU, whose pages are page-locked.
 
     Attributes:
-        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, D + E]` each, page-locked with `pin_memory`; without, a
-            page that is alone may be shorter.
-        device (`torch.device`): where the states come from and are attended to.
+        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, R]` each, page-locked with `pin_memory`; without, a page
+            that is alone may be shorter.
+        device (`torch.device`): where the rows come from and are attended to.
         pin_memory (`bool`): whether that is a GPU.
         pending (`PendingWork`): what GPUs may still do with the pages.
         num_slots (`int`): slots in use.
@@ -94,8 +94,7 @@ class TokenPool:
 
     def __init__(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         *,
         max_tokens: int | None = None,
         eviction: str = "counter",
@@ -103,9 +102,9 @@ class TokenPool:
         folder: Path | None = None,
     ):
         self.pending = PendingWork()
-        self.batch_size, self.num_heads, _, self.key_dim = key_states.shape
-        self.row_dim = self.key_dim + value_states.shape[3]
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = parts[0].shape[:2]
+        self.dims = [part.shape[3] for part in parts]
+        self.dtype, self.device = parts[0].dtype, parts[0].device
         self.pin_memory = is_gpu(self.device)
         # States without data, on which caches are sized, have pages without
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
@@ -120,20 +119,27 @@ class TokenPool:
             self.usage = UsageRecord(eviction, num_protected, self.batch_size, self.num_heads, max_tokens)
 
     @property
+    def row_dim(self) -> int:
+        """Numbers of a row."""
+        return sum(self.dims)
+
+    @property
     def page_tokens(self) -> int:
         """Slots of a page."""
         return self.pages[0].shape[2] if self.pages else PAGE_TOKENS
 
-    def append(
-        self, keys: torch.Tensor, values: torch.Tensor, position: int, padding: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def free_slots(self, count: int) -> int:
+        """Tells how many of `count` new tokens would go behind those held."""
+        return count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
+
+    def append(self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None) -> list[torch.Tensor]:
         """
         Stores tokens that follow those held, as a whole or, without memory, not at all.
 
         Args:
-            keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`, `[B, H, tokens, E]`): their states.
+            parts (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens, any]`): parts of their rows.
             position (`int`): position of the first of them.
-            padding (`torch.Tensor` of shape `[B]`, *optional*): padding tokens at the start of each item.
+            padding (`torch.Tensor` of shape `[B]`, *optional*): padding tokens at the start of each sequence.
 
         Returns:
             `list[torch.Tensor]`: for the tokens that did not go behind those held, the slots that they took in order,
@@ -142,26 +148,28 @@ class TokenPool:
         Raises:
             MemoryError: if the host has no memory for further pages; what is held stays as it is.
         """
-        count = keys.shape[2]
-        room = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
-        self._grow(self.num_slots + room)
-        self._write(self.num_slots, keys[:, :, :room], values[:, :, :room])
+        count = parts[0].shape[2]
+        free = self.free_slots(count)
+        self._grow(self.num_slots + free)
+        self._write(self.num_slots, [part[:, :, :free] for part in parts])
         if self.usage is not None:
-            self.usage.add(self.num_slots, room, position)
-        self.num_slots += room
+            self.usage.add(self.num_slots, free, position)
+        self.num_slots += free
         taken: list[torch.Tensor] = []
         if self._host.type == "meta":
             # Whose place a token takes changes no size
             return taken
         at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
-        for start in range(room, count, at_once):
+        for start in range(free, count, at_once):
             assert self.usage is not None
             self.pending.wait()
             stop = min(start + at_once, count)
             slots = self.usage.replace(stop - start, position + start, padding)
-            rows = torch.cat([keys[:, :, start:stop], values[:, :, start:stop]], dim=3).to("cpu")
-            for number, places in self._by_page(slots):
-                self.pages[number][places[0], places[1], slots[places] - number * PAGE_TOKENS] = rows[places]
+            rows = torch.cat([part[:, :, start:stop] for part in parts], dim=3).to("cpu")
+            numbers = slots // PAGE_TOKENS
+            for number, page in enumerate(self.pages):
+                places = (numbers == number).nonzero(as_tuple=True)
+                page[places[0], places[1], slots[places] - number * PAGE_TOKENS] = rows[places]
             taken.append(slots)
         return taken
 
@@ -191,21 +199,21 @@ class TokenPool:
             return self.disk.new_page(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
 
-    def _write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """States `[B, H, tokens, D]` into consecutive slots."""
+    def _write(self, first: int, parts: Sequence[torch.Tensor]) -> None:
+        """Writes parts of rows `[B, H, tokens, any]` into consecutive slots."""
         if self._host.type == "meta":
             return
         # Before anything is written: pages may have to be locked first
-        addresses = self.addresses_for(keys) if self.pin_memory else None
-        for page, start, stop in self._stretches(first, first + keys.shape[2]):
-            tokens = slice(start - first, stop - first)
+        addresses = self.addresses_for(parts[0]) if self.pin_memory else None
+        for page, start, stop in self._spans(first, first + parts[0].shape[2]):
+            own = [part[:, :, start - first : stop - first] for part in parts]
             slots = slice(start % PAGE_TOKENS, start % PAGE_TOKENS + stop - start)
             if not self.pin_memory:
-                page[:, :, slots, : self.key_dim] = keys[:, :, tokens]
-                page[:, :, slots, self.key_dim :] = values[:, :, tokens]
+                for part, columns in zip(own, page[:, :, slots].split(self.dims, dim=3), strict=True):
+                    columns.copy_(part)
                 self._release(page)
                 continue
-            rows = torch.cat([keys[:, :, tokens], values[:, :, tokens]], dim=3)
+            rows = torch.cat(own, dim=3)
             if stop - start == PAGE_TOKENS:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
@@ -214,11 +222,12 @@ class TokenPool:
                 for item, head in product(range(self.batch_size), range(self.num_heads)):
                     page[item, head, slots].copy_(rows[item, head], non_blocking=True)
         if self.pin_memory:
-            self.pending.note(torch.cuda.current_stream(keys.device))
+            self.pending.note(torch.cuda.current_stream(parts[0].device))
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
         """
-        Where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`; `None` if they cannot be used.
+        Lists where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`; `None` if they cannot be
+        used.
 
         Args:
             states (`torch.Tensor`): what comes from the pages or goes there, on the device that does it.
@@ -240,26 +249,25 @@ class TokenPool:
         self._addresses = pointers, page_addresses(self.pages, states.device)
         return self._addresses[1]
 
-    def _stretches(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Pages that slots from `first` to `stop` lie in, each with its own first and last slot of them."""
+    def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Lists the pages that slots from `first` to `stop` lie in, each with its own first and last slot of them."""
         for number in range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
             offset = number * PAGE_TOKENS
             yield self.pages[number], max(first, offset), min(stop, offset + PAGE_TOKENS)
 
-    def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    def iter_pages(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """
-        Everything held, page by page: keys, values `[B, H, slots, D or E]`, first slot, slot behind the last. Each is
-        brought to `device` when it is its turn; the host waits for none.
+        Lists everything held, page by page: rows `[B, H, slots, R]`, first slot, slot behind the last. Each is brought
+        to `device` when it is its turn; the host waits for none.
         """
-        for page, start, stop in self._stretches(0, self.num_slots):
+        for page, start, stop in self._spans(0, self.num_slots):
             if self.disk is not None and stop < self.num_slots:
                 self.disk.expect_page(self.pages[stop // PAGE_TOKENS])
             whole = page
             if self.pin_memory:
                 whole = page.to(self.device, non_blocking=True)
                 self.pending.note(torch.cuda.current_stream(self.device))
-            rows = whole[:, :, : stop - start]
-            yield rows[..., : self.key_dim], rows[..., self.key_dim :], start, stop
+            yield whole[:, :, : stop - start], start, stop
             self._release(page)
 
     def expect(self, slots: torch.Tensor, count: torch.Tensor) -> None:
@@ -268,50 +276,32 @@ class TokenPool:
             self.disk.expect(self.pages, slots, count)
 
     def reading(self) -> AbstractContextManager[None]:
-        """While pages are read where they stand."""
+        """Encloses what reads pages where they stand."""
         return nullcontext() if self.disk is None else self.disk.reading(self.pages)
 
     def _release(self, page: torch.Tensor) -> None:
         if self.disk is not None:
             release(page)
 
-    def gather(self, slots: torch.Tensor, items: slice = slice(None)) -> torch.Tensor:
-        """
-        The rows of some slots.
-
-        Args:
-            slots (`torch.Tensor` of shape `[items, H, tokens]`, int64): on the host; none beyond those in use.
-            items (`slice`, *optional*): items of the batch that they are slots of; all by default.
-
-        Returns:
-            `torch.Tensor` of shape `[items, H, tokens, D + E]` on the host.
-        """
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """Copies the rows of slots `[B, H, tokens]` in use, int64, on the host: `[B, H, tokens, R]`."""
         self.pending.wait()
-        pages = [page[items] for page in self.pages]
         if self.disk is None:
-            return gather_rows(pages, slots)
+            return gather_rows(self.pages, slots)
         with self.disk.reading():
-            return gather_rows(pages, slots, are_mapped=True)
-
-    def _by_page(self, slots: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """For each page that slots `[B, H, tokens]` lie in: its number, and where in `slots` they stand."""
-        numbers = slots // PAGE_TOKENS
-        for number in range(len(self.pages)):
-            places = (numbers == number).nonzero(as_tuple=True)
-            if places[0].numel():
-                yield number, places
+            return gather_rows(self.pages, slots, are_mapped=True)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Positions of the tokens in all slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
+        """Lists positions of the tokens in slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
         if self.usage is None:
             return torch.arange(self.num_slots, device=device)[None, None]
         return self.usage.positions[:, :, : self.num_slots].to(device).long()
 
-    def positions_of(self, slots: torch.Tensor, items: slice) -> torch.Tensor:
-        """Positions of the tokens in slots `[items, H, tokens]` of some items."""
+    def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the positions of the tokens in slots `[B, H, tokens]`."""
         if self.usage is None:
             return slots
-        return self.usage.positions[items].to(slots.device).gather(2, slots).long()
+        return self.usage.positions.to(slots.device).gather(2, slots).long()
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens at position `length` and beyond; whole pages without any are given back."""
@@ -343,15 +333,15 @@ class TokenPool:
         return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
 
     def serve(self, device: torch.device) -> None:
-        """From now on states come from another device."""
+        """Takes rows from another device from now on."""
         self.device, self.pin_memory = device, is_gpu(device)
         if self.pin_memory and self.pages and self.pages[0].shape[2] < PAGE_TOKENS:
             self._grow(PAGE_TOKENS)
         self.map(lambda tensor: tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part and tensor of everything stored."""
-        for page, start, stop in self._stretches(0, len(self.pages) * PAGE_TOKENS):
+        """Lists part and tensor of everything stored."""
+        for page, start, stop in self._spans(0, len(self.pages) * PAGE_TOKENS):
             used = min(max(self.num_slots - start, 0), stop - start)
             yield "pool", page[:, :, :used]
             yield "spare", page[:, :, used:]
@@ -362,7 +352,7 @@ class TokenPool:
             yield "index", self._addresses[1]
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What of it stands in host memory."""
+        """Lists what of it stands in host memory."""
         yield from self.pages
         if self.usage is not None:
             yield from self.usage.tensors()
@@ -386,7 +376,7 @@ class TokenPool:
 
 
 def _is_readable(page: torch.Tensor) -> bool:
-    """Whether a GPU can read a page where it stands."""
+    """Tells whether a GPU can read a page where it stands."""
     return page.device.type == "cuda" or page.is_pinned()
 
 

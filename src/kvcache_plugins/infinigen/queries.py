@@ -10,7 +10,8 @@ size of the query norm's weight, the parameters of `forward`. Two alternatives w
 itself comes after keys and values are computed and stored. The module's `forward` on a stand-in for the module would
 serve any family, but computes all parts of a fused projection, and would hide from a reader what is computed.
 
-Attributes cannot tell everything. What is known to make queries otherwise is refused when a projection is made;
+Attributes cannot tell everything. Families share their names; what is known to make attention differ from products of
+keys and queries is listed here, and refused when a projection is made;
 `QueryProjection.check` compares with the queries that attention was given, and catches the rest.
 
 B: batch size, T: tokens, H: query heads, D: size of a head.
@@ -18,19 +19,30 @@ B: batch size, T: tokens, H: query heads, D: size of a head.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .attention_modules import PROJECTION_NAMES, first_of, is_without_rotary, reason_to_refuse
 
-
+PROJECTION_NAMES = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+_COMPRESSED_NAMES = ("q_a_proj", "kv_a_proj_with_mqa")
+# Positions that a module looks up itself: nothing that its caller could be asked for
+_OWN_POSITION_NAMES = ("rotary_emb", "embed_positions", "rotary_dim")
+# Layers without rotary embedding in models that have one. Others say so by `use_rope`, or get no position embeddings.
+_IS_WITHOUT_ROTARY: dict[str, Callable[[Any], bool]] = {
+    "afmoe": lambda module: not module.is_local_attention,
+    "cohere2": lambda module: module.sliding_window is None,
+    "cohere2_moe": lambda module: module.sliding_window is None and not module.force_rope,
+    "exaone4": lambda module: module.sliding_window is not None and not module.is_sliding,
+    "exaone_moe": lambda module: module.sliding_window is not None and not module.is_sliding,
+    "kolibri1": lambda module: module.sliding_window is not None and not module.is_sliding,
+}
 _NORM_NAMES = ("q_norm", "q_layernorm", "query_layernorm")
 # Families that multiply queries by `scaling` themselves and have attention multiply by 1
 _SCALES_QUERIES = {"opt"}
@@ -51,7 +63,7 @@ class QueryProjection:
     caller's business: hidden states and position embeddings have to be on the module's device.
 
     Args:
-        module (`torch.nn.Module`): a self-attention module, see `attention_modules`.
+        module (`torch.nn.Module`): a self-attention module, see `find_attention_modules`.
         config (`PreTrainedConfig`): the config of the model it belongs to.
 
     Attributes:
@@ -68,32 +80,32 @@ class QueryProjection:
         config = config.get_text_config(decoder=True)
         self._name = f"`{type(module).__name__}` of layer {getattr(module, 'layer_idx', None)}"
         parameters = inspect.signature(type(module).forward).parameters
-        reason = reason_to_refuse(module, config, set(parameters))
+        reason = _reason_to_refuse(module, config, set(parameters))
         if reason is not None:
             raise ValueError(f"{self._name} {reason}")
 
-        self.num_heads: int = first_of(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
-        self.head_dim: int = first_of(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
-        num_projected_heads: int = first_of(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
-            self.num_heads // (first_of(module, ("num_key_value_groups",)) or 1)
+        self.num_heads: int = _first_of(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+        self.head_dim: int = _first_of(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
+        num_projected_heads: int = _first_of(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
+            self.num_heads // (_first_of(module, ("num_key_value_groups",)) or 1)
         )
         # This one architecture, of Falcon, repeats its key/value heads before the cache
         is_repeated = getattr(module, "new_decoder_architecture", False)
         self.num_key_value_heads = self.num_heads if is_repeated else num_projected_heads
 
-        self._projection_name: str = next(name for name in PROJECTION_NAMES if first_of(module, (name,)) is not None)
+        self._projection_name: str = next(name for name in PROJECTION_NAMES if _first_of(module, (name,)) is not None)
         self._module = module
         self._num_groups = self._count_groups(module, num_projected_heads)
         self._norm_stage = self._find_norm_stage(module)
-        self._clip: float | None = first_of(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
+        self._clip: float | None = _first_of(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
 
         takes_positions = "position_embeddings" in parameters
         self._rotate = self._find_rotary_function(module) if takes_positions else None
-        self._rotary_size: int = first_of(module, ("rotary_ndims",)) or self.head_dim
-        self.has_rotary = takes_positions and not is_without_rotary(module, config)
+        self._rotary_size: int = _first_of(module, ("rotary_ndims",)) or self.head_dim
+        self.has_rotary = takes_positions and not _is_without_rotary(module, config)
 
         # Falcon keeps it under a name of its own, and for ALiBi alone: attention takes its default, which is the same
-        scaling: float | None = first_of(module, ("scaling", "inv_norm_factor"))
+        scaling: float | None = _first_of(module, ("scaling", "inv_norm_factor"))
         if scaling is None:
             raise ValueError(f"{self._name} does not tell by what it scales attention scores: it has no `scaling`")
         is_folded = config.model_type in _SCALES_QUERIES
@@ -107,7 +119,7 @@ class QueryProjection:
 
     @property
     def _norm(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        norm: Callable[[torch.Tensor], torch.Tensor] | None = first_of(self._module, _NORM_NAMES)
+        norm: Callable[[torch.Tensor], torch.Tensor] | None = _first_of(self._module, _NORM_NAMES)
         return norm
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
@@ -195,7 +207,7 @@ class QueryProjection:
 
     def _count_groups(self, module: nn.Module, num_key_value_heads: int) -> int:
         """Into how many equal parts the projection's output falls that begin with queries, heads being in order."""
-        width = first_of(self._projection, ("out_features", "nf"))
+        width = _first_of(self._projection, ("out_features", "nf"))
         own_width = self.num_heads * self.head_dim
         if self._projection_name == "q_proj":
             # Queries alone or, from Qwen3-Next on, every head's queries with its gate
@@ -208,7 +220,7 @@ class QueryProjection:
             return self.num_heads if width == 2 * own_width else 1
         if getattr(module, "new_decoder_architecture", False):
             return num_key_value_heads
-        is_by_heads = self._projection_name == "query_key_value" or first_of(module, ("multi_query",)) is not None
+        is_by_heads = self._projection_name == "query_key_value" or _first_of(module, ("multi_query",)) is not None
         return self.num_heads if is_by_heads and not getattr(module, "multi_query", False) else 1
 
     def _find_norm_stage(self, module: nn.Module) -> str:
@@ -254,3 +266,83 @@ def _is_plain(projection: Any) -> bool:
         # What Accelerate replaces
         and "forward" not in vars(projection)
     )
+
+
+def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """
+    The self-attention modules of a model's text decoder by their `layer_idx`, in that order.
+
+    Layers of hybrid models that have no attention, or a linear one, are not in it. That a module is found does not say
+    that `QueryProjection` takes it.
+
+    Args:
+        model (`PreTrainedModel`): a decoder model, or a multimodal one that has a decoder.
+
+    Raises:
+        ValueError: if the model is an encoder-decoder, has no such modules, or several with the same index.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or {}
+    found: dict[int, nn.Module] = {}
+    for layer_idx, module in _self_attention_modules(model.get_decoder()):
+        if layer_types and layer_types[layer_idx] == "linear_attention":
+            continue
+        if found.setdefault(layer_idx, module) is not module:
+            raise ValueError(
+                f"two attention modules of `{type(model).__name__}` have the `layer_idx` {layer_idx}: "
+                f"a `{type(found[layer_idx]).__name__}` and a `{type(module).__name__}`"
+            )
+    if not found:
+        raise ValueError(
+            f"`{type(model).__name__}` has no attention modules with a `layer_idx` and one of the query projections "
+            f"{_quoted(PROJECTION_NAMES)}"
+        )
+    return dict(sorted(found.items()))
+
+
+def _self_attention_modules(decoder: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    for module in decoder.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
+        if isinstance(layer_idx, int) and not is_cross and _first_of(module, PROJECTION_NAMES + _COMPRESSED_NAMES):
+            yield layer_idx, module
+
+
+def _reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: set[str]) -> str | None:
+    """What is known to make attention differ from products of keys and queries of this input, if anything does."""
+    if _first_of(module, _COMPRESSED_NAMES) is not None:
+        return "makes its queries and keys of a compressed part (multi-head latent attention)"
+    if _first_of(module, PROJECTION_NAMES) is None:
+        return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
+    # Bloom and MPT have no option to do without; Falcon has
+    if {"alibi", "position_bias"} & parameters and getattr(config, "alibi", True):
+        return "adds positions to attention scores (ALiBi), which queries do not hold"
+    if _first_of(module, ("rel_logits_proj",)) is not None:
+        return "adds relative positions to attention scores, which queries do not hold"
+    if "position_embeddings" not in parameters and _first_of(module, _OWN_POSITION_NAMES) is not None:
+        return "looks up positions itself: it takes no `position_embeddings`"
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    if "attention_scaling" in parameters or rope_parameters.get("llama_4_scaling_beta") is not None:
+        return "scales its queries by their positions, which position embeddings do not tell"
+    if _first_of(module, ("sinks",)) is not None:
+        return "has attention sinks (`sinks`): probabilities do not follow from queries and keys alone"
+    softcap = _first_of(module, ("attn_logit_softcapping",))
+    if softcap is not None and config._attn_implementation != "sdpa":
+        return f"caps attention scores: `attn_logit_softcapping` has to be `None`, but is {softcap}"
+    return None
+
+
+def _is_without_rotary(module: nn.Module, config: PreTrainedConfig) -> bool:
+    """Whether a module rotates nothing, though its model has position embeddings."""
+    rule = _IS_WITHOUT_ROTARY.get(config.model_type)
+    return not getattr(module, "use_rope", True) if rule is None else rule(module)
+
+
+def _first_of(module: nn.Module, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that a module has and that is not `None`."""
+    return next((value for name in names if (value := getattr(module, name, None)) is not None), None)
+
+
+def _quoted(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,29 +1,47 @@
 """What stays on the accelerator of the keys in the pool, so that their scores can be told without fetching them.
 
-Two ways, told apart by measured fidelity against bytes, not by what the paper chose: `scoring_codes` has all columns
-in a few bits, `scoring_columns` the paper's partial key cache.
+Two ways, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes` has all columns in
+a few bits, `ScoringColumns` the paper's partial key cache.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, N slots in use.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
 
+from kvcache_plugins.codecs.quantization import pack
+from kvcache_plugins.ops.gather import code_scores
+
+
+# Tokens from which a channel's mean and spread are told
+NUM_FITTED = 512
+_TINY = 1e-6
+# A Gaussian in four levels is told best with steps of about its spread
+_TWO_BIT_STEP = 1.0
+
 
 class ScoringStates:
-    """Base of both: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced."""
+    """
+    Base of both: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced.
 
-    # By which factor, and how many rows beside, room grows that is used up
+    Attributes:
+        length (`int`): rows in use.
+        rows (`dict[str, torch.Tensor]`): the rows, with spare ones behind those in use.
+    """
+
+    # By which factor, and how many rows beside, capacity grows that is used up
     growth: ClassVar[tuple[float, int]] = (1.25, 64)
+    # Names of what was told from the first tokens, `[B, H, ...]` each
+    fitted_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.length = 0
-        self._rows: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, torch.Tensor] = {}
 
-    def encode(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows of keys `[B, H, tokens, D]`."""
+    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Makes the rows of keys `[B, H, tokens, D]`."""
         raise NotImplementedError
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
@@ -38,40 +56,28 @@ class ScoringStates:
         """
         raise NotImplementedError
 
-    def fitted_tensors(self) -> dict[str, torch.Tensor]:
-        """What was told from the first tokens, `[B, H, ...]`."""
-        raise NotImplementedError
-
-    def append(self, keys: torch.Tensor) -> None:
-        """Adds the rows of keys `[B, H, tokens, D]` that follow."""
-        self.length = self._append_rows(self.encode(keys), self.length)
-
-    def _append_rows(self, encoded: dict[str, torch.Tensor], used: int) -> int:
-        """Writes rows `[B, H, new, ...]` behind the first `used`, with more room if need be; how many are there."""
+    def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
+        """Adds rows `[B, H, tokens, ...]`, as `encode` made them, with more capacity if need be."""
+        used = self.length
         total = used + next(iter(encoded.values())).shape[2]
         for name, new in encoded.items():
-            rows = self._rows.get(name)
+            rows = self.rows.get(name)
             if rows is None or rows.shape[2] < total:
                 factor, least = self.growth
                 capacity = total if rows is None else max(total, int(factor * rows.shape[2]) + least)
                 grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])
                 if rows is not None:
                     grown[:, :, :used] = rows[:, :, :used]
-                rows = self._rows[name] = grown
+                rows = self.rows[name] = grown
             rows[:, :, used:total] = new
-        return total
+        self.length = total
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
-        """Writes the rows of keys `[B, H, tokens, D]` into slots `[B, H, tokens]`."""
-        for name, new in self.encode(keys).items():
-            rows = self._rows[name]
+    def write(self, slots: torch.Tensor, encoded: Mapping[str, torch.Tensor]) -> None:
+        """Writes rows `[B, H, tokens, ...]` into slots `[B, H, tokens]`."""
+        for name, new in encoded.items():
+            rows = self.rows[name]
             index = slots.to(rows.device).reshape(*slots.shape, *[1] * (rows.dim() - 3)).expand_as(new)
             rows.scatter_(2, index, new)
-
-    def rewrite(self, keys: torch.Tensor) -> None:
-        """Writes the rows of all keys `[B, H, N, D]` anew."""
-        for name, new in self.encode(keys).items():
-            self._rows[name][:, :, : self.length] = new
 
     def truncate(self, length: int) -> None:
         """Forgets the rows from `length` on."""
@@ -79,14 +85,140 @@ class ScoringStates:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
-        self._rows = {name: function(rows) for name, rows in self._rows.items()}
-        for name, tensor in self.fitted_tensors().items():
-            setattr(self, name, function(tensor))
+        self.rows = {name: function(rows) for name, rows in self.rows.items()}
+        for name in self.fitted_names:
+            setattr(self, name, function(getattr(self, name)))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part and tensor of everything stored."""
-        for rows in self._rows.values():
+        """Lists part and tensor of everything stored."""
+        for rows in self.rows.values():
             yield "scoring", rows[:, :, : self.length]
             yield "spare", rows[:, :, self.length :]
-        for tensor in self.fitted_tensors().values():
-            yield "scoring", tensor
+        for name in self.fitted_names:
+            yield "scoring", getattr(self, name)
+
+
+class ScoringCodes(ScoringStates):
+    """
+    Keys in 2, 4 or 8 bits a number and one float16 scale a token.
+
+    Channels are first brought to mean 0 and spread 1 (statistics of the first tokens, per head), then every token gets
+    codes around zero and one scale. The mean adds the same to every score of a query and drops out of the softmax; the
+    spread goes into the query. So a key needs no zero point, and its row can be written anew when another token takes
+    its slot.
+
+    Args:
+        nbits (`int`): bits a code.
+        keys, valid: what `fit` takes.
+    """
+
+    fitted_names = ("mean", "spread")
+    mean: torch.Tensor
+    spread: torch.Tensor
+
+    def __init__(self, nbits: int, keys: torch.Tensor, valid: torch.Tensor | None):
+        super().__init__()
+        self.nbits = nbits
+        # The fewest real tokens of a sequence that the statistics are of
+        self.num_fitted = 0
+        self.fit(keys, valid)
+
+    def fit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """
+        Takes mean and spread of every channel from the first tokens of each sequence.
+
+        Args:
+            keys (`torch.Tensor` of shape `[B, H, tokens, D]`): the first keys.
+            valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which of them are no padding.
+        """
+        keys = keys.float()
+        if valid is None:
+            keys = keys[:, :, :NUM_FITTED]
+            weight = keys.new_ones(keys.shape[0], 1, keys.shape[2], 1)
+        else:
+            weight = (valid & (valid.cumsum(dim=1) <= NUM_FITTED))[:, None, :, None].float()
+        is_known = weight.sum(dim=2, keepdim=True) > 0
+        count = weight.sum(dim=2, keepdim=True).clamp(min=1)
+        mean = (keys * weight).sum(dim=2, keepdim=True) / count
+        spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
+        # Of a channel that does not move nothing is known: its size stands in
+        spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
+        # Nor of a sequence that is all padding so far: its keys are taken as they come, as next to nothing they would
+        # overflow
+        self.mean, self.spread = mean, torch.where(is_known, spread, 1.0)
+
+    def refit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Tells mean and spread anew, as `fit`, and writes the rows of all keys anew."""
+        self.fit(keys, valid)
+        for name, new in self.encode(keys).items():
+            self.rows[name][:, :, : self.length] = new
+
+    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        normal = (keys.float() - self.mean) / self.spread
+        top = 2 ** (self.nbits - 1) - 0.5
+        if self.nbits == 2:
+            scale = normal.square().mean(dim=3, keepdim=True).sqrt() * _TWO_BIT_STEP
+        else:
+            scale = normal.abs().amax(dim=3, keepdim=True) / top
+        scale = scale.clamp(min=_TINY).half()
+        codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
+        return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
+
+
+class ScoringColumns(ScoringStates):
+    """
+    Some columns of the keys, turned before where skewing is asked for, in the keys' own dtype: the paper's partial key
+    cache.
+
+    Args:
+        keys (`torch.Tensor` of shape `[B, H, tokens, D]`):
+            The first keys.
+        queries (`torch.Tensor` of shape `[B, H * G, prompt length, D]`, *optional*):
+            Queries of the prompt. Without them the columns are those in which keys are large, and nothing is turned.
+        valid (`torch.Tensor` of shape `[B, prompt length]`, *optional*):
+            Which tokens of the prompt are no padding.
+        partial_ratio (`float`):
+            Share of the columns that is kept.
+        skewing (`str`):
+            `"none"`, or `"query-svd"`: columns of the right singular vectors of a group's queries.
+    """
+
+    fitted_names = ("turn",)
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        queries: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        partial_ratio: float,
+        skewing: str,
+    ):
+        super().__init__()
+        batch_size, num_heads, count, head_dim = keys.shape
+        turn = torch.eye(head_dim, device=keys.device).expand(batch_size, num_heads, head_dim, head_dim)
+        keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
+        query_sums = torch.zeros_like(keys_used[:, :, 0])
+        if queries is not None:
+            grouped = queries.float().unflatten(1, (num_heads, -1))
+            if valid is not None:
+                grouped = grouped * valid[:, None, None, :, None]
+            groups = grouped.shape[2]
+            grouped = grouped.flatten(2, 3)
+            if skewing == "query-svd":
+                # Eigenvectors of what queries have with themselves are their right singular vectors
+                turn = torch.linalg.eigh(grouped.transpose(2, 3) @ grouped).eigenvectors
+            query_sums = (grouped @ turn).abs().sum(dim=2) / groups
+        sums = query_sums + (keys_used @ turn).abs().sum(dim=2)
+        columns = sums.topk(max(1, round(partial_ratio * head_dim)), dim=2).indices
+        # `[B, H, D, columns]`: what turns keys and picks columns at once
+        self.turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1)).to(keys.dtype)
+
+    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"columns": keys @ self.turn}
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        columns = self.rows["columns"][:, :, : self.length]
+        return (query @ self.turn.to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)

@@ -40,7 +40,7 @@ class Selection:
 
     @property
     def valid(self) -> torch.Tensor:
-        """Which slots are no filling, `[B, H, tokens]`."""
+        """Marks slots that are no filling, `[B, H, tokens]`."""
         return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
 
 
@@ -57,6 +57,19 @@ class Ends(NamedTuple):
     newest: int
 
 
+def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
+    """Marks which of `length` tokens the last query of a mask attends to, `[B, length]`, bool."""
+    row = attn_mask.expand(batch_size, *attn_mask.shape[1:3], length)[:, 0, -1]
+    return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+
+
+def always_attended(columns: torch.Tensor, config: InfiniGenConfig) -> torch.Tensor:
+    """Marks the first and the newest of the tokens attended to `[B, length]`, which are always fetched."""
+    from_start = columns.cumsum(dim=1)
+    from_end = from_start[:, -1:] - from_start
+    return columns & ((from_start <= config.sink) | (from_end < config.recent))
+
+
 def select_tokens(
     scores: torch.Tensor,
     resident_scores: torch.Tensor,
@@ -64,11 +77,10 @@ def select_tokens(
     forced: torch.Tensor | Ends,
     num_tokens: torch.Tensor | int,
     most_tokens: int,
-    max_forced: int,
     config: InfiniGenConfig,
 ) -> Selection:
     """
-    Chooses tokens for every item and key/value head.
+    Chooses tokens for every sequence and key/value head.
 
     Args:
         scores (`torch.Tensor` of shape `[B, H, G, N]`):
@@ -78,21 +90,22 @@ def select_tokens(
         allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
             Which slots may be chosen: no padding, nothing that a mask excludes.
         forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, or `Ends`):
-            Which of those are chosen whatever their score.
-        num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all items have the same):
+            Which of those are chosen whatever their score: `config.sink + config.recent` at most.
+        num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all sequences have the same):
             Real tokens cached, which shares are shares of.
         most_tokens (`int`):
-            No item has more of them, as far as the host knows.
-        max_forced (`int`):
-            The most tokens that are forced for a head.
+            No sequence has more of them, as far as the host knows.
         config (`InfiniGenConfig`):
             The rule.
     """
     num_slots = scores.shape[3]
-    limit = most_chosen(config, most_tokens, max_forced, num_slots)
+    limit = most_chosen(config, most_tokens, num_slots)
     if isinstance(forced, Ends):
         if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
-            return _select_compiled(scores, resident_scores, forced, num_tokens, limit, config)
+            assert config.min_weight is not None
+            least = min(config.min_weight / num_tokens, _FORCED)
+            cap = max(int(num_tokens * config.max_fetch_ratio), 1)
+            return Selection(*choose_heaviest(scores, resident_scores, forced, least, cap, limit))
         slots = torch.arange(num_slots, device=scores.device)
         forced = (slots < forced.first) | (slots >= forced.newest)
     if allowed is not None:
@@ -104,7 +117,7 @@ def select_tokens(
         keys = keys.masked_fill(~allowed, _NEVER)
     if isinstance(num_tokens, int):
         num_tokens = torch.full((1,), num_tokens, device=scores.device)
-    # What is beyond an item's own cap, below, is filling
+    # What is beyond a sequence's own cap, below, is filling
     top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, num_tokens))
     is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
@@ -116,31 +129,17 @@ def select_tokens(
 
 
 def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
-    """Whether the rule is one that is compiled, and there is something to choose of."""
+    """Tells whether the rule is one that is compiled, and there is something to choose of."""
     return config.min_weight is not None and scores.shape[3] > 0 and choose_token_kernel(scores)[0] == "compiled"
 
 
-def _select_compiled(
-    scores: torch.Tensor,
-    resident_scores: torch.Tensor,
-    forced: Ends,
-    num_tokens: int,
-    limit: int,
-    config: InfiniGenConfig,
-) -> Selection:
-    assert config.min_weight is not None
-    cap = max(int(num_tokens * config.max_fetch_ratio), 1)
-    least = min(config.min_weight / num_tokens, _FORCED)
-    return Selection(*choose_heaviest(scores, resident_scores, forced, least, cap, limit))
-
-
-def most_chosen(config: InfiniGenConfig, most_tokens: int, max_forced: int, num_slots: int) -> int:
-    """The most tokens that a head is given, filling among them: see `select_tokens`."""
-    return min(max(int(config.max_fetch_ratio * most_tokens), max_forced, 1), num_slots)
+def most_chosen(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:
+    """Tells the most tokens that a head is given, filling among them: see `select_tokens`."""
+    return min(max(int(config.max_fetch_ratio * most_tokens), config.sink + config.recent, 1), num_slots)
 
 
 def _share_of(num_tokens: torch.Tensor, share: float) -> torch.Tensor:
-    """Whole tokens of a share, `[B or 1, 1]`: rounded down in float64, as Python does."""
+    """Counts whole tokens of a share, `[B or 1, 1]`: rounded down in float64, as Python does."""
     return (num_tokens.double() * share).long()[:, None]
 
 
@@ -153,7 +152,7 @@ def _num_wanted(
     num_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """
-    How many tokens the rule wants, `[B, H]` or broadcast to it.
+    Counts the tokens that the rule wants, `[B, H]` or broadcast to it.
 
     Args:
         scores (`torch.Tensor` of shape `[B, H, G, N]`): the scores, -inf where not allowed.
@@ -177,5 +176,14 @@ def _num_wanted(
 
 
 def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
-    """The least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
+    """Tells the least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
     return (min_weight * num_tokens.float().reciprocal()[:, None, None]).clamp(max=_FORCED)
+
+
+def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
+    """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
+    best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
+    ranks = torch.arange(best.shape[2], device=best.device) < selection.count[..., None]
+    is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
+    is_best.scatter_(2, best, ranks)
+    return (is_best.gather(2, selection.slots) & selection.valid).sum()

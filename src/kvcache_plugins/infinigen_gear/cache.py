@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.infinigen.token_store import TokenStore
+from kvcache_plugins.infinigen.tokens import OffloadedTokens
 
-from .coded_store import CodedStore
+from .coded_store import CodedTokens
 from .config import CodingConfig
 
 
@@ -79,13 +79,13 @@ class InfiniGenGEARCache(InfiniGenCache):
         self.coding_config = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
         super().__init__(model, **options)
 
-    def _store(self, index: int) -> TokenStore:
-        return CodedStore(self.infinigen_config, self.coding_config, index)
+    def _tokens(self, index: int) -> OffloadedTokens:
+        return CodedTokens(self.infinigen_config, self.coding_config, index)
 
 
 def _signature() -> inspect.Signature:
     """Names own options and InfiniGen's, so that a misspelt one is told before anything is built."""
-    own = inspect.signature(InfiniGenGEARCache).parameters.values()
+    own = list(inspect.signature(InfiniGenGEARCache.__init__).parameters.values())[1:]
     inherited = inspect.signature(InfiniGenCache).parameters.values()
     named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
     known = {parameter.name for parameter in named} | InfiniGenGEARCache.excluded_options

@@ -10,14 +10,14 @@ import torch
 from kvcache_plugins.codecs.groups import SideCodec
 from kvcache_plugins.codecs.quantization import STORAGE_DTYPE, check_range, packed_size
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.pool import TokenPool
+from kvcache_plugins.infinigen.scoring import ScoringStates
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen.token_store import TokenStore
+from kvcache_plugins.infinigen.tokens import Encoded, OffloadedTokens
 from kvcache_plugins.kernels.chosen import attend_chosen
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
-from kvcache_plugins.ops.coded_tokens import CodedTokens, ValuePages
-from kvcache_plugins.ops.gather import choose_rows_kernel
+from kvcache_plugins.ops.coded_tokens import CodedTokens as StoredCodes
+from kvcache_plugins.ops.coded_tokens import ValuePages
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys
@@ -61,7 +61,7 @@ class ValueRows:
         return states.dequantize_tile(slice(None), slice(None))
 
 
-class CodedStore(TokenStore):
+class CodedTokens(OffloadedTokens):
     """
     Tokens of one layer, in codes.
 
@@ -77,52 +77,42 @@ class CodedStore(TokenStore):
     scoring: GroupedKeys | None
 
     def __init__(self, config: InfiniGenConfig, coding: CodingConfig, layer_idx: int):
-        self.coding, self.layer_idx = coding, layer_idx
-        super().__init__(config)
+        self.coding = coding
+        super().__init__(config, layer_idx)
         # Decoded tokens move on in whole groups
         self.flush_length = coding.token_group
 
     def clear(self) -> None:
         super().clear()
         self.sinks = SinkTokens(self.config.sink)
-        self._tokens: CodedTokens | None = None
+        self._table: StoredCodes | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._value_rows = ValueRows(self.coding.value_codec(value_states.shape[3]))
         super().lazy_initialization(key_states, value_states)
 
-    def add(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        position: int,
-        padding: LeftPadding,
-        queries: torch.Tensor | None = None,
+    def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None, padding: LeftPadding) -> GroupedKeys:
+        return GroupedKeys(self.coding.key_codec(keys.shape[3]))
+
+    def _add(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: LeftPadding, queries: torch.Tensor | None = None
     ) -> None:
-        grouped = self.scoring or GroupedKeys(self.coding.key_codec(keys.shape[3]))
-        # Before anything is stored: what does not fit float16 raises
-        groups, rows = self._encode(grouped, keys, values, position, padding)
-        # Of keys the pool holds nothing
-        states = rows[..., :0], rows
-        pool = self.pool
-        if pool is None:
-            pool = TokenPool(*states, num_protected=self.config.sink, folder=self.config.folder)
-        pool.append(*states, position, padding.counts)
-        self.pool, self.scoring = pool, grouped
-        grouped.add(groups, keys.shape[2])
+        position = self.num_pooled
+        super()._add(keys, values, padding, queries)
         self.sinks.keep(keys, values, position, padding)
 
     def _encode(
-        self, grouped: GroupedKeys, keys: torch.Tensor, values: torch.Tensor, position: int, padding: LeftPadding
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Groups of keys and rows of values, of tokens `[B, H, tokens, D or E]` from `position` on; stores nothing."""
+        self, scoring: ScoringStates, keys: torch.Tensor, values: torch.Tensor, padding: LeftPadding
+    ) -> Encoded:
+        assert isinstance(scoring, GroupedKeys)
+        position = self.num_pooled
         real = padding.valid_tokens(position, keys.shape[2], self.device)
         compressible = real
         if self.sinks.are_from(position, padding):
             # The codecs do not see keys that stay exact
             check_finite(keys, values, real, self.layer_idx)
             compressible = self.sinks.others(keys, position, padding)
-        groups, keys_fit = grouped.encode(keys, compressible)
+        groups, keys_fit = scoring.encode_groups(keys, compressible)
         rows, values_fit = self._value_rows.encode(values, real)
         try:
             check_range(keys_fit, values_fit)
@@ -130,74 +120,52 @@ class CodedStore(TokenStore):
             # The codecs notice, and here it is said, what is not finite
             check_finite(keys, values, real, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        return groups, rows
+        # Of keys the pool holds nothing
+        return groups, (rows,)
 
-    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[B, H, K, D or E]` of slots `[B, H, K]`, in which are the rows `[B, H, K, bytes]`."""
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.scoring is not None
         dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
         return self.sinks.restore(*dense, slots)
 
-    def stretches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        assert self.pool is not None
-        for _, rows, start, stop in self.pool.stretches():
-            slots = torch.arange(start, stop, device=self.device).expand(*rows.shape[:2], -1)
-            yield *self._dense(rows, slots), start, stop
-
-    def dense_rows(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._dense(rows, slots), dim=3)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        selection: Selection,
-        window: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-        mask: torch.Tensor | None,
-        window_start: int,
-    ) -> tuple[torch.Tensor, str, bool]:
-        kernel, is_fallback = choose_rows_kernel(query, window[1].shape[3], window[0].dtype)
-        if kernel != "compiled":
-            return super().attend(query, selection, window, scale, mask, window_start)
-        assert self.pool is not None
-        slots, count = selection.slots, selection.count
+    def _attend_compiled(
+        self, query: torch.Tensor, selection: Selection, mask: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        assert self.pool is not None and self.window is not None
+        window = self.window.keys, self.window.values
         with self.pool.reading():
-            output = attend_chosen(query, self._stored(), slots, count, *window, scale, mask, window_start)
-        return output, kernel, is_fallback
+            return attend_chosen(
+                query, self._stored_codes(), selection.slots, selection.count, *window, scale, mask, self.num_pooled
+            )
 
-    def _stored(self) -> CodedTokens:
+    def _stored_codes(self) -> StoredCodes:
         """Everything held, the same object until it is somewhere else."""
         assert self.pool is not None and self.scoring is not None
-        keys, pages, sinks, tokens = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._tokens
-        is_same = tokens is not None and tokens.keys is keys and tokens.values.pages is pages
-        if tokens is None or not is_same or not tokens.sinks.is_same(sinks):
+        keys, pages, sinks, table = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._table
+        is_same = table is not None and table.keys is keys and table.values.pages is pages
+        if table is None or not is_same or not table.sinks.is_same(sinks):
             rows = self._value_rows
             values = ValuePages(pages, rows.codec.head_dim, rows.codec.nbits, rows.group_size)
-            tokens = self._tokens = CodedTokens(keys, values, sinks)
-        return tokens
+            table = self._table = StoredCodes(keys, values, sinks)
+        return table
 
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._tokens = None
+    def drop_newest(self, count: int) -> None:
+        super().drop_newest(count)
+        self._table = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)
-        self._tokens = None
+        self._table = None
         self.sinks.map(function)
-
-    def serve(self, device: torch.device) -> None:
-        super().serve(device)
-        self._tokens = None
-        self.sinks.map(lambda tensor: tensor.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().named_tensors()
-        if self._tokens is not None:
+        if self._table is not None:
             # Padding may have been told anew since, and what it was before is held no longer
-            self._stored()
+            self._stored_codes()
         for tensor in self.sinks.tensors():
             yield "residual", tensor
 
     def __getstate__(self) -> dict[str, object]:
         # A copy's pages may be elsewhere
-        return {**self.__dict__, "_tokens": None}
+        return {**self.__dict__, "_table": None}

@@ -11,7 +11,7 @@ shift, one for each run of tokens since the last time that tokens were dropped.
 Legend: B batch, H key/value heads, D head dimension, K slots given.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +43,17 @@ class GroupedKeys(ScoringStates):
         self._runs: list[tuple[int, int]] = []
         self._groups: KeyGroups | None = None
 
-    def add(self, encoded: dict[str, torch.Tensor], count: int) -> None:
-        """Adds `count` tokens that follow, as `encode` made them."""
+    def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
+        count, used = self._num_encoded, self.length
         place = self._num_groups * self.group_size + -count % self.group_size
         if not self._runs or self._runs[-1][1] != place - self.length:
             self._runs.append((self.length, place - self.length))
-        self._num_groups = self._append_rows(encoded, self._num_groups)
-        self.length += count
-        self._groups = None
+        # Of rows here there is one for a group
+        self.length = self._num_groups
+        super().append(encoded)
+        self._num_groups, self.length, self._groups = self.length, used + count, None
 
-    def encode(  # type: ignore[override]
+    def encode_groups(
         self, keys: torch.Tensor, valid: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """
@@ -66,6 +67,7 @@ class GroupedKeys(ScoringStates):
             Codes `[B, H, groups, tokens of a group, bytes]`, steps and minima `[B, H, groups, D]` by name, and whether
             they fit float16: see `SideCodec.encode`.
         """
+        self._num_encoded = keys.shape[2]
         filling = -keys.shape[2] % self.group_size
         if filling:
             if valid is None:
@@ -88,18 +90,18 @@ class GroupedKeys(ScoringStates):
         if self._groups is None:
             stops = [first for first, _ in self._runs[1:]] + [self.length]
             runs = [(first, stop, shift) for (first, shift), stop in zip(self._runs, stops, strict=True)]
-            self._groups = KeyGroups(**self._rows, nbits=self.codec.nbits, runs=runs)
+            self._groups = KeyGroups(**self.rows, nbits=self.codec.nbits, runs=runs)
         return self._groups
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
         """The keys that the codes of slots `[B, H, K]` stand for, `[B, H, K, D]`, float32."""
-        places, head_dim = self.stored().places_of(slots), self._rows["scale"].shape[3]
-        codes = self._rows["codes"].flatten(2, 3)
+        places, head_dim = self.stored().places_of(slots), self.rows["scale"].shape[3]
+        codes = self.rows["codes"].flatten(2, 3)
         packed = codes.gather(2, places[..., None].expand(-1, -1, -1, codes.shape[3]))
         groups = (places // self.group_size)[..., None].expand(-1, -1, -1, head_dim)
         keys = unpack(packed, self.codec.nbits, head_dim).float()
-        keys *= self._rows["scale"].gather(2, groups)
-        keys += self._rows["zero"].gather(2, groups)
+        keys *= self.rows["scale"].gather(2, groups)
+        keys += self.rows["zero"].gather(2, groups)
         return keys
 
     def truncate(self, length: int) -> None:
@@ -114,10 +116,7 @@ class GroupedKeys(ScoringStates):
         super().map(function)
         self._groups = None
 
-    def fitted_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for rows in self._rows.values():
+        for rows in self.rows.values():
             yield "scoring", rows[:, :, : self._num_groups]
             yield "spare", rows[:, :, self._num_groups :]

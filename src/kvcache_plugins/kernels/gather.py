@@ -128,7 +128,19 @@ def attend_rows(
     positions: torch.Tensor | None,
     window_start: int,
 ) -> torch.Tensor:
-    """Computes `ops.gather.attend_rows`; of slots and positions beyond the rows and the mask, the last ones count."""
+    """
+    Attention of one new token over chosen rows where they stand, and the window: see `ops.gather.attend_staged`.
+
+    Args:
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
+            side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows: slot `i` is row `i` of all pages one behind the
+            other; of those beyond all, the last one counts.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
+            tokens have; by default the slots.
+        query, count, window_keys, window_values, scale, window_start: as there.
+    """
     batch_size, num_heads, groups, key_dim = query.shape
     window_length, value_dim = window_values.shape[2:]
     heads, dtype, page_tokens = (batch_size, num_heads), pages[0].dtype, pages[0].shape[2]

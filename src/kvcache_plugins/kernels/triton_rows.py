@@ -23,9 +23,8 @@ from kvcache_plugins.ops.kept_step import PartStep, attend_parts
 from kvcache_plugins.ops.masking import slice_mask
 from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.ops.row_attention import CodedPart
-from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, has_pairs, prepare_rows
-from kvcache_plugins.triton_kernels.transform_coding.basis_attend import prepare_basis
-from kvcache_plugins.triton_kernels.transform_coding.code_basis import prepare_basis_coding
+from kvcache_plugins.triton_kernels.dot import has_pairs
+from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, CodingLaunch, RotaryAngles
@@ -83,12 +82,11 @@ def prepare_part(rows: torch.Tensor, part: CodedPart, scale: float, packed: bool
         "packed": has_pairs(rows.device.type) if packed is None else packed,
     }
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
-    prepare = prepare_rows if keys.basis is None else prepare_basis
     coded_keys, coded_values = (
         CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
-    return PartStep(prepare(rows, coded_keys, coded_values, angles, **where), finish)
+    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
@@ -109,8 +107,6 @@ def prepare_encoding(
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
     codebook = codebook_of(table.is_weighted, states.device)
-    if table.basis is not None:
-        return prepare_basis_coding(states, table, codebook, **where)
     if table.is_rotated:
         is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
         where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)

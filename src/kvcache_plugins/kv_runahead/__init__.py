@@ -5,10 +5,9 @@ Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cac
 Generation](https://huggingface.co/papers/2405.05329).
 """
 
-from .failure_reports import RunaheadError
-from .output import RunaheadOutput
-from .prefill import runahead_generate, runahead_prefill
-from .table import PartitionTable
+from .planner import PartitionTable
+from .prefill import RunaheadOutput, runahead_generate, runahead_prefill
+from .transport import RunaheadError
 
 
 __all__ = ["PartitionTable", "RunaheadError", "RunaheadOutput", "runahead_generate", "runahead_prefill"]

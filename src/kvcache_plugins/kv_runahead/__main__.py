@@ -17,16 +17,14 @@ import torch.distributed as dist
 import typer
 from transformers import PreTrainedModel, TextStreamer
 
-from kvcache_plugins.console.errors import user_errors
-from kvcache_plugins.console.loading import load_for_evaluation
-from kvcache_plugins.console.prompts import encode_prompt
-from kvcache_plugins.console.tables import open_console
+from kvcache_plugins.console.commands import user_errors
+from kvcache_plugins.console.display import open_console
+from kvcache_plugins.console.inputs import encode_prompt, load_for_evaluation
 from kvcache_plugins.registry import create_cache, parse_option
 
-from .failure_reports import FailureReports, RunaheadError
-from .output import RunaheadOutput
-from .prefill import runahead_generate
-from .table import PartitionTable
+from .planner import PartitionTable
+from .prefill import RunaheadOutput, runahead_generate
+from .transport import FailureReports, RunaheadError
 
 
 class _TimedStreamer(TextStreamer):

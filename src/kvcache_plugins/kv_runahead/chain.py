@@ -1,25 +1,297 @@
-"""A rank's part in one prefill: its layers during the forward over its slice, whether that ends well or not."""
+"""A rank's part in one prefill: its layers during the forward over its slice of the prompt.
+
+In each layer a rank gets the prefix from the rank before, and sends it on with its own slice. Under `sdpa` a layer
+announces only its own slice to those who make masks, at its true position, and hands out lazy states of that length:
+no mask of slice x prefix is made, and attention, which the lazy states bring here, sees everything. Any other
+implementation gets the prefix and the slice dense, with lengths to match.
+
+On the last rank these layers stand in the user's own cache. As soon as a layer has attended, the user's layer gets the
+prompt, compresses or stores it as it would its own, and takes its place again: no more than one layer's prompt is ever
+held dense beside it (two, where attention does not tell when it is done).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
+import torch
 from transformers import Cache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from .exchange import PrefixExchange
-from .failure_reports import RunaheadError
-from .handover import Handover
-from .layer import RunaheadLayer
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyStates
+from kvcache_plugins.layers.prompt_layer import PromptLayer
+
+from .attention import attend_behind_prefix
+from .transport import RECEIVES_AHEAD, Neighbours, RunaheadError
+from .wire import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSlice:
+    """
+    Consecutive tokens of a prompt, which one rank prefills.
+
+    Attributes:
+        start, stop (`int`): the first token, and the one behind the last.
+        batch_size (`int`): sequences of the prompt.
+        padding (`list[int]`, *optional*): padding at the start of every sequence of the prompt.
+    """
+
+    start: int
+    stop: int
+    batch_size: int
+    padding: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice."""
+        return self.stop - self.start
+
+    def padding_for(self, batch_size: int) -> list[int] | None:
+        """Lists the padding of every sequence of a forward, which may repeat the prompt's for beams."""
+        if self.padding is None:
+            return None
+        return [count for count in self.padding for _ in range(batch_size // self.batch_size)]
+
+
+class PrefixExchange:
+    """
+    The states of one rank's slice, and of what stands before it, layer by layer.
+
+    Args:
+        neighbours (`Neighbours`): the neighbours.
+        shapes (`list[LayerShape]`): of every layer.
+        prompt_slice (`PromptSlice`): the rank's slice.
+
+    Attributes:
+        dot_products (`int`): pairs of queries and keys that lay before attention, for one head, summed over layers.
+        entries_sent (`int`): keys and values, counted apart, that one head sent, summed over layers.
+        hop_errors (`list[float]`): relative error of this rank's quantized states, layer by layer.
+    """
+
+    def __init__(self, neighbours: Neighbours, shapes: list[LayerShape], prompt_slice: PromptSlice):
+        self.neighbours, self.shapes, self.prompt_slice = neighbours, shapes, prompt_slice
+        # Buffers of receives posted and not yet waited for
+        self._posted: dict[int, torch.Tensor] = {}
+        self.dot_products, self.entries_sent = 0, 0
+        self.hop_errors: list[float] = []
+
+    def start(self) -> None:
+        """Posts the receives of the first layers."""
+        self._post_receives(0)
+
+    def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Waits for the prefix of a layer and sends it on with the slice.
+
+        Args:
+            layer_idx (`int`): the layer.
+            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, slice, head_dim]`): of the slice.
+
+        Returns:
+            Keys and values of the prefix, or what the layer's window needs of it, and of the slice.
+        """
+        shape, part = self.shapes[layer_idx], self.prompt_slice
+        kept, wire = shape.num_kept(part.start), shape.wire
+        rows = self._receive(layer_idx)
+        self.dot_products += keys.shape[2] * (kept + keys.shape[2])
+        if self.neighbours.behind is not None:
+            wire.write(rows[kept:], keys, values)
+            sent = rows[rows.shape[0] - shape.num_kept(part.stop) :]
+            self.neighbours.send(layer_idx, sent)
+            self.entries_sent += 2 * sent.shape[0]
+            if wire.nbits is not None:
+                for rounded, exact in zip(wire.read(rows[kept:]), (keys, values), strict=True):
+                    error = (rounded.float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-30)
+                    self.hop_errors.append(float(error))
+        if kept == 0:
+            return keys, values
+        if wire.nbits is None and keys.shape[0] == part.batch_size:
+            if self.neighbours.behind is None:
+                wire.write(rows[kept:], keys, values)
+            return wire.read(rows)
+        # The rank's own states are exact for itself; and beams repeat what has come for the prompt
+        repeats = keys.shape[0] // part.batch_size
+        before_keys, before_values = (states.repeat_interleave(repeats, dim=0) for states in wire.read(rows[:kept]))
+        return torch.cat([before_keys, keys], dim=2), torch.cat([before_values, values], dim=2)
+
+    def _post_receives(self, layer_idx: int) -> None:
+        """Posts the receives of the layers from `layer_idx` on, a few of them."""
+        if self.neighbours.before is None:
+            return
+        part = self.prompt_slice
+        for index in range(layer_idx, min(layer_idx + RECEIVES_AHEAD, len(self.shapes))):
+            if index not in self._posted:
+                kept = self.shapes[index].num_kept(part.start)
+                # With capacity for the slice behind the prefix
+                rows = self.shapes[index].wire.make_rows(kept + part.num_tokens, part.batch_size)
+                self.neighbours.post_receive(index, rows[:kept])
+                self._posted[index] = rows
+
+    def _receive(self, layer_idx: int) -> torch.Tensor:
+        """Returns rows of a layer: what is kept of the prefix, and uninitialized ones for the slice."""
+        if self.neighbours.before is None:
+            return self.shapes[layer_idx].wire.make_rows(self.prompt_slice.num_tokens, self.prompt_slice.batch_size)
+        self.neighbours.wait_for(layer_idx)
+        rows = self._posted.pop(layer_idx)
+        self._post_receives(layer_idx + 1)
+        return rows
+
+
+class RunaheadLayer(LazyLayer):
+    """
+    Keys and values of one layer on one rank, [KV-Runahead](https://huggingface.co/papers/2405.05329).
+
+    Args:
+        chain (`Chain`): the rank's part, which gets the prefix and takes the states when attention is done.
+        layer_idx (`int`): index of the layer.
+        window (`int`, *optional*): sliding window of the layer.
+        is_lazy (`bool`): whether attention is by `sdpa`.
+    """
+
+    is_croppable = False
+
+    def __init__(self, chain: Chain, layer_idx: int, window: int | None, *, is_lazy: bool):
+        super().__init__()
+        self._chain, self._slice = chain, chain.prompt_slice
+        self._layer_idx, self.window, self._is_lazy = layer_idx, window, is_lazy
+        self.is_sliding = window is not None
+        # Keys and values of the prefix, or what a window needs of it, and of the slice
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._length = self._slice.start
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Takes the slice's states `[batch_size, num_heads, slice, head_dim]`, waits for those of the prefix, sends both
+        on, and returns them, lazily under `sdpa`.
+
+        Raises:
+            RunaheadError: if a neighbour does not answer.
+            ValueError: if the states are not those of the slice.
+        """
+        part = self._slice
+        own = self._chain.own_layer(self._layer_idx) if self._length == part.stop else None
+        if own is not None:
+            # Attention did not tell that it was done, and `generate` has gone on
+            return own.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if self._length != part.start or key_states.shape[2] != part.num_tokens:
+            raise ValueError(
+                f"rank {self._chain.exchange.neighbours.rank} prefills the tokens {part.start} to {part.stop} in one "
+                f"forward, but its layer {self._layer_idx} got {key_states.shape[2]} tokens at position "
+                f"{self._length}. `prefill_chunk_size`, and drafts, cannot be combined with it"
+            )
+        self.lazy_initialization(key_states, value_states)
+        self._chain.begin_layer(self._layer_idx)
+        keys, values = self._states = self._chain.exchange.exchange(self._layer_idx, key_states, value_states)
+        self._length = part.stop
+        if not self._is_lazy:
+            return keys, values
+        lazy_keys, lazy_values = (
+            LazyStates(self, side, tuple(states.shape), self.dtype, self.device)
+            for side, states in (("keys", key_states), ("values", value_states))
+        )
+        return lazy_keys, lazy_values
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert self._states is not None
+        query, part, (keys, values) = call.query, self._slice, self._states
+        if call.mask is not None and call.mask.dtype != torch.bool:
+            raise ValueError(
+                "`model`: attention adds a bias to its scores, which is not known for the tokens of other ranks; "
+                "`model.set_attn_implementation('eager')` takes the exact way"
+            )
+        # A single new token comes with the query heads of a group as rows
+        rows = query.reshape(query.shape[0], -1, part.num_tokens, query.shape[3])
+        # The window's first key may stand behind some padding
+        first = part.stop - keys.shape[2]
+        padding = part.padding_for(query.shape[0])
+        output = attend_behind_prefix(
+            rows,
+            keys,
+            values,
+            scale=call.scale,
+            padding=None if padding is None else [max(count - first, 0) for count in padding],
+            window=self.window,
+        )
+        self._chain.finish_layer()
+        return output.reshape(*query.shape[:3], -1)
+
+    def take_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns keys and values, which the layer drops."""
+        states, self._states = self._states, None
+        return states
+
+    def lazy_length(self) -> int:
+        return self._slice.num_tokens
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._is_lazy:
+            return query_length, self._length
+        start = max(self._length - self.window + 1, 0) if self.window is not None else 0
+        return self._length - start + query_length, start
+
+    def materialize(self, side: str) -> torch.Tensor:
+        # Whoever wants dense states got a mask that was made for the slice alone
+        raise ValueError(
+            "`model`: its attention does not go through `scaled_dot_product_attention`, though its implementation is "
+            "called `sdpa`; `model.set_attn_implementation('eager')` takes the exact way"
+        )
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        assert self._states is not None
+        batch_size, num_heads, length, head_dim = self._states[side == "values"].shape
+        return batch_size, num_heads, length, head_dim
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self._states is not None:
+            self._states = function(self._states[0]), function(self._states[1])
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for states in self._states or ():
+            yield "prefix", states
+
+    def num_values(self) -> int:
+        return sum(states.numel() for states in self._states or ())
+
+    def stats(self) -> dict[str, int]:
+        return {"tokens_cached": self._length}
+
+    def crop_tokens(self, count: int) -> None:
+        raise ValueError("`tokens_to_remove`: the prompt is being prefilled; crop what `runahead_prefill` returns")
+
+    def offload(self) -> None:
+        """Keeps the states: they are about to be used."""
+
+    def prefetch(self) -> None:
+        """Keeps the states."""
+
+    def reset(self) -> None:
+        self._states, self._length, self.is_initialized = None, self._slice.start, False
 
 
 class Chain:
     """
-    Used in a `with` statement around one forward.
+    A rank's part, used in a `with` statement around one forward, whether that ends well or not.
 
     Args:
         exchange (`PrefixExchange`): how the rank gets what comes before its slice.
         is_lazy (`bool`): whether attention is by `sdpa`.
-        cache (`Cache`, *optional*): the user's empty cache, on the last rank.
+        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states.
 
     Attributes:
         cache (`Cache`): inside of the `with` statement, what the forward takes as `past_key_values`.
@@ -28,15 +300,25 @@ class Chain:
     cache: Cache
 
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):
-        self.exchange, self.prompt_slice = exchange, exchange.prompt_slice
-        self._handover = Handover(self.prompt_slice, cache)
+        self.exchange, self.prompt_slice, self._given = exchange, exchange.prompt_slice, cache
         self._layers = [
-            RunaheadLayer(exchange, self._handover, index, shape.window, is_lazy=is_lazy)
-            for index, shape in enumerate(exchange.shapes)
+            RunaheadLayer(self, index, shape.window, is_lazy=is_lazy) for index, shape in enumerate(exchange.shapes)
         ]
+        # The user's own layers while others stand in their place
+        self._own: list[Any] = []
+        # The layer whose attention may still be under way
+        self._unfinished: int | None = None
 
     def __enter__(self) -> Chain:
-        self.cache = self._handover.replace_layers(self._layers)
+        if self._given is None:
+            self.cache = Cache(layers=list(self._layers))
+        else:
+            self.cache, self._own = self._given, list(self._given.layers)
+            make_layer: Any = self._given.layer_class_to_replicate
+            while len(self._own) < len(self._layers):
+                # Caches made without a config add layers as they are asked for
+                self._own.append(make_layer())
+            self.cache.layers[:] = self._layers
         try:
             self.exchange.start()
         except BaseException as error:
@@ -49,8 +331,8 @@ class Chain:
     ) -> None:
         try:
             if error is None:
-                self._handover.finish_layer()
-                self.exchange.finish()
+                self.finish_layer()
+                self.exchange.neighbours.flush()
         except BaseException as late:
             error = late
             raise
@@ -60,6 +342,45 @@ class Chain:
             raise RunaheadError(f"rank {self.exchange.neighbours.rank}: {type(error).__name__}: {error}") from error
 
     def _end(self, error: BaseException | None) -> None:
-        self._handover.put_back(complete=error is None)
+        """Puts the user's layers back, emptied if something went wrong: half filled may not look complete."""
+        if self._given is not None:
+            self._given.layers[:] = self._own
         if error is not None:
+            for layer in self._own:
+                layer.reset()
             self.exchange.neighbours.failures.add(error)
+
+    def own_layer(self, layer_idx: int) -> Any:
+        """Returns the user's layer, which has the prompt then; `None` on ranks before the last."""
+        self.finish_layer()
+        return self._own[layer_idx] if self._own else None
+
+    def begin_layer(self, layer_idx: int) -> None:
+        """Notes that attention of a layer is about to begin."""
+        self.finish_layer()
+        self._unfinished = layer_idx
+
+    def finish_layer(self) -> None:
+        """Drops the states of the layer that began last: into the user's cache on the last rank."""
+        if self._unfinished is None:
+            return
+        layer_idx, self._unfinished = self._unfinished, None
+        states = self._layers[layer_idx].take_states()
+        if self._given is None or states is None:
+            return
+        keys, values = states
+        own = self._own[layer_idx]
+        if isinstance(own, PromptLayer) and own.is_sliding and keys.shape[2] < self.prompt_slice.stop:
+            # Where tokens stand in the sequence is not known of a window alone: it stays exact
+            own = self._own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
+        if isinstance(own, PromptLayer):
+            padding = self.prompt_slice.padding_for(keys.shape[0])
+            own.take_prompt(keys, values, None if padding is None else torch.tensor(padding, device=keys.device))
+        else:
+            own.update(keys, values)
+            if isinstance(own, DynamicSlidingWindowLayer):
+                # It was shown its window alone
+                own.cumulative_length = self.prompt_slice.stop
+            if self._given.offloading:
+                own.offload()
+        self._given.layers[layer_idx] = own

@@ -4,18 +4,66 @@ Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cac
 Generation](https://huggingface.co/papers/2405.05329).
 """
 
+import inspect
+import itertools
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.user_warnings import warn_user
 
-from .output import RunaheadOutput
-from .part import Partition, take_part
+from .chain import Chain, PrefixExchange, PromptSlice
+from .planner import PartitionTable, resolve_partition
+from .transport import Description, FailureReports, Neighbours, agree, digest
+from .wire import HOP_NBITS, LayerShape, layer_shapes
+
+
+Partition = str | Sequence[int] | Sequence[float] | PartitionTable | None
+# Every rank counts its prefills: what is left in the group's store is told apart by it
+_RUNS = itertools.count()
+# Where nothing was measured: the fewest tokens that are worth another rank
+_MIN_SLICE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunaheadOutput:
+    """
+    What a prefill left on a rank.
+
+    Attributes:
+        past_key_values (`Cache`, *optional*):
+            The complete cache, on the last rank.
+        logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*):
+            Logits of the prompt's last token, on the last rank.
+        partition (`tuple[int, ...]`):
+            Tokens of each slice; the last slice is the last rank's. Fewer slices than ranks leave the first ones idle.
+        rank (`int`):
+            This rank, in the group.
+        stats (`dict[str, int | float]`):
+            `seconds` of this rank's part; `seconds_waited` of them for the rank before; `bytes_sent` and
+            `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and `entries_sent` (keys and
+            values, counted apart, of one head), both summed over layers; `hop_error`, the mean relative error of this
+            rank's states as others see them, if they are quantized on the way.
+    """
+
+    past_key_values: Cache | None = None
+    logits: torch.Tensor | None = None
+    partition: tuple[int, ...]
+    rank: int
+    stats: dict[str, int | float] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the cache."""
+        return self.past_key_values is not None
 
 
 @torch.no_grad()
@@ -70,14 +118,7 @@ def runahead_prefill(
     """
     start = time.perf_counter()
     part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
-    logits = None
-    if part.chain is None and part.cache is not None:
-        logits = part.run_alone()
-    elif part.cache is not None:
-        logits = part.run_last()
-    elif not part.is_idle:
-        part.run_before_last()
-    return part.output(start, logits)
+    return part.output(start, part.run())
 
 
 @torch.no_grad()
@@ -106,8 +147,7 @@ def runahead_generate(
     start = time.perf_counter()
     part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
     if part.cache is None:
-        if not part.is_idle:
-            part.run_before_last()
+        part.run()
         return None, part.output(start, None)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     inputs = {"attention_mask": mask, **as_argument(part.cache), **generate_options}
@@ -116,3 +156,177 @@ def runahead_generate(
     with part.chain or nullcontext():
         generated = generate(input_ids, **inputs)
     return generated, part.output(start, None)
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """
+    One rank's part in a prefill.
+
+    Attributes:
+        partition (`tuple[int, ...]`), rank (`int`): tokens of each slice, and the rank in the group.
+        cache (`Cache`, *optional*): the user's cache, on the last rank.
+        is_idle (`bool`): whether the rank has no slice.
+        chain (`Chain`, *optional*): not there where one rank prefills alone.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    partition: tuple[int, ...]
+    rank: int
+    cache: Cache | None
+    is_idle: bool
+    chain: Chain | None = None
+
+    def run(self) -> torch.Tensor | None:
+        """Runs the model on the rank's slice and returns the last token's logits, on the last rank."""
+        if self.is_idle:
+            return None
+        if self.chain is None:
+            assert self.cache is not None
+            return self._forward(0, self.input_ids.shape[1], self.cache)
+        with self.chain as chain:
+            return self._forward(chain.prompt_slice.start, chain.prompt_slice.stop, chain.cache)
+
+    def _forward(self, start: int, stop: int, cache: Cache) -> torch.Tensor | None:
+        mask = self.attention_mask
+        options: dict[str, Any] = {**as_argument(cache), "use_cache": True}
+        if mask is not None:
+            options["attention_mask"] = mask[:, :stop]
+        if "position_ids" in inspect.signature(self.model.base_model.forward).parameters:
+            positions = torch.arange(start, stop, device=self.model.device)[None]
+            if mask is not None:
+                positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
+            options["position_ids"] = positions
+        if self.cache is None:
+            # Without the language-model head
+            self.model.base_model(self.input_ids[:, start:stop], **options)
+            return None
+        logits: torch.Tensor = self.model(self.input_ids[:, start:stop], logits_to_keep=1, **options).logits
+        return logits
+
+    def output(self, start: float, logits: torch.Tensor | None) -> RunaheadOutput:
+        """Makes what the rank returns, `start` being the time when it was called."""
+        stats: dict[str, int | float] = {} if self.is_idle else {"seconds": time.perf_counter() - start}
+        if self.chain is not None:
+            exchange = self.chain.exchange
+            for name in ("seconds_waited", "bytes_sent", "bytes_received"):
+                stats[name] = getattr(exchange.neighbours, name)
+            stats["dot_products"], stats["entries_sent"] = exchange.dot_products, exchange.entries_sent
+            if exchange.hop_errors:
+                stats["hop_error"] = sum(exchange.hop_errors) / len(exchange.hop_errors)
+        return RunaheadOutput(
+            past_key_values=self.cache, logits=logits, partition=self.partition, rank=self.rank, stats=stats
+        )
+
+
+def take_part(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    partition: Partition,
+    group: dist.ProcessGroup | None,
+    hop_nbits: int | None,
+) -> Part:
+    """
+    Checks a call, comes to terms with the other ranks, and makes the rank's part.
+
+    Raises:
+        ValueError: on all ranks, if one of them cannot take part.
+        RunaheadError: if one of them does not answer.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
+    rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
+    is_last = rank == size - 1
+    shapes: list[LayerShape] = []
+    try:
+        _check_prompt(model, input_ids, attention_mask, hop_nbits)
+        most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
+        slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
+        shapes = layer_shapes(model)
+        if is_last:
+            cache = _checked_cache(cache, model, len(slices))
+        description = Description(
+            model=fingerprint(model),
+            dtype=str(model.dtype),
+            prompt=digest(input_ids, attention_mask),
+            partition=slices,
+            hop_nbits=hop_nbits,
+        )
+    except ValueError as error:
+        slices, description = (), Description(error=str(error))
+    agree(description, group, FailureReports(rank, run))
+    first = size - len(slices)
+    if len(slices) == 1 and size > 1 and is_last:
+        warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
+    part = Part(
+        model=model,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        partition=slices,
+        rank=rank,
+        cache=cache if is_last else None,
+        is_idle=rank < first,
+    )
+    if not part.is_idle and len(slices) > 1:
+        start = sum(slices[: rank - first])
+        prompt_slice = PromptSlice(
+            start=start,
+            stop=start + slices[rank - first],
+            batch_size=input_ids.shape[0],
+            padding=None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist(),
+        )
+        shapes = [replace(shape, wire=replace(shape.wire, nbits=hop_nbits)) for shape in shapes]
+        is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        exchange = PrefixExchange(Neighbours(group, first, run), shapes, prompt_slice)
+        part.chain = Chain(exchange, is_lazy=is_lazy, cache=part.cache)
+    return part
+
+
+def _check_prompt(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, hop_nbits: int | None
+) -> None:
+    """Raises a `ValueError` for what no rank could prefill."""
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        raise ValueError(f"`model` has to be a decoder of Transformers but is a {type(model).__name__}")
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(
+            f"`input_ids` has to be of shape [batch_size, length], both at least 1, but is {tuple(input_ids.shape)}"
+        )
+    if hop_nbits is not None and hop_nbits not in HOP_NBITS:
+        raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
+    if attention_mask is None:
+        return
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` has to have the shape of `input_ids`, {tuple(input_ids.shape)}, but has "
+            f"{tuple(attention_mask.shape)}"
+        )
+    if not bool((attention_mask.bool().cumsum(dim=1) > 0).eq(attention_mask.bool()).all()):
+        raise ValueError("`attention_mask` has to be 0 for padding on the left, and 1 for every token behind it")
+
+
+def _checked_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:
+    """
+    Returns the cache to fill: the user's, or a `DynamicCache`.
+
+    Raises:
+        ValueError: if it is no cache, not empty, or cannot be filled by ranks that each see a part of the prompt.
+    """
+    if cache is None:
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not isinstance(cache, Cache):
+        raise ValueError(f"`past_key_values` has to be a `Cache` of Transformers but is a {type(cache).__name__}")
+    if cache.get_seq_length() > 0:
+        raise ValueError(f"`past_key_values` has to be empty but holds {cache.get_seq_length()} tokens")
+    make_layer: Any = cache.layer_class_to_replicate
+    layers: list[Any] = cache.layers or [make_layer()]
+    if num_slices > 1 and any(getattr(layer, "needs_prompt_attention", False) for layer in layers):
+        raise ValueError(
+            f"`past_key_values`: a `{type(cache).__name__}` with these options chooses what it keeps by the attention "
+            "of the whole prompt, of which the last rank sees its own slice only"
+        )
+    return cache

@@ -10,9 +10,13 @@ they are: a token is rounded once, however many ranks it goes through.
 Legend: B batch, H heads of keys and values, D and E their head dimensions.
 """
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.codecs.quantization import (
     Grouping,
@@ -24,6 +28,7 @@ from kvcache_plugins.codecs.quantization import (
     quantize,
     unpack,
 )
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 HOP_NBITS = (4, 8)
@@ -51,13 +56,11 @@ class Wire:
     nbits: int | None = None
 
     def make_rows(self, num_tokens: int, batch_size: int) -> torch.Tensor:
-        """Uninitialized rows `[num_tokens, batch_size, num_heads, numbers or bytes]`."""
-        if self.nbits is None:
-            shape, dtype = (num_tokens, batch_size, self.num_heads, self.key_dim + self.value_dim), self.dtype
-        else:
-            num_bytes = sum(self._side_bytes(head_dim) for head_dim in (self.key_dim, self.value_dim))
-            shape, dtype = (num_tokens, batch_size, self.num_heads, num_bytes), torch.uint8
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        """Makes uninitialized rows `[num_tokens, batch_size, num_heads, numbers or bytes]`."""
+        size, dtype = self.key_dim + self.value_dim, self.dtype
+        if self.nbits is not None:
+            size, dtype = self._side_bytes(self.key_dim) + self._side_bytes(self.value_dim), torch.uint8
+        return torch.empty((num_tokens, batch_size, self.num_heads, size), dtype=dtype, device=self.device)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
@@ -74,25 +77,21 @@ class Wire:
         rows.copy_(torch.cat(sides, dim=-1).permute(2, 0, 1, 3))
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[B, H, tokens, D]` and values `[B, H, tokens, E]` of rows: views of them if they are not quantized."""
+        """Reads keys `[B, H, tokens, D]` and values `[B, H, tokens, E]`: views if rows are not quantized."""
         rows = rows.permute(1, 2, 0, 3)
         if self.nbits is None:
             return rows[..., : self.key_dim], rows[..., self.key_dim :]
         size = self._side_bytes(self.key_dim)
         return self._decode(rows[..., :size], self.key_dim), self._decode(rows[..., size:], self.value_dim)
 
-    @staticmethod
-    def _group_size(head_dim: int) -> int:
-        return _MAX_GROUP if head_dim % _MAX_GROUP == 0 else head_dim
-
     def _side_bytes(self, head_dim: int) -> int:
         assert self.nbits is not None
-        return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // self._group_size(head_dim))
+        return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // _group_size(head_dim))
 
     def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zeros, all as bytes `[B, H, tokens, ...]`."""
+        """Encodes states as codes, scales and zeros, all as bytes `[B, H, tokens, ...]`."""
         assert self.nbits is not None
-        grouping = Grouping("token", self._group_size(states.shape[3]))
+        grouping = Grouping("token", _group_size(states.shape[3]))
         codes, scale, zero = (
             each[:, :, 0] for each in quantize(states.float()[:, :, None], None, self.nbits, grouping)
         )
@@ -101,10 +100,62 @@ class Wire:
 
     def _decode(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:
         assert self.nbits is not None
-        grouping = Grouping("token", self._group_size(head_dim))
         size = packed_size(head_dim, self.nbits)
         scale, zero = (
             each.contiguous().view(torch.float16)[:, :, None] for each in packed[..., size:].chunk(2, dim=-1)
         )
         codes = unpack(packed[..., :size], self.nbits, head_dim)[:, :, None]
-        return dequantize(codes, scale, zero, grouping)[:, :, 0].to(self.dtype)
+        return dequantize(codes, scale, zero, Grouping("token", _group_size(head_dim)))[:, :, 0].to(self.dtype)
+
+
+def _group_size(head_dim: int) -> int:
+    return _MAX_GROUP if head_dim % _MAX_GROUP == 0 else head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Rows of a layer on their way, and its sliding window, if it has one."""
+
+    wire: Wire
+    window: int | None
+
+    def num_kept(self, position: int) -> int:
+        """Counts the tokens before `position` that any token from there on can see."""
+        return position if self.window is None else min(position, self.window - 1)
+
+
+# By model, so that only its first prefill pays for it
+_SHAPES: weakref.WeakKeyDictionary[PreTrainedModel, list[LayerShape]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """
+    Finds rows and windows of all layers, by a forward over one token: no config names them for every architecture.
+
+    Raises:
+        ValueError: if the model has layers whose state is not that of attention to all tokens or to a sliding window.
+    """
+    if model in _SHAPES:
+        return _SHAPES[model]
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    layers: list[Any] = cache.layers
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # What the cache would make of other kinds of layers is told by its layers' types
+    known = kinds <= {"full_attention", "sliding_attention"}
+    known = known and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if known:
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), **as_argument(cache), use_cache=True)
+    if not known or not all(layer.is_initialized for layer in layers):
+        raise ValueError(
+            "`model` has to have layers of full or sliding-window attention only, each with keys and values of its "
+            f"own, but is a `{type(model).__name__}` with layers of types {sorted(kinds) or 'unknown'}"
+        )
+    shapes = []
+    for layer in layers:
+        keys, values = layer.keys, layer.values
+        wire = Wire(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        shapes.append(LayerShape(wire, layer.sliding_window if layer.is_sliding else None))
+    _SHAPES[model] = shapes
+    return shapes

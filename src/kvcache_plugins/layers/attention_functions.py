@@ -1,15 +1,17 @@
 """Attention functions of Transformers' table, over lazy states.
 
 `sdpa` asks lazy states by itself. `eager` is written out, `flex_attention` compiles what it is given, and a kernel of
-flash attention reads it: importing this module wraps what the table gives for these. States of other caches go on to
-what was there; to lazy states the layer that stores them attends, with the same tokens hidden, and so learns padding
-and queries. The table is looked into at each call: a model may change its implementation between two steps of one
-cache.
+flash attention reads it: importing this module puts functions of ours into their places of the table. States of other
+caches go on to what was there, for `eager` to the module's own function; to lazy states the layer that stores them
+attends, with the same tokens hidden, and so learns padding and queries. A table's entry is looked up at each call: a
+model may change its implementation between two steps of one cache.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,11 +42,12 @@ _EAGER_NAMES = (
     "head_dim logsumexp matmul max maybe_autocast min nn num_key_value_groups num_key_value_heads repeat_kv reshape "
     "shape sigmoid sinks size softmax tanh to torch training transpose type unsqueeze values view"
 )
+# By class of attention modules: where its function is, and how it is called
+_EAGER_FUNCTIONS: dict[type[torch.nn.Module], tuple[str, str] | None] = {}
 _EAGER_OPTIONS = "scaling dropout softcap position_bias sinks s_aux sliding_window kwargs"
 
 
-def _attend_eagerly(
-    attend: Attention,
+def attend_eagerly(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -53,14 +56,48 @@ def _attend_eagerly(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Attend as a model's own `eager` function, which computes where states are dense or exact, or weights are asked for.
-    To those that a layer stores the layer attends, and there are no weights.
+    Attend as the module's own function for `eager`, which computes where states are dense or exact, or weights are
+    asked for. To those that a layer stores the layer attends, and there are no weights.
     """
+    place, name = _find_eager_function(type(module))
+    attend: Attention = getattr(sys.modules[place], name)
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and _asks_as_ever(attend):
         output = _attend_stored(attend, module, query, key, value, attention_mask, options)
         if output is not None:
             return output
     return attend(module, query, key, value, attention_mask, **options)
+
+
+# Nothing that `torch.compile` could trace
+@torch.compiler.assume_constant_result
+def _find_eager_function(kind: type[torch.nn.Module]) -> tuple[str, str]:
+    """
+    Name the module and the function that a class of attention modules has for `eager`, as its methods use it.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if kind not in _EAGER_FUNCTIONS:
+        methods = (inspect.unwrap(each) for base in kind.__mro__ for each in vars(base).values() if callable(each))
+        used = (
+            (method.__module__, name)
+            for method in filter(inspect.isfunction, methods)
+            for name in method.__code__.co_names
+            if name.endswith("eager_attention_forward") and name in method.__globals__
+        )
+        usual = (
+            (base.__module__, "eager_attention_forward")
+            for base in kind.__mro__
+            if hasattr(sys.modules.get(base.__module__), "eager_attention_forward")
+        )
+        _EAGER_FUNCTIONS[kind] = next(chain(used, usual), None)
+    found = _EAGER_FUNCTIONS[kind]
+    if found is None:
+        raise ValueError(
+            f"`attn_implementation` is `eager`, but `{kind.__module__}` has no `eager_attention_forward` that "
+            f"`{kind.__name__}` uses: set it to `sdpa`"
+        )
+    return found
 
 
 @cache
@@ -247,19 +284,7 @@ def _register() -> None:
             AttentionInterface.register(name, _wrap(attend, _read_padding_mask))
         elif name.startswith("paged|"):
             AttentionInterface.register(name, _wrap(attend, _refuse(name)))
-
-
-def _wrap_eager() -> None:
-    """Wrap what the table gives for `eager`: no entry, but the function that each model hands it as a default."""
-    get_interface = AttentionInterface.get_interface
-
-    @wraps(get_interface)
-    def get(self: AttentionInterface, attn_implementation: str, default: Attention) -> Attention:
-        attend = get_interface(self, attn_implementation, default)
-        return partial(_attend_eagerly, attend) if attn_implementation == "eager" else attend
-
-    AttentionInterface.get_interface = get  # type: ignore[method-assign]
+    AttentionInterface.register("eager", attend_eagerly)
 
 
 _register()
-_wrap_eager()

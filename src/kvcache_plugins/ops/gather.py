@@ -98,7 +98,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
     """
-    The kernel for `attend_rows`, `"compiled"` or `"torch"`, and whether that is less than was wanted.
+    The kernel for attention over chosen rows, `"compiled"` or `"torch"`, and whether that is less than was wanted.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`): the queries.
@@ -113,98 +113,73 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
     return ("compiled", False) if can_attend_rows(query.shape[3], value_dim, dtype) else ("torch", True)
 
 
-def attend_rows(
+def attend_staged(
     query: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
     window_values: torch.Tensor,
     scale: float,
-    *,
     mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     window_start: int = 0,
-    kernel: str = "torch",
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attention of one new token over chosen rows and the window.
+    Attention of one new token over chosen tokens and the window, in PyTorch.
 
-    Every item is computed on its own: how many tokens its neighbours chose does not change a bit of its result.
+    The host need not know how many were chosen: shapes are those of the most that may be, and what is no token counts
+    neither as key nor as value, whatever stands there. So how many tokens other sequences chose does not change a bit
+    of a result.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`):
             The token's queries.
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`):
-            Rows on the host: a key and its value side by side.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64):
-            Which rows: slot `i` is row `i` of all pages one behind the other.
+        keys, values (`torch.Tensor` of shape `[B, H, K, D]`, `[B, H, K, E]`):
+            The tokens that were chosen.
         count (`torch.Tensor` of shape `[B, H]`, int64):
-            How many of the slots every head attends to, the first ones.
+            How many of those every head attends to, the first ones.
         window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`):
-            The newest tokens, in the rows' dtype.
+            The newest tokens.
         scale (`float`):
             Factor of the scores.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*):
-            The token's row of the mask, boolean or added to the scores.
-        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*):
-            Columns of the mask that the slots' tokens have, negative where there is no token; by default the slots.
+        mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*):
+            The token's rows of the mask, boolean or added to the scores.
+        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*):
+            Columns of the mask that chosen tokens have, negative where there is no token; needed with a mask.
         window_start (`int`, *optional*, defaults to 0):
             Column of the window's first token.
-        kernel (`str`, *optional*, defaults to `"torch"`):
-            What computes: what `choose_rows_kernel` returned.
+        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*):
+            As in `AttentionCall`.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
-    if kernel == "compiled":
-        from kvcache_plugins.kernels.gather import attend_rows as attend_compiled
-
-        return attend_compiled(
-            query, pages, slots, count, window_keys, window_values, scale, mask, positions, window_start
-        )
-    positions = slots if positions is None else positions
-    output = query.new_empty(*query.shape[:3], window_values.shape[3])
-    for item, most in enumerate(count.amax(dim=1).tolist()):
-        one = slice(item, item + 1)
-        output[one] = _attend_item(
-            query[one],
-            gather_rows([page[one] for page in pages], slots[one, :, :most].to("cpu")).to(query.device),
-            count[one],
-            (window_keys[one], window_values[one]),
-            scale,
-            None if mask is None else mask[one],
-            positions[one, :, :most],
-            window_start,
-        )
-    return output
-
-
-def _attend_item(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor,
-    window: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
-    mask: torch.Tensor | None,
-    positions: torch.Tensor,
-    window_start: int,
-) -> torch.Tensor:
-    """`attend_rows` of one item over rows `[1, H, K, D + E]`."""
-    num_heads, most, key_dim = rows.shape[1], rows.shape[2], query.shape[3]
-    keys = torch.cat([rows[..., :key_dim], window[0]], dim=2)
-    values = torch.cat([rows[..., key_dim:], window[1]], dim=2)
-    scores = (query.float() * scale) @ keys.float().transpose(2, 3)
-    filling = torch.arange(most, device=query.device) >= count[..., None]
-    scores[..., :most].masked_fill_(filling[:, :, None], -torch.inf)
+    most, num_heads = keys.shape[2], query.shape[1]
+    is_filling = torch.arange(most, device=query.device) >= count[..., None]  # [B, H, K]
+    # Zero times NaN is NaN: a weight of zero alone would not do
+    values = values.float().masked_fill(is_filling[..., None], 0.0)
+    scaled = query.float() * scale
+    chosen, newest = (scaled @ each.float().transpose(2, 3) for each in (keys, window_keys))
+    if softcap is not None:
+        chosen, newest = ((each / softcap).tanh() * softcap for each in (chosen, newest))
+    scores = torch.cat([chosen.masked_fill(is_filling[:, :, None], -torch.inf), newest], dim=3)  # [B, H, G, K + W]
     if mask is not None:
-        columns = mask[:, None].expand(-1, num_heads, -1)
-        own = columns[..., window_start : window_start + window[0].shape[2]]
-        seen = torch.cat([columns.gather(2, positions.clamp(min=0)), own], dim=2)[:, :, None]
+        assert positions is not None
+        columns = mask.expand(-1, num_heads, -1, -1)
+        own = columns[..., window_start : window_start + window_keys.shape[2]]
+        places = positions.clamp(min=0)[:, :, None].expand(-1, -1, columns.shape[2], -1)
+        seen = torch.cat([columns.gather(3, places), own], dim=3)
         scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
+    num_tokens = scores.shape[3]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=3)
     # Of nothing but -inf softmax would make NaN
     is_empty = (scores == -torch.inf).all(dim=3, keepdim=True)
-    return (scores.softmax(dim=3).masked_fill(is_empty, 0.0) @ values.float()).to(query.dtype)
+    weights = scores.softmax(dim=3).masked_fill(is_empty, 0.0)[..., :num_tokens]
+    return (weights[..., :most] @ values + weights[..., most:] @ window_values.float()).to(query.dtype)
 
 
 def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:

@@ -9,6 +9,7 @@ from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.triton_kernels.attention.attend import prepare
 from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.triton_kernels.dot import has_pairs
 
 from .kept_step import PartStep, attend_parts
 from .masking import slice_mask
@@ -58,7 +59,7 @@ def prepare_part(rows: torch.Tensor, part: CompressedPart, scale: float, packed:
         mask=slice_mask(part.mask, 0, part.length),
         scale=scale,
         value_head_dim=part.values.head_dim,
-        packed=rows.is_cuda and torch.version.hip is None if packed is None else packed,
+        packed=has_pairs(rows.device.type) if packed is None else packed,
     )
     return PartStep(launch, _rotate_back if part.values.is_rotated else None)
 

@@ -5,7 +5,7 @@ import json
 import torch
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import infinigen as benchmark_infinigen
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import contest
 from kvcache_plugins.eval.benchmarks import kernels as benchmark_kernels
 

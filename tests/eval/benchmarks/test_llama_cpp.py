@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import llama_cpp as benchmark
 from kvcache_plugins.eval.benchmarks.llama_cpp import benchmark_llama_cpp
 from kvcache_plugins.gear.kernel_check import MismatchError

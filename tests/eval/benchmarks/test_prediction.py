@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import prediction
 from kvcache_plugins.eval.benchmarks.contest import Contest, Shape
 from kvcache_plugins.eval.benchmarks.prediction import benchmark_prediction

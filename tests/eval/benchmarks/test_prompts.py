@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import prompts
 
 

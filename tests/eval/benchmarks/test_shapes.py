@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.benchmarks import shapes
 from kvcache_plugins.eval.benchmarks.shapes import benchmark_shapes
 

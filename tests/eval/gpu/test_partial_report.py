@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvcache_plugins.console import run_report as report_file
+from kvcache_plugins.console import results as report_file
 from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox, TimeIsUpError
 
 

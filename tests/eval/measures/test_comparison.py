@@ -7,7 +7,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache, register_cache, registry
-from kvcache_plugins.console.prompts import encode_prompt
+from kvcache_plugins.console.inputs import encode_prompt
 from kvcache_plugins.eval.measures.comparison import Comparison, first_difference, row_fields
 from kvcache_plugins.eval.measures.generation import TokenTimer, generate_with
 

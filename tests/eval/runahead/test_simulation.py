@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.console.json_output import with_results
+from kvcache_plugins.console.results import with_results
 from kvcache_plugins.eval.runahead import simulation
 from kvcache_plugins.eval.runahead.paper import MODELS, cost_of, paper_rows
 from kvcache_plugins.eval.runahead.simulation import simulate
-from kvcache_plugins.kv_runahead.cost import CostModel, Link, predict_ttft
+from kvcache_plugins.kv_runahead.planner import CostModel, Link, predict_ttft
 
 
 command = with_results(simulate)

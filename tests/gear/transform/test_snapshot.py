@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.transform.config import TransformConfig
@@ -95,7 +94,7 @@ def test_another_rotary_embedding_is_refused():
     layer = filled_layer()
     # That has no say where keys are coded as they come
     keys, values = layer.codec.tables()
-    layer.codec = RowCodec((dataclasses.replace(keys, rope=layer.layouts[0]), values))
+    layer.codec._tables = dataclasses.replace(keys, rope=layer.layouts[0]), values
     for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)

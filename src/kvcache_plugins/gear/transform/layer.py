@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
-from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.codecs.statistics import QueryMoments, make_codec, replace_sequence, without_shared_errors
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -204,8 +203,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         coded, positions = (keys[:, :, tail:], values[:, :, tail:]), Positions(first, self.padding)
         rows = self.codec.encode(*coded, positions)
         check_finite(keys, values, valid, self.layer_idx, _LARGEST, self._is_beyond(rows, first))
-        if is_new and self.fixed is None and isinstance(self.codec, RowCodec):
-            self.codec = without_shared_errors(self.codec, rows, *coded, self._counting(first), positions)
+        if is_new:
+            self.codec = self.codec.without_shared_errors(rows, *coded, self._counting(first), positions)
         if first > start:
             self.blocks, self._is_open = [], False
             self._forget_before(first)
@@ -240,15 +239,10 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         self.codec = self.fixed
         if self.codec is None:
             valid = (torch.arange(first, length) >= (padding + sinks)[:, None]) & has_enough[:, None]
-            self.codec = make_codec(
-                keys[:, :, first:],
-                values[:, :, first:],
-                valid,
-                self._moments,
-                self.layouts,
-                Positions(first, self.padding),
-                self.config.code_bytes(keys.shape[3], values.shape[3]),
-                self.config.quantizer,
+            dims = keys.shape[3], values.shape[3]
+            codec = PromptCodec(dims, self.config.code_bytes(*dims), self.layouts, self.config.quantizer)
+            self.codec = codec.fit(
+                keys[:, :, first:], values[:, :, first:], valid, self._moments, Positions(first, self.padding)
             )
         self._is_open = False
         # On the CPU like the padding that they are from
@@ -274,9 +268,8 @@ class TransformLayer(ReplayableMixin[CodedBlock], PromptLayer):
         for item in (waiting & has_enough).nonzero().flatten().tolist():
             tokens = slice(int(held.count[item]))
             own = held.keys[item, None, :, tokens], held.values[item, None, :, tokens]
-            if self.fixed is None and isinstance(self.codec, RowCodec):
-                valid = (torch.arange(own[0].shape[2]) >= self.config.num_sink_tokens)[None]
-                self.codec = replace_sequence(self.codec, item, *own, valid, self._moments, self.layouts)
+            valid = (torch.arange(own[0].shape[2]) >= self.config.num_sink_tokens)[None]
+            self.codec = self.codec.refit(item, *own, valid, self._moments)
         kept = self.prefix.count.cpu().clamp(min=self.config.num_sink_tokens)
         self.prefix = shorten_prefix(held, torch.where(waiting & has_enough, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.statistics import QueryMoments
+from kvcache_plugins.codecs.codec import Codec, QueryMoments
 from kvcache_plugins.gear.storage import LayerState
 
 from .storage import CodedBlock

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.prompt_codec import PromptCodec, read_moments
 from kvcache_plugins.codecs.rope import candidate_layouts
-from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.codecs.stored_tables import codec_tensors, codec_to_document, read_codec, read_moments
 from kvcache_plugins.files.document import Document
 from kvcache_plugins.files.stored_tensors import StoredTensors
 from kvcache_plugins.gear.exact_snapshot import (
@@ -40,9 +39,9 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     for number, block in enumerate(state.blocks):
         for side, rows in (("keys", block.keys), ("values", block.values)):
             tensors[f"blocks.{number}.{side}"] = rows[:, :, : block.length]
-    own = state.codec if isinstance(state.codec, RowCodec) and not state.codec.is_shared else None
-    if own is not None:
-        tensors |= {f"coder.{name}": tensor for name, tensor in codec_tensors(own).items()}
+    coder = None if state.codec is None else state.codec.to_document()
+    if coder is not None:
+        tensors |= {f"coder.{name}": tensor for name, tensor in coder[1].items()}
     if state.moments is not None:
         tensors |= {f"moments.{name}": getattr(state.moments, name) for name in ("squares", "products")}
     if state.waiting_items is not None:
@@ -50,7 +49,7 @@ def layer_to_document(state: TransformLayerState) -> tuple[dict[str, Any], dict[
     document = {
         **exact_to_document(state),
         "blocks": [{"start": block.start, "length": block.length} for block in state.blocks],
-        "coder": None if own is None else codec_to_document(own),
+        "coder": None if coder is None else coder[0],
     }
     return document, tensors
 
@@ -89,8 +88,8 @@ def layer_from_document(
         # Coded from where the exact tokens in front end, of which a window may have let go
         codec = fixed if exact["prefix"] is not None or exact["held_start"] else None
     elif not document.is_null("coder"):
-        inner, own, code_bytes = document.inner("coder"), stored.below("coder."), config.code_bytes(*head_dims)
-        codec = read_codec(inner, own, heads, head_dims, code_bytes, layouts, config.quantizer)
+        unfitted = PromptCodec(head_dims, config.code_bytes(*head_dims), layouts, config.quantizer)
+        codec = unfitted.read(document.inner("coder"), stored.below("coder."), heads)
     blocks = [
         _read_block(block, stored.below(f"blocks.{number}."), codec, heads)
         for number, block in enumerate(document.rows("blocks"))

@@ -1,0 +1,285 @@
+"""`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take.
+
+What the registry knows is shown without Torch or Transformers, but to ask for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache_plugins.console.commands import FAILED
+from kvcache_plugins.console.inputs import JsonOption, ModelOption
+from kvcache_plugins.console.results import print_json
+from kvcache_plugins.registry import CacheEntry, check_caches, describe_caches, list_caches
+
+
+if TYPE_CHECKING:
+    from kvcache_plugins.advice.recommendation import CacheFit, Recommendation
+
+_ENGINES = {"compiled": "compiled kernels", "triton": "Triton kernels", "torch": "plain PyTorch, which is slower"}
+# Columns from which a table has room for the options behind a name
+_WIDE = 110
+
+
+def list_registered(
+    pattern: Annotated[str, typer.Argument(help="Shell pattern of names, such as 'gear*'.")] = "*",
+    as_json: JsonOption = False,
+) -> None:
+    """List the caches that --cache takes.
+
+    What each name stands for, and whether what it needs is installed. Options stand beside it where there is room
+    (110 columns), and in JSON.
+
+    \b
+    Examples:
+        kvcache-plugins list
+        kvcache-plugins list 'gear*'
+        kvcache-plugins list --json | jq -r '.caches[] | select(.is_available) | .name'
+    """
+    entries = describe_caches(pattern)
+    if not entries:
+        raise ValueError(f"No cache matches `{pattern}`. Known caches: {', '.join(list_caches())}")
+    if as_json:
+        names = ("name", "summary", "requires", "is_available")
+        fields = [
+            {**{name: getattr(entry, name) for name in names}, "options": dict(entry.options)} for entry in entries
+        ]
+        print_json({"caches": fields})
+        return
+    from kvcache_plugins.console.display import make_table, open_console
+
+    console = open_console()
+    columns = {"cache": "word", "what it is": "name"}
+    if console.width >= _WIDE:
+        columns["options"] = "name"
+    console.print(make_table("", columns, [_entry_cells(entry)[: len(columns)] for entry in entries]))
+
+
+def _entry_cells(entry: CacheEntry) -> tuple[str, str, str]:
+    summary = entry.summary
+    if entry.requires is not None:
+        summary += f" ({entry.requires}: {'found' if entry.is_available else 'missing'})"
+    return entry.name, summary, " ".join(f"{name}={value}" for name, value in entry.options.items()) or "-"
+
+
+def show_health(
+    check: Annotated[
+        bool, typer.Option("--check", help="Also run attention on every device; compiling may take minutes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show versions, devices, kernels and models, and what is missing.
+
+    The last line sums up: what works, and which hints are about options alone. Exit code 1 if the package cannot work
+    here: something that it requires is missing, broken or of a version that is not supported, or a kernel that would
+    be chosen does not run.
+
+    \b
+    Examples:
+        kvcache-plugins doctor
+        kvcache-plugins doctor --check
+        kvcache-plugins doctor --json | jq .findings
+    """
+    from kvcache_plugins.advice.doctor import examine
+
+    report = examine(check)
+    if as_json:
+        print_json(report)
+    else:
+        _print_health(report)
+    if not report["works"]:
+        raise typer.Exit(FAILED)
+
+
+def _print_health(report: Mapping[str, Any]) -> None:
+    from kvcache_plugins.console.display import make_table, open_console
+
+    console = open_console()
+    columns = {"package": "word", "version": "name", "needed for": "name", "state": "name"}
+    cells = [
+        [each["name"], each["version"] or "-", each["needed_for"], each["detail"] or "ok"]
+        for each in report["packages"]
+    ]
+    console.print(make_table(f"kvcache-plugins {report['version']}", columns, cells))
+    console.print(make_table("This machine", {"what": "word", "found": "name"}, _machine(report)))
+    for finding in report["findings"]:
+        console.print(f"{finding['severity']}: {finding['what']}", markup=False, soft_wrap=True)
+        console.print(f"    {finding['advice']}", markup=False, soft_wrap=True)
+    console.print(_verdict(report), style="bold", markup=False, soft_wrap=True)
+
+
+def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    gpus = [
+        f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, capability {gpu['capability']}"
+        for gpu in report["gpus"]
+    ]
+    threads, triton = report["threads"], report["triton"]
+    settings = [f"{name}={value}" for name, value in report["settings"].items() if value is not None]
+    rows = [
+        ("system", f"Python {report['python']}, {report['platform']}"),
+        ("GPU", "; ".join(gpus) or "none that torch finds"),
+        ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
+        *(
+            (f"{language} compiler", "none" if each is None else f"{each['path']}: {each['version']}")
+            for language, each in report["compilers"].items()
+        ),
+        ("environment", " ".join(settings) or "nothing set"),
+        ("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}"),
+    ]
+    for each in report["kernels"]:
+        found = f"attention by {each['attention']}, coding by {each['coding']}"
+        if each["check"] is not None:
+            found += f"; agrees with plain PyTorch within {each['check']:.0e}"
+        rows.append((f"kernels on {each['device']}", f"fails: {each['error']}" if each["error"] else found))
+    for name, each in report["kernel_caches"].items():
+        kept = f"{each['num_kernels']} in {each['folder']}" if each["num_kernels"] else "none yet: first use compiles"
+        rows.append((f"{name} kernels kept", kept))
+    for each in report["models"]:
+        state = "converted" if each["is_converted"] else "converted at first use"
+        found = f"{each['package']} {each['version']}, {state}" if each["version"] else "from the hub"
+        rows.append((f"model {each['name']}", found))
+    usable = [each for each in report["caches"] if each["is_usable"]]
+    rows.append(("caches", f"{len(usable)} of {len(report['caches'])} can be used"))
+    for each in report["caches"]:
+        if not each["is_usable"]:
+            rows.append((f"cache {each['name'] or '(unnamed)'}", f"cannot be used: {each['reason']}"))
+    return rows
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    severities = [finding["severity"] for finding in report["findings"]]
+    num_errors, num_hints = severities.count("error"), severities.count("hint")
+    num_usable = sum(each["is_usable"] for each in report["caches"])
+    works = f"{num_usable} of {len(report['caches'])} caches" + "".join(
+        f", attention on {each['device']} by {_ENGINES.get(each['attention'], each['attention'])}"
+        for each in report["kernels"]
+        if not each["error"]
+    )
+    if num_errors:
+        return f"Does not work: {num_errors} error{'s' * (num_errors > 1)} above. What does: {works}."
+    if not num_hints:
+        return f"Works: {works}. Nothing is missing."
+    one = num_hints == 1
+    return f"Works: {works}. The {num_hints} hint{'s' * (not one)} above {'is' if one else 'are'} about options."
+
+
+def recommend_caches(
+    memory: Annotated[str, typer.Option(help="The budget on the device, such as 8GiB or 500MB.")],
+    context: Annotated[int, typer.Option(help="Tokens that the cache holds, for each sequence.", min=1)],
+    model: ModelOption = "smollm2",
+    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    new_tokens: Annotated[
+        int, typer.Option(help="Of the context, tokens that are decoded after a prompt.", min=0)
+    ] = 0,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. By default those that the README names."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where the model would be, cuda or cpu; by default a GPU where there is one.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory that caches may use beside a GPU; unlimited by default.")
+    ] = None,
+    with_weights: Annotated[
+        bool, typer.Option("--with-weights", help="The budget is for the model's weights too.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which caches fit a memory budget.
+
+    Also what each would hold, and how far it would reach. Nothing is loaded but the model's config. Bytes are what
+    caches hold, as `memory()` says after such a run; activations are not counted, and weights only with
+    --with-weights. The largest context and batch are those for which one more does not fit, the other number staying
+    as asked. Caches come by their measured KL to the dense one, the nearest first. Exit code 1 if nothing fits.
+
+    JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
+    weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made
+    for, or null), recommended (a name or null), reason, not_sized (why, by name), and caches, a list of cache, fits,
+    device_bytes, host_bytes, total_bytes, kl (or null), kv_percent (of 16 bits), parts (bytes by name),
+    largest_context and largest_batch_size (null beyond 16777216 and 65536).
+
+    \b
+    Examples:
+        kvcache-plugins recommend --model smollm2 --memory 100MB --context 8192
+        kvcache-plugins recommend --model Qwen/Qwen2.5-7B --memory 24GiB --with-weights --context 131072
+        kvcache-plugins recommend --model ./my-model --memory 8GiB --context 32768 --cache gear:nbits=3,rank=8 --json
+    """
+    from kvcache_plugins.advice.byte_sizes import in_thousands
+    from kvcache_plugins.advice.recommendation import DEFAULT_CACHES, recommend
+    from kvcache_plugins.console.display import track_progress
+    from kvcache_plugins.console.inputs import default_device
+
+    specs = check_caches(cache) if cache else DEFAULT_CACHES
+    with track_progress(len(specs)) as announce:
+        found = recommend(
+            model,
+            memory,
+            context,
+            batch_size=batch_size,
+            new_tokens=new_tokens,
+            dtype=dtype,
+            device=device or default_device(),
+            host_memory=host_memory,
+            with_weights=with_weights,
+            caches=cache,
+            on_progress=announce,
+        )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print_recommendation(found, in_thousands(memory))
+    if found.recommended is None:
+        raise typer.Exit(FAILED)
+
+
+def _print_recommendation(found: Recommendation, in_thousands: bool) -> None:
+    from kvcache_plugins.advice.byte_sizes import show_bytes
+    from kvcache_plugins.console.display import make_table, open_console
+
+    new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""
+    budget = show_bytes(found.available_bytes, in_thousands)
+    if found.available_bytes != found.memory_bytes:
+        budget += f" beside weights of {show_bytes(found.weights_bytes or 0, in_thousands)}"
+    tokens = f"{found.batch_size:,} x {found.context:,} tokens{new}"
+    title = f"{found.model}, {found.dtype} on {found.device}: {tokens}, in {budget}"
+    columns = {"cache": "word", "KL": "number", "fits": "word", f"on {found.device}": "number"}
+    has_host = any(fit.host_bytes for fit in found.caches)
+    columns |= {"in host": "number"} if has_host else {}
+    columns |= {"KV %": "number", "max context": "number", "max batch": "number"}
+    rows = [_fit_cells(fit, found.recommended, in_thousands, has_host) for fit in found.caches]
+    console = open_console()
+    console.print(make_table(title, columns, rows))
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    say("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not measured. KV %: of 16 bits.")
+    say(found.reason)
+    if found.max_context is not None and found.context > found.max_context:
+        say(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")
+    for reason in dict.fromkeys(found.not_sized.values()):
+        names = ", ".join(name for name, why in found.not_sized.items() if why == reason)
+        say(f"Left out: {names}: {reason}")
+
+
+def _fit_cells(fit: CacheFit, recommended: str | None, in_thousands: bool, has_host: bool) -> list[str]:
+    from kvcache_plugins.advice.byte_sizes import show_bytes
+    from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
+
+    kl = MEASURED_KL.get(fit.cache)
+    host = [show_bytes(fit.host_bytes, in_thousands) if fit.host_bytes else "-"] if has_host else []
+    largest = ((fit.largest_context, MAX_CONTEXT), (fit.largest_batch_size, MAX_BATCH_SIZE))
+    return [
+        fit.cache,
+        "-" if kl is None else f"{kl:.4f}",
+        "take it" if fit.cache == recommended else "yes" if fit.fits else "no",
+        show_bytes(fit.device_bytes, in_thousands),
+        *host,
+        f"{fit.memory.kv_percent:.1f}",
+        *(f">{limit:,}" if number is None else f"{number:,}" for number, limit in largest),
+    ]

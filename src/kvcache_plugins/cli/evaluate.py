@@ -1,0 +1,171 @@
+"""`kvcache-plugins eval`: lm-eval's own command line with the model `kvcache` in it, and this project's measures.
+
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+
+`python -m kvcache_plugins.eval` is the same. lm-eval's commands are handed on as they are. Their help is ours: it
+names the options that are wanted most, and needs no import of lm-eval for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache_plugins.console.commands import FAILED, LazyGroup, make_app, user_errors
+from kvcache_plugins.console.inputs import JsonOption
+from kvcache_plugins.console.results import free_stdout, print_json
+
+
+if TYPE_CHECKING:
+    from kvcache_plugins.eval.sweeps.config import Run, Sweep
+
+
+_HELP = """Evaluation with the cache in the loop.
+
+That is lm-eval's tasks, fidelity, perplexity, retrieval and sweeps.
+
+`fidelity`, `perplexity` and `retrieval` write JSON: to a file with --out, to standard output with --json.
+
+\b
+Examples:
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval fidelity --text-file book.txt --cache gear --json
+"""
+
+
+class EvaluateGroup(LazyGroup):
+    """Commands of `kvcache-plugins eval`; options without a command are those of `run`, as in lm-eval."""
+
+    lazy_commands = {
+        "run": "kvcache_plugins.cli.evaluate:run",
+        "ls": "kvcache_plugins.cli.evaluate:ls",
+        "validate": "kvcache_plugins.cli.evaluate:validate",
+        "fidelity": "kvcache_plugins.eval.measures.fidelity_report:evaluate_fidelity",
+        "perplexity": "kvcache_plugins.eval.measures.perplexity_report:evaluate_perplexity",
+        "retrieval": "kvcache_plugins.eval.measures.retrieval_report:evaluate_retrieval",
+        "sweep": "kvcache_plugins.cli.evaluate:sweep",
+        "report": "kvcache_plugins.eval.report:write_report",
+    }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = make_app(EvaluateGroup, _HELP)
+LM_EVAL_COMMANDS = {
+    "run": """Evaluate a model on tasks.
+
+This is lm-eval's own command, with the model `kvcache`.
+
+\b
+Examples:
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100
+\b
+lm-eval's options that are wanted most (all of them: `lm_eval run --help`):
+    --model NAME              kvcache, or another of lm-eval's, such as hf
+    --model_args KEY=VALUE,.. pretrained=, cache=, dtype=, and the cache's own options
+    --tasks NAME,..           what `kvcache-plugins eval ls tasks` lists
+    --num_fewshot N           examples before each question
+    --limit N                 of the documents of each task
+    --batch_size N            sequences at a time
+    --output_path FOLDER      where results are written
+    --log_samples             write every answer too
+    --apply_chat_template     ask as in a chat
+    --config FILE             a YAML file with options
+""",
+    "ls": """List lm-eval's tasks.
+
+This project's (kv_*) are among them.
+
+\b
+Examples:
+    kvcache-plugins eval ls tasks
+    kvcache-plugins eval ls groups
+    kvcache-plugins eval ls tags
+\b
+More of lm-eval's options: `lm_eval ls --help`.
+""",
+    "validate": """Check files of tasks.
+
+\b
+Examples:
+    kvcache-plugins eval validate --tasks kv_copa
+\b
+More of lm-eval's options: `lm_eval validate --help`.
+""",
+}
+
+
+def _hand_on(name: str) -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, help=LM_EVAL_COMMANDS[name], context_settings=settings, add_help_option=False)
+    def command(context: typer.Context) -> None:
+        if {"--help", "-h"} & {*context.args}:
+            typer.echo(context.get_help())
+            return
+        from kvcache_plugins.eval.lm_eval_commands import run_lm_eval
+
+        with user_errors():
+            run_lm_eval([name, *context.args])
+
+    return app
+
+
+run, ls, validate = map(_hand_on, LM_EVAL_COMMANDS)
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A YAML file: models, caches, measures and where results go.")],
+    only: Annotated[str, typer.Option(help="Shell pattern of measure/model/cache, such as 'copa/*/gear*'.")] = "*",
+    again: Annotated[bool, typer.Option("--again", help="Repeat runs that have a result.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure caches x models x tasks. Each has a JSON file. Interrupted, it goes on where it was.
+
+    --json lists what was run, or with --dry-run would be: each with its file and, where it failed, its error, which
+    makes exit code 1.
+
+    \b
+    Examples:
+        kvcache-plugins eval sweep eval/sweeps/gear.yaml
+        kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
+    """
+    from kvcache_plugins.console.display import print_line, track_progress
+    from kvcache_plugins.eval.sweeps.config import Sweep
+    from kvcache_plugins.eval.sweeps.sweep import run_sweep
+
+    plan = Sweep.read(config)
+    runs = plan.pending(only, again)
+    print_line(f"{len(runs)} of {len(plan.runs)} runs to do, results in {plan.out}", stderr=True)
+    if dry_run:
+        if as_json:
+            print_json(_listing(plan, [(run, None) for run in runs]))
+            return
+        for run in runs:
+            typer.echo(run.label)
+        return
+    done: list[tuple[Run, str | None]] = []
+    with free_stdout(as_json), track_progress(len(runs)) as announce:
+        for run, error in run_sweep(plan, runs, announce):
+            done.append((run, error))
+            if error is not None:
+                print_line(f"{run.label} failed: {error}", stderr=True)
+    if as_json:
+        print_json(_listing(plan, done))
+    num_failed = sum(error is not None for _, error in done)
+    if num_failed:
+        print_line(f"{num_failed} runs failed; run the same again to retry them", stderr=True)
+        raise typer.Exit(FAILED)
+
+
+def _listing(plan: Sweep, runs: list[tuple[Run, str | None]]) -> dict[str, object]:
+    rows = [{"run": run.label, "file": str(plan.out / run.file_name()), "error": error} for run, error in runs]
+    return {"num_runs": len(plan.runs), "runs": rows}

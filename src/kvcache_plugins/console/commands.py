@@ -1,0 +1,238 @@
+"""Commands as plain functions, alike in help, errors and exit codes; help and completion import none of them.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | done, but something failed: a cache of `compare`, a run of `eval sweep`, a check of `doctor` |
+| 2 | the user's error: one line on standard error says which |
+| 130 | interrupted by Ctrl-C |
+| 141 | whoever read the output has gone, as after `| head` |
+
+An error that nobody foresaw keeps its traceback: it is a bug.
+
+Torch and Transformers take seconds to import. A command is a function, anywhere: its signature declares options, its
+docstring is the help, and its module imports at the top what it needs. For help a group reads the function's source.
+"""
+
+import ast
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import wraps
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import typer
+from typer.core import TyperGroup
+
+from kvcache_plugins.lazy_imports import load
+
+from .interrupts import INTERRUPTED
+from .results import with_results
+
+
+DONE, FAILED, USER_ERROR, READER_GONE = 0, 1, 2, 141
+# Of click, or of the copy of click that newer releases of Typer carry; its subclass is the one that both export
+_ClickException = cast("type[Exception]", typer.BadParameter.__mro__[2])
+_WIDTH = 80
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns what a user can cause (a wrong option, a missing package or file) into one line and exit code 2."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Nobody's error: the reader has what it wanted
+        raise
+    except Exception as error:
+        # Too large a model, prompt or cache is the user's matter as well; without Torch there is none
+        torch = sys.modules.get("torch")
+        caused = (ValueError, ImportError, OSError, NotImplementedError)
+        if not isinstance(error, caused if torch is None else (*caused, torch.OutOfMemoryError)):
+            raise
+        typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(USER_ERROR) from error
+
+
+class LazyGroup(TyperGroup):
+    """
+    A group whose subclass names its commands, and that ends with the exit codes above.
+
+    Attributes:
+        lazy_commands (`Mapping[str, str]`):
+            `module:attribute` of each command's function, or of a `typer.Typer`, whose module is imported for help
+            too. A function that returns its results gets `--out` and `--json`, see `with_results`.
+    """
+
+    lazy_commands: ClassVar[Mapping[str, str]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.lazy_commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.lazy_commands and cmd_name not in self.commands:
+            self.commands[cmd_name] = _build(cmd_name, self.lazy_commands[cmd_name])
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # Typer looks for a misspelt command among those that are imported
+        if args and not args[0].startswith("-") and args[0] not in self.lazy_commands and not ctx.resilient_parsing:
+            close = get_close_matches(args[0], self.lazy_commands, n=1)
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        # Click would cut what fits
+        commands = {name: self.get_command(ctx, name) for name in self.lazy_commands}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(_WIDTH)) for name, command in commands.items()])
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _reader_may_go():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _reader_may_go():
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Newer releases of click take that for an error, with exit code 2
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit(DONE)
+        return super().parse_args(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
+        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
+        if not standalone_mode:
+            return super().main(args, prog_name, standalone_mode=False, **options)
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **options)
+            # What is still in the buffer would otherwise fail when nobody can catch it any more
+            sys.stdout.flush()
+        except _ClickException as error:
+            code = _report_usage(error)
+        except BrokenPipeError:
+            code = READER_GONE
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        if code == INTERRUPTED:
+            typer.echo("Interrupted", err=True)
+        if code == READER_GONE:
+            # The interpreter flushes once more when it ends, and would complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(code or DONE)
+
+
+@contextmanager
+def _reader_may_go() -> Iterator[None]:
+    # Typer would end the process by itself, with exit code 1
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise typer.Exit(READER_GONE) from error
+
+
+def _report_usage(error: Any) -> int:
+    message = " ".join(str(error.format_message()).split())
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f" (see `{context.command_path} --help`)"
+    typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
+    return USER_ERROR
+
+
+def make_app(group: type[LazyGroup], help_text: str) -> typer.Typer:
+    """Makes a `typer.Typer` with the settings that all groups share."""
+    app = typer.Typer(
+        cls=group, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=help_text
+    )
+    # Without one Typer takes an app that has no commands of its own for an error
+    app.callback()(lambda: None)
+    return app
+
+
+def _build(name: str, target: str) -> Any:
+    function = read_function(target)
+    if function is None:
+        found = load(target)
+    else:
+        if inspect.signature(function).return_annotation is not None:
+            function = with_results(function)
+        found = typer.Typer(add_completion=False, rich_markup_mode=None)
+        found.command(name)(user_errors()(function))
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
+
+
+def read_function(target: str) -> Callable[..., Any] | None:
+    """
+    Reads signature and docstring of a function from its module's source, of which nothing runs but what they name.
+
+    Args:
+        target (`str`): `module:name`.
+
+    Returns:
+        `Callable` or `None`: Imports the module and calls the function, once it is called. `None` if `name` is not
+        defined as a function there.
+    """
+    module, _, name = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"there is no module {module}")
+    statements: dict[str, ast.stmt] = {}
+    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        statements |= dict.fromkeys(_defined_names(statement), statement)
+    found = statements.get(name)
+    if not isinstance(found, ast.FunctionDef):
+        return None
+    found.decorator_list, found.body = [], [ast.Expr(ast.Constant(ast.get_docstring(found, clean=False) or ""))]
+    namespace: dict[str, Any] = {"__name__": module, "__package__": module.rpartition(".")[0]}
+
+    def run(statement: ast.stmt) -> None:
+        for node in ast.walk(statement):
+            read = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
+            if read in statements and read not in namespace:
+                run(_only(statements[read], read))
+        code = ast.Module(body=[ast.fix_missing_locations(statement)], type_ignores=[])
+        exec(compile(code, spec.origin or module, "exec", dont_inherit=True), namespace)
+
+    run(found)
+
+    @wraps(namespace[name])
+    def function(*args: Any, **options: Any) -> Any:
+        return load(target)(*args, **options)
+
+    return function
+
+
+def _defined_names(statement: ast.stmt) -> list[str]:
+    """Lists the names that an import, a definition or an assignment at the top of a module defines."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return [node.id for node in stored if isinstance(node.ctx, ast.Store)] if isinstance(statement, ast.Assign) else []
+
+
+def _only(statement: ast.stmt, name: str) -> ast.stmt:
+    """Cuts an import down to `name`."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        names = [alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name]
+        return type(statement)(**{**vars(statement), "names": names})
+    return statement

@@ -1,0 +1,143 @@
+"""Consoles, tables and progress, for terminals and pipes alike.
+
+Results go to standard output; progress and errors go to standard error, so that a pipe holds results alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+
+# A pipe has the width that COLUMNS says, or that of most terminals
+PIPE_WIDTH = 80
+MIN_NAME_WIDTH = 10
+Announce = Callable[[str], None]
+_DRAWN: ContextVar[Progress | None] = ContextVar("_DRAWN", default=None)
+
+
+def open_console(stderr: bool = False) -> Console:
+    """Opens a console, plain where there is no terminal."""
+    console = _Console(stderr=stderr, highlight=False)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process by itself, with exit code 1
+        raise
+
+
+def print_line(text: str, *, stderr: bool = False) -> None:
+    """Prints a line as it is, however long."""
+    open_console(stderr).print(text, markup=False, soft_wrap=True)
+
+
+def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
+    """
+    Makes a table without vertical lines.
+
+    Args:
+        title (`str`): The line above the table; none if empty.
+        columns (`Mapping[str, str]`):
+            What each column is, by heading: `name` (folded where it does not fit), `word` (never cut), `number` (to
+            the right, never cut) or `text` (cut where it does not fit).
+        rows (`Sequence[Sequence[str]]`): The cells.
+    """
+    # `Text`, so that brackets in generated text are not read as markup
+    table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    # Its edge is an empty line: before the first word of an output it would be all that `head -1` shows
+    table.show_edge = bool(title)
+    for place, (heading, kind) in enumerate(columns.items()):
+        widest = max([len(heading), *(len(row[place]) for row in rows)]) if kind == "word" else len(heading)
+        table.add_column(
+            heading,
+            justify="right" if kind == "number" else "left",
+            no_wrap=kind != "name",
+            overflow="fold" if kind == "name" else "ellipsis",
+            min_width=MIN_NAME_WIDTH if kind == "name" else widest,
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+@contextmanager
+def track_progress(total: int) -> Iterator[Announce]:
+    """
+    Shows progress on standard error: a bar on a terminal, elsewhere a line whenever what is being done changes.
+
+    Yields a function to call before each of the `total` steps, with what is being done.
+    """
+    console = open_console(stderr=True)
+    if console.is_terminal:
+        with open_progress() as progress:
+            task, steps = progress.add_task("", total=total), itertools.count()
+            yield lambda description: progress.update(task, description=description, completed=next(steps))
+        return
+    started, said = time.perf_counter(), [""]
+
+    def announce(description: str) -> None:
+        if description != said[-1]:
+            said.append(description)
+            console.print(f"[{time.perf_counter() - started:4.0f} s] {description}", markup=False, soft_wrap=True)
+
+    yield announce
+
+
+@contextmanager
+def open_progress() -> Iterator[Progress]:
+    """Draws bars on standard error, or adds to those that are drawn: a terminal has room for one display."""
+    drawn = _DRAWN.get()
+    if drawn is not None:
+        yield drawn
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = open_console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        before = _DRAWN.set(progress)
+        try:
+            yield progress
+        finally:
+            _DRAWN.reset(before)
+
+
+@cache
+def announce_compilation(device: str) -> None:
+    """
+    Announces Triton's compilations in this process from now on, by one line on standard error, once.
+
+    Args:
+        device (`str`): for which kind of device; on `"cpu"` nothing is compiled.
+    """
+    if device == "cpu" or find_spec("triton") is None:
+        return
+    from triton import knobs
+
+    others, is_said = knobs.runtime.jit_cache_hook, False
+
+    def say_once(**compilation: Any) -> bool | None:
+        nonlocal is_said
+        if not is_said:
+            # Whether it lies on the disk already is not known yet
+            print_line("Preparing kernels for this GPU: the first time each is compiled, for seconds", stderr=True)
+            is_said = True
+        return None if others is None else others(**compilation)
+
+    knobs.runtime.jit_cache_hook = say_once

@@ -1,0 +1,132 @@
+"""Options that several commands have, and what they name: texts, read before anything is loaded, and a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+ModelOption = Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")]
+PromptOption = Annotated[str | None, typer.Option(help="The prompt; comes after the text of --prompt-file.")]
+PromptFileOption = Annotated[
+    Path | None, typer.Option(help="A text file to read the prompt from; - is standard input.")
+]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")]
+SeedOption = Annotated[int, typer.Option(help="Random seed.")]
+NumThreadsOption = Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)]
+CachesOption = Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_text(path: Path, option: str) -> str:
+    """
+    Reads the text of a file that an option names; `-` is standard input.
+
+    Raises:
+        ValueError: if it is not text in UTF-8, or there is none in it.
+        OSError: if it cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{option}`: {path} is no text in UTF-8 (byte {error.start}: {error.reason})") from error
+    if not text.strip() and option != "prompt_file":
+        raise ValueError(f"`{option}`: there is no text in {path}")
+    return text
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Reads the text of a file (`-` is standard input) and puts the prompt after it; one of them has to be given."""
+    if prompt is None and prompt_file is None:
+        raise ValueError("Give a prompt with `--prompt`, `--prompt-file` or both")
+    text = prompt or ""
+    if prompt_file is not None:
+        text = read_text(prompt_file, "prompt_file")
+        text = text if prompt is None else f"{text.rstrip()}\n\n{prompt}"
+    if not text:
+        raise ValueError("The prompt is empty: give at least one token")
+    return text
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> torch.Tensor:
+    """Encodes a prompt as token ids `[num_tokens]`, as the user's turn of the chat template if `chat`."""
+    if chat:
+        if tokenizer.chat_template is None:
+            raise ValueError("`chat` needs a tokenizer with a chat template, and this model's has none")
+        turns = [{"role": "user", "content": prompt}]
+        prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    token_ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids[0]
+    if token_ids.numel() == 0:
+        raise ValueError("The prompt is empty: give at least one token")
+    return token_ids
+
+
+def load_for_evaluation(
+    name: str, dtype: str | None = None, device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Loads the model and tokenizer that a command's options name.
+
+    Args:
+        name (`str`): A short name, a folder or a hub name, see `load_model`.
+        dtype (`str`, *optional*): One of `DTYPES`. Defaults to `float32` on CPU and `bfloat16` elsewhere.
+        device (`str`, *optional*): Defaults to a CUDA device where there is one.
+    """
+    from transformers.utils import logging
+
+    from kvcache_plugins.models.packaged_models import check_model_name
+    from kvcache_plugins.models.reference_model import load_model
+
+    from .display import announce_compilation
+
+    chosen = parse_device(device or default_device())
+    parsed_dtype = parse_dtype(dtype or ("float32" if chosen.type == "cpu" else "bfloat16"))
+    check_model_name(name)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    announce_compilation(chosen.type)
+    return load_model(name, dtype=parsed_dtype, device=chosen)
+
+
+def default_device() -> str:
+    """Chooses `cuda` where torch finds a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """Parses one of `DTYPES`. Any other is a `ValueError`."""
+    if text not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(f'`{each}`' for each in DTYPES)}, but got `{text}`")
+    import torch
+
+    return getattr(torch, text)  # type: ignore[no-any-return]
+
+
+def parse_device(text: str) -> torch.device:
+    """Parses a device. One that torch does not know or find is a `ValueError`."""
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`device` must be one that torch knows, such as `cpu` or `cuda:0`, but got `{text}`"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"`device` is `{text}`, but torch finds no CUDA device")
+    return device

@@ -1,0 +1,724 @@
+"""Slices of a prompt, one a rank: what they cost, which are fastest, and a table of those that were found.
+
+Fewer slices than ranks leave ranks without work, which over a slow link can be faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+from kvcache_plugins.files.document import Document
+from kvcache_plugins.files.json_file import read_json_file, write_json_file
+from kvcache_plugins.files.refusal import RefusedFile, refusals
+from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
+
+
+Array = NDArray[np.float64]
+Number = TypeVar("Number", float, Array)
+# Lengths of slices, which sum to the prompt's; none is 0
+Partition = tuple[int, ...]
+# What kernels compute of the square of a slice's own queries and keys, of which only the lower triangle is wanted
+RECTANGLE, TRIANGLE = 1.0, 0.5
+# Of a layer's linear work, what it takes until keys and values are known; Llama 7B has 0.249
+_PROJECTION_SHARE = 0.25
+
+
+# Cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """
+    A measured prefill on one process.
+
+    Attributes:
+        length (`int`): tokens of the slice.
+        prefix (`int`): tokens before it, whose keys and values were in the cache.
+        seconds (`float`): through all layers.
+    """
+
+    length: int
+    prefix: int = 0
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_integer("length", self.length, 1)
+        check_integer("prefix", self.prefix, 0)
+        check_number("seconds", self.seconds, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """
+    The link from one rank to the next.
+
+    Attributes:
+        latency (`float`): seconds a message takes beside its bytes.
+        bytes_per_second (`float`): of one link, in one direction.
+        shared (`bool`): whether all ranks share it, as over one host's bus; else every rank has its own to the next.
+    """
+
+    latency: float = 0.0
+    bytes_per_second: float
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("latency", self.latency, least=0.0)
+        check_number("bytes_per_second", self.bytes_per_second, above=0.0)
+        check_bool("shared", self.shared)
+
+    def seconds(self, num_bytes: Number) -> Number:
+        """Returns the seconds that a message of `num_bytes` keeps the link busy."""
+        return num_bytes / self.bytes_per_second + self.latency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """
+    Seconds of a slice of `c` tokens behind a prefix of `b`, through all layers of a model:
+
+        fixed + per_token * c + per_pair * (b * c + triangle * c * c)
+
+    Attributes:
+        per_token (`float`): seconds a token: linear layers.
+        per_pair (`float`): seconds a pair of a query and a key: attention.
+        fixed (`float`): seconds a prefill of any length.
+        triangle (`float`): share of the `c * c` pairs within the slice that is computed: `RECTANGLE` as in the paper,
+            where everything is computed and then masked, `TRIANGLE` for kernels that skip what is masked.
+        projection_share (`float`): part of `fixed` and `per_token` before a layer's keys and values can be sent.
+    """
+
+    per_token: float
+    per_pair: float
+    fixed: float = 0.0
+    triangle: float = TRIANGLE
+    projection_share: float = _PROJECTION_SHARE
+
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_pair", "fixed"):
+            check_number(name, getattr(self, name), least=0.0)
+        check_number("triangle", self.triangle, above=0.0)
+        check_number("projection_share", self.projection_share, least=0.0, most=1.0)
+        if not self.per_token + self.per_pair > 0:
+            raise ValueError("one of `per_token` and `per_pair` has to be above 0, but both are 0")
+
+    def seconds(self, length: Number, prefix: Number) -> Number:
+        """Returns the seconds of a slice, or of an array of slices."""
+        return self.fixed + length * (self.per_token + self.per_pair * (prefix + self.triangle * length))
+
+    def length_within(self, seconds: float, prefix: float) -> float:
+        """Returns the longest slice behind `prefix` that takes at most `seconds`: a real number, 0 if none does."""
+        left = seconds - self.fixed
+        if left <= 0:
+            return 0.0
+        slope = self.per_token + self.per_pair * prefix
+        # The root of a quadratic in the form that also serves where it is nearly linear
+        return 2 * left / (slope + math.sqrt(slope * slope + 4 * self.per_pair * self.triangle * left))
+
+    @classmethod
+    def fit(
+        cls,
+        timings: Sequence[Timing],
+        *,
+        triangle: float | None = None,
+        projection_share: float = _PROJECTION_SHARE,
+    ) -> CostModel:
+        """
+        Fits the cost model to measured timings: the least relative error with no negative part.
+
+        Args:
+            timings (`Sequence[Timing]`): slices of two lengths at least; two tell no `fixed`, which is 0 then.
+            triangle (`float`, *optional*): as the attribute. Fitted if not given, for which four different slices,
+                with and without a prefix, are needed.
+            projection_share (`float`, *optional*, defaults to 0.25): as the attribute; timings do not tell it.
+
+        Raises:
+            ValueError: if the timings are too few or too much alike, or do not grow with the length.
+        """
+        rows = [(timing.length, timing.prefix, timing.seconds) for timing in timings]
+        lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+        if len(set(lengths)) < 2:
+            raise ValueError(f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths))}")
+        num_different = len({row[:2] for row in rows})
+        if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
+            raise ValueError(
+                "without `triangle`, `timings` has to hold four different slices, with and without a prefix; "
+                f"give `triangle` ({RECTANGLE} or {TRIANGLE}) or measure more"
+            )
+        crossed, own = prefixes * lengths, lengths * lengths
+        pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
+        columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
+        per_token, per_pair, *more = _least_squares(np.stack(columns, axis=1) / seconds[:, None])
+        fixed = more.pop() if num_different > 2 else 0.0
+        if triangle is None:
+            if not (per_pair > 0 and more[0] > 0):
+                raise ValueError("`timings` do not tell `triangle`, as attention does not show in them: give it")
+            triangle = more[0] / per_pair
+        if not per_token + per_pair > 0:
+            raise ValueError("`timings` do not grow with the length: measure longer slices")
+        return cls(
+            per_token=per_token,
+            per_pair=per_pair,
+            fixed=fixed,
+            triangle=triangle,
+            projection_share=projection_share,
+        )
+
+    @classmethod
+    def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
+        """
+        Counts floating-point operations of a model, for planning without any measurement: "seconds" are operations,
+        fit for ratios between slices, and meaningless beside the seconds of a link.
+
+        Linear layers of the decoder (of experts, those that a token goes through) and attention are counted; a layer
+        with a sliding window costs its whole window for every token.
+
+        Args:
+            model (`PreTrainedModel` or `PreTrainedConfig`): a model, which is not run, or its config, from which an
+                empty one is made (up to a second).
+            triangle (`float`, *optional*, defaults to 0.5): as the attribute.
+        """
+        if isinstance(model, PreTrainedConfig):
+            with torch.device("meta"):
+                model = AutoModel.from_config(model)
+        decoder = model.get_decoder()
+        config = decoder.config.get_text_config(decoder=True)
+        num_heads, num_key_heads, head_dim = _heads(config)
+        layers = DynamicCache(config=config).layers
+        # A multiplication and an addition for every channel of a key, and of a value
+        attention = 4 * num_heads * head_dim
+        windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
+        per_token = 2 * _count_linear_weights(decoder, getattr(config, "num_experts_per_tok", None) or 1)
+        per_token += attention * windows
+        projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
+        return cls(
+            per_token=float(per_token),
+            per_pair=float(attention * sum(type(layer) is DynamicLayer for layer in layers)),
+            triangle=triangle,
+            projection_share=min(projections / per_token, 1.0),
+        )
+
+
+def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Counts the bytes of a token's keys and values in one layer."""
+    config = (model if isinstance(model, PreTrainedConfig) else model.config).get_text_config(decoder=True)
+    _, num_key_heads, head_dim = _heads(config)
+    return 2 * num_key_heads * head_dim * dtype.itemsize
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Reads the numbers of query heads and of key heads, and the head dimension."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
+
+
+def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
+    """Counts the weights that every token is multiplied with."""
+    # Experts are `[experts, ., .]`
+    experts = [parameter for parameter in decoder.parameters() if parameter.ndim == 3]
+    count = sum(parameter[0].numel() * num_active_experts for parameter in experts)
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear):
+            # Not of the weight: packed in a few bits it has another shape
+            count += module.in_features * module.out_features
+        elif isinstance(module, Conv1D):
+            count += module.weight.numel()
+    return count
+
+
+def _least_squares(columns: Array) -> list[float]:
+    """
+    Fits weights of `columns` `[rows, columns]`, none negative, to a sum of 1 in every row.
+
+    There are four columns at most, so every choice of columns that may be above zero is tried, smaller ones first: a
+    column that only fits rounding stays zero.
+    """
+    # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
+    scales = np.linalg.norm(columns, axis=0)
+    scaled, target = columns / np.where(scales > 0, scales, 1), np.ones(len(columns))
+    best, least = np.zeros(columns.shape[1]), float(len(columns))
+    worth = 1e-12 * least
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(columns.shape[1]), count)):
+            weights, _, rank, _ = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)
+            error = float(np.square(scaled[:, chosen] @ weights - target).sum())
+            if rank == count and (weights >= 0).all() and error < least - worth:
+                best, least = np.zeros(columns.shape[1]), error
+                best[chosen] = weights / scales[chosen]
+    return [float(weight) for weight in best]
+
+
+def predict_ttft(
+    lengths: Sequence[int], cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
+) -> float:
+    """
+    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
+
+    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
+    both on, and attends.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each rank's slice, first rank first.
+        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
+        link (`Link`): from each rank to the next; a rank sends one message at a time, and computes meanwhile.
+        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
+        num_layers (`int`): layers of the model.
+    """
+    return float(predict_ttfts(np.array([lengths], dtype=np.float64), cost, link, bytes_per_token, num_layers)[0])
+
+
+def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
+    """Simulates many partitions at once: `predict_ttft` of `[num_partitions, num_ranks]` to `[num_partitions]`."""
+    num_ranks, ends = lengths.shape[1], lengths.cumsum(axis=1)
+    # Keys and values of a slice do not depend on the prefix
+    projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths) / num_layers
+    attending = cost.seconds(lengths, ends - lengths) / num_layers - projecting
+    sending = link.seconds(ends * bytes_per_token)
+    # When a rank has done a layer, when its link is free again, and when its prefix is there
+    done, sent, arrived = (np.zeros(lengths.shape) for _ in range(3))
+    # A wave: in step `s` rank `i` is in layer `s - i`, so everything that it waits for belongs to the step before
+    for step in range(num_layers + num_ranks - 1):
+        active = slice(max(0, step - num_layers + 1), min(num_ranks, step + 1))
+        ready = np.maximum(done[:, active] + projecting[:, active], arrived[:, active])
+        sent[:, active] = np.maximum(ready, sent[:, active]) + sending[:, active]
+        done[:, active] = ready + attending[:, active]
+        arrived[:, 1:] = sent[:, :-1]
+    if link.shared:
+        # A bound, as if the link were never idle: who sends when is not simulated
+        return np.maximum(done[:, -1], num_layers * sending[:, :-1].sum(axis=1))
+    return done[:, -1]
+
+
+# Table
+
+FORMAT = "kvcache_plugins.kv_runahead"
+VERSION = 2
+# What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
+RATIO_TOLERANCE = 2e-3
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableEntry:
+    """
+    The partition of one length.
+
+    Attributes:
+        length (`int`): tokens of the prompt.
+        ratios (`tuple[float, ...]`): share of each rank, summing to 1; fewer than ranks where fewer are faster.
+        seconds (`float`): time to first token.
+        measured (`bool`): whether `seconds` was measured; else it was predicted.
+    """
+
+    length: int
+    ratios: tuple[float, ...]
+    seconds: float
+    measured: bool
+
+    def __post_init__(self) -> None:
+        check_integer("length", self.length, 1)
+        object.__setattr__(self, "ratios", _checked_ratios("ratios", tuple(self.ratios)))
+        if len(self.ratios) > self.length:
+            raise ValueError(f"`ratios` are {len(self.ratios)}, more than the {self.length} tokens of `length`")
+        check_number("seconds", self.seconds, above=0.0)
+        check_bool("measured", self.measured)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionTable:
+    """
+    The paper's look-up table: partitions that were found for some lengths, of one model on one number of ranks.
+
+    Attributes:
+        model (`str`): fingerprint of the model, see `fingerprint`.
+        world_size (`int`): ranks that the partitions are for.
+        entries (`tuple[TableEntry, ...]`): one at least, sorted by length.
+        timings (`tuple[Timing, ...]`): what `cost` was fitted to.
+        cost (`CostModel`, *optional*): what predicted entries were planned with.
+        link (`Link`, *optional*): the link between ranks, as measured.
+        machine (`str`), date (`str`), versions (`dict[str, str]`): where, when and with which packages it was made.
+    """
+
+    model: str
+    world_size: int
+    entries: tuple[TableEntry, ...]
+    timings: tuple[Timing, ...] = ()
+    cost: CostModel | None = None
+    link: Link | None = None
+    machine: str = ""
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer("world_size", self.world_size, 1)
+        lengths = [entry.length for entry in self.entries]
+        if not lengths or len(set(lengths)) < len(lengths):
+            raise ValueError(f"`entries` has to hold one length at least and none twice, but got lengths {lengths}")
+        longest = max(len(entry.ratios) for entry in self.entries)
+        if longest > self.world_size:
+            raise ValueError(f"`entries` cut a context into {longest} slices, but `world_size` is {self.world_size}")
+        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=lambda entry: entry.length)))
+        object.__setattr__(self, "timings", tuple(self.timings))
+
+    def document(self) -> dict[str, Any]:
+        """Returns what `save` writes, less its checksum."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table to a JSON file, which takes its place when it is complete."""
+        write_json_file(path, FORMAT, VERSION, asdict(self))
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
+        """
+        Reads a table that `save` wrote.
+
+        Args:
+            path (`str` or `Path`): the JSON file.
+            model (`PreTrainedModel`): the model that is to be prefilled.
+            world_size (`int`): the ranks that are to do it.
+
+        Raises:
+            ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
+        """
+        with refusals("partition", path):
+            document = read_json_file(path, FORMAT, VERSION, "plan and save anew")
+            table = cls(
+                model=document.text("model"),
+                world_size=document.integer("world_size", 1),
+                entries=tuple(_read(TableEntry, row) for row in document.rows("entries")),
+                timings=tuple(_read(Timing, row) for row in document.rows("timings")),
+                cost=None if document.is_null("cost") else _read(CostModel, document.inner("cost")),
+                link=None if document.is_null("link") else _read(Link, document.inner("link")),
+                machine=document.text("machine"),
+                date=document.text("date"),
+                versions=document.texts("versions"),
+            )
+            document.finish()
+            if table.model != fingerprint(model):
+                raise RefusedFile("was made for another model, or for the same one in another dtype")
+            if table.world_size != world_size:
+                raise RefusedFile(f"was made for {table.world_size} ranks, but there are {world_size}")
+        return table
+
+
+def _read(kind: type[T], document: Document) -> T:
+    """Reads a dataclass of numbers and flags, which checks their ranges itself."""
+    read = {
+        "int": document.integer,
+        "float": document.number,
+        "bool": document.boolean,
+        "tuple[float, ...]": document.number_list,
+    }
+    content: dict[str, Any] = {each.name: read[str(each.type)](each.name) for each in fields(kind)}  # type: ignore[arg-type]
+    document.finish()
+    return kind(**content)
+
+
+# Partitions
+
+NAMES = ("even", "planned")
+# Of the closed forms for different numbers of ranks, how many are searched around, and how near to the best
+_NUM_SEARCHED, _NEAR = 3, 1.1
+# The share of the time that ranks have to save, or they are left free
+_WORTH_A_RANK = 0.01
+_BISECTIONS = 60
+# A planned boundary is exact to this share of the prompt
+_FINEST = 4096
+# The paper's grid: values tried of every boundary, and what the step is divided by from level to level
+_OFFSETS, _STEP_DIVISOR = (-2, -1, 0, 1, 2), 4
+# With 3 boundaries a level is 125 runs; with more, two are moved at a time, which is 25
+_MAX_GRID = 125
+
+
+def resolve_partition(
+    partition: str | Sequence[int] | Sequence[float] | PartitionTable | None,
+    length: int,
+    num_ranks: int,
+    *,
+    model: PreTrainedModel | PreTrainedConfig | None = None,
+) -> Partition:
+    """
+    Returns slice lengths from what a user gave.
+
+    Args:
+        partition (`str`, `Sequence` or `PartitionTable`, *optional*): `"even"`; lengths that sum to `length`; ratios
+            that sum to 1; a look-up table; `"planned"` or nothing for `planned` by the shapes of `model`.
+        length (`int`): tokens of the prompt.
+        num_ranks (`int`): ranks there are; lengths and ratios may be fewer.
+        model (`PreTrainedModel` or `PreTrainedConfig`, *optional*): the model to plan for.
+
+    Raises:
+        ValueError: if `partition` is none of these, does not fit `length` or has more slices than there are ranks.
+    """
+    _check_length(length, num_ranks)
+    if partition is None or partition == "planned":
+        if model is None:
+            raise ValueError("`partition` is to be planned, for which `model` is needed")
+        return planned(length, num_ranks, CostModel.of_shapes(model))
+    if partition == "even":
+        return even(length, num_ranks)
+    if isinstance(partition, PartitionTable):
+        if partition.world_size != num_ranks:
+            raise ValueError(f"`partition` is a table for {partition.world_size} ranks, but there are {num_ranks}")
+        return predicted(length, partition)
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        raise ValueError(
+            f"`partition` has to be one of {list(NAMES)}, slice lengths, ratios or a `PartitionTable`, but got "
+            f"{partition!r}"
+        )
+    if len(partition) > num_ranks:
+        raise ValueError(f"`partition` has {len(partition)} slices, but there are {num_ranks} ranks")
+    ratios = tuple(each for each in partition if isinstance(each, float))
+    if partition and len(ratios) == len(partition):
+        return _by_ratios(length, _checked_ratios("partition", ratios))
+    return _checked_lengths("partition", tuple(partition), length)
+
+
+def even(length: int, num_ranks: int) -> Partition:
+    """Cuts slices of one length, the first ones longer by a token where it does not divide."""
+    _check_length(length, num_ranks)
+    share, left = divmod(length, num_ranks)
+    return tuple(share + (rank < left) for rank in range(num_ranks))
+
+
+def predicted(length: int, table: PartitionTable) -> Partition:
+    """
+    Cuts slices by a look-up table: ratios interpolated linearly between the two nearest lengths.
+
+    A length outside of the table takes the ratios of its nearest; so does one between entries of different numbers of
+    slices.
+
+    Raises:
+        ValueError: if there are fewer tokens than ratios.
+    """
+    lower = max((entry for entry in table.entries if entry.length <= length), default=table.entries[0], key=_length)
+    upper = min((entry for entry in table.entries if entry.length >= length), default=lower, key=_length)
+    weight = min(max((length - lower.length) / max(upper.length - lower.length, 1), 0.0), 1.0)
+    if len(lower.ratios) != len(upper.ratios):
+        return _by_ratios(length, (upper if weight > 0.5 else lower).ratios)
+    pairs = zip(lower.ratios, upper.ratios, strict=True)
+    return _by_ratios(length, [first + weight * (second - first) for first, second in pairs])
+
+
+def _length(entry: TableEntry) -> int:
+    return entry.length
+
+
+def planned(
+    length: int,
+    num_ranks: int,
+    cost: CostModel,
+    *,
+    link: Link | None = None,
+    bytes_per_token: float | None = None,
+    num_layers: int | None = None,
+    allow_fewer: bool = True,
+) -> Partition:
+    """
+    Cuts the slices that a cost model says are fastest.
+
+    Without a link: equal compute time for every rank, by bisection over that time. With one: no rank may take longer
+    over sending a layer than it has for computing one, then `searched` moves the boundaries by the simulated time to
+    first token; and all that for every number of ranks.
+
+    Args:
+        length (`int`): tokens of the prompt.
+        num_ranks (`int`): ranks there are.
+        cost (`CostModel`): compute of a slice.
+        link (`Link`, *optional*): between ranks; the two following options are needed with it.
+        bytes_per_token (`float`, *optional*): bytes of keys and values of one token in one layer.
+        num_layers (`int`, *optional*): layers of the model.
+        allow_fewer (`bool`, *optional*, defaults to `True`): whether fewer ranks may be used, where that is faster.
+
+    Raises:
+        ValueError: if there are fewer tokens than ranks, or options are missing.
+    """
+    _check_length(length, num_ranks)
+    if link is None:
+        return _rounded(_balanced(length, num_ranks, cost))
+    if bytes_per_token is None or num_layers is None:
+        raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
+
+    def predict(partitions: Sequence[Partition]) -> list[float]:
+        lengths = np.array(partitions, dtype=np.float64)
+        seconds: list[float] = predict_ttfts(lengths, cost, link, bytes_per_token, num_layers).tolist()
+        return seconds
+
+    def longest_prefix(seconds: float) -> float:
+        return max(seconds / num_layers - link.latency, 0) * link.bytes_per_second / bytes_per_token
+
+    starts: dict[Partition, float] = {}
+    for count in range(1, num_ranks + 1):
+        for form in (_balanced(length, count, cost), _balanced(length, count, cost, longest_prefix)):
+            # Ranks that have to be used without need get a token each, first in the chain
+            start = _rounded(form if allow_fewer else [0.0] * (num_ranks - count) + form)
+            starts[start] = predict([start])[0]
+    nearest = sorted(starts, key=starts.__getitem__)[:_NUM_SEARCHED]
+    last_step = max(length // _FINEST, 1)
+    found: dict[Partition, float] = {}
+    for start in nearest:
+        if starts[start] <= _NEAR * starts[nearest[0]]:
+            lengths, seconds = _search(start, predict, max(length // (8 * len(start)), 1), last_step)
+            found[lengths] = seconds
+    enough = (1 + _WORTH_A_RANK) * min(found.values())
+    return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
+
+
+def searched(
+    length: int,
+    num_ranks: int,
+    measure: Callable[[Partition], float],
+    *,
+    start: Sequence[int] | None = None,
+    first_step: int | None = None,
+) -> Partition:
+    """
+    Searches the paper's hierarchical grid, down to a step of a 256th of the prompt: the result is never worse, by what
+    was measured, than its start.
+
+    In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
+    best so far in its middle. A level is repeated while it finds better. A grid of more than 125 partitions is not
+    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion. No partition is
+    measured twice.
+
+    Args:
+        length (`int`): tokens of the prompt.
+        num_ranks (`int`): ranks, all of which are used.
+        measure (`Callable[[tuple[int, ...]], float]`): seconds to the first token with slices of these lengths.
+        start (`Sequence[int]`, *optional*): slices to begin with, such as predicted ones; `even` if not given.
+        first_step (`int`, *optional*): tokens; a quarter of an even slice if not given.
+
+    Raises:
+        ValueError: if the start is no partition of `length` into `num_ranks`, the step is below 1, or a measurement
+            is no number.
+    """
+    _check_length(length, num_ranks)
+    best = even(length, num_ranks) if start is None else _checked_lengths("start", tuple(start), length)
+    if len(best) != num_ranks:
+        raise ValueError(f"`start` has to have a slice for each of {num_ranks} ranks but got {list(best)}")
+    step = max(1, length // (_STEP_DIVISOR * num_ranks)) if first_step is None else first_step
+    check_integer("first_step", step, 1)
+    return _search(best, lambda partitions: map(measure, partitions), step, max(1, length // 256))[0]
+
+
+def _search(
+    best: Partition, measure: Callable[[Sequence[Partition]], Iterable[float]], step: int, last_step: int
+) -> tuple[Partition, float]:
+    """Searches as `searched` does, `measure` being given all new partitions of a grid at once."""
+    seconds: dict[Partition, float] = {}
+    boundaries = tuple(range(len(best) - 1))
+    # Moved one grid after the other: all boundaries, or each pair of neighbours
+    is_small = len(_OFFSETS) ** len(boundaries) <= _MAX_GRID
+    moved = [boundaries] if is_small else list(itertools.pairwise(boundaries))
+    while True:
+        before = best
+        for some in moved:
+            # The middle first: of equally fast ones it stays
+            tried = list(dict.fromkeys((best, *_grid(step, some, best))))
+            new = [each for each in tried if each not in seconds]
+            for lengths, time in zip(new, measure(new) if new else (), strict=True):
+                if math.isnan(time):
+                    raise ValueError(f"`measure` has to return seconds but returned NaN for {list(lengths)}")
+                seconds[lengths] = time
+            best = min(tried, key=seconds.__getitem__)
+        if best == before:
+            if step <= last_step:
+                return best, seconds[best]
+            step = max(step // _STEP_DIVISOR, last_step)
+
+
+def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator[Partition]:
+    """Moves some boundaries by whole steps, and stretches the slices between these in proportion."""
+    ends = list(itertools.accumulate(middle))
+    for offsets in itertools.product(_OFFSETS, repeat=len(boundaries)):
+        fixed = [(0, 0), *((ends[each], offset * step) for each, offset in zip(boundaries, offsets, strict=True))]
+        parts = itertools.pairwise([*fixed, (ends[-1], 0)])
+        scales = [1 + (move_2 - move_1) / (end - begin) for (begin, move_1), (end, move_2) in parts]
+        if min(scales) > 0:
+            groups = [sum(each < rank for each in boundaries) for rank in range(len(middle))]
+            yield _rounded(length * scales[group] for length, group in zip(middle, groups, strict=True))
+
+
+def _balanced(
+    length: int, num_ranks: int, cost: CostModel, longest_prefix: Callable[[float], float] = lambda seconds: math.inf
+) -> list[float]:
+    """Cuts real slice lengths of equal, least seconds; `longest_prefix` of these bounds where the last one begins."""
+
+    def cut(seconds: float) -> list[float]:
+        lengths: list[float] = []
+        prefix, longest = 0.0, longest_prefix(seconds)
+        for rank in range(num_ranks):
+            left = longest - prefix if rank < num_ranks - 1 else math.inf
+            lengths.append(max(min(cost.length_within(seconds, prefix), left), 0.0))
+            prefix += lengths[-1]
+        return lengths
+
+    least, enough = 0.0, cost.seconds(float(length), 0.0)
+    for _ in range(_BISECTIONS):
+        middle = (least + enough) / 2
+        if sum(cut(middle)) < length:
+            least = middle
+        else:
+            enough = middle
+    lengths = cut(enough)
+    # All within rounding of `length` but where one rank alone already is enough
+    return [each * length / sum(lengths) for each in lengths]
+
+
+def _by_ratios(length: int, ratios: Sequence[float]) -> Partition:
+    _check_length(length, len(ratios))
+    return _rounded(ratio * length for ratio in ratios)
+
+
+def _rounded(lengths: Iterable[float]) -> Partition:
+    """Rounds the boundaries of real slice lengths to the nearest token, and makes each slice 1 at least."""
+    ends = list(itertools.accumulate(lengths))
+    length, boundaries = round(ends[-1]), [0]
+    for left, end in zip(range(len(ends) - 1, -1, -1), ends, strict=True):
+        boundaries.append(max(min(round(end), length - left), boundaries[-1] + 1))
+    return tuple(end - begin for begin, end in itertools.pairwise(boundaries))
+
+
+def _checked_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
+    """Scales ratios to a sum of 1. Any not above 0, or a sum beyond rounding, is a `ValueError` naming `name`."""
+    for ratio in ratios:
+        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+            raise ValueError(f"`{name}` has to hold ratios in (0, 1] but got {ratio!r}")
+    total = math.fsum(ratios)
+    if abs(total - 1) > RATIO_TOLERANCE:
+        raise ValueError(f"`{name}` has to hold ratios that sum to 1 but got {list(ratios)}, which sum to {total:g}")
+    return tuple(ratio / total for ratio in ratios)
+
+
+def _checked_lengths(name: str, lengths: tuple[object, ...], length: int) -> Partition:
+    """Returns the lengths if they are integers above 0 that sum to `length`; else a `ValueError` names `name`."""
+    whole = tuple(each for each in lengths if isinstance(each, int) and not isinstance(each, bool) and each >= 1)
+    if not lengths or len(whole) < len(lengths):
+        raise ValueError(f"`{name}` has to hold integers of at least 1, or ratios as floats, but got {list(lengths)}")
+    if sum(whole) != length:
+        raise ValueError(f"`{name}` has to sum to the context's {length} tokens but got {list(whole)}, {sum(whole)}")
+    return whole
+
+
+def _check_length(length: int, num_ranks: int) -> None:
+    check_integer("num_ranks", num_ranks, 1)
+    if length < num_ranks:
+        raise ValueError(
+            f"the context has {length} tokens, but each of {num_ranks} ranks needs one at least: use fewer ranks"
+        )

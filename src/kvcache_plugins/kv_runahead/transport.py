@@ -1,0 +1,214 @@
+"""A rank and its two neighbours: what goes from rank to rank, and what is said where one of them fails.
+
+Point to point, and never a collective between the layers: a rank waits for nobody but the one before it. Receives are
+posted some layers ahead; sends are not waited for, and what is sent is kept until it is gone. The one collective of a
+prefill comes before any layer: all ranks compare how they were called, so that all of them raise, or none.
+
+A rank that fails writes why into the store of the process group, if that outlives it, and a rank further down the
+chain reads it. Every communication goes through `guarded`, so that whatever ends it is one kind of error.
+"""
+
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+
+# Receives posted ahead: more would only hold memory for prefixes that the rank before has not computed yet
+RECEIVES_AHEAD = 3
+Result = TypeVar("Result")
+
+
+class RunaheadError(RuntimeError):
+    """A rank of the chain, named in the message, has failed or does not answer."""
+
+
+class FailureReports:
+    """
+    Reports that the ranks of one prefill make of their failures.
+
+    Args:
+        rank (`int`): this rank, in the group.
+        run (`int`): number of the prefill, the same on all ranks, so that failures of earlier ones are not read again.
+    """
+
+    def __init__(self, rank: int, run: int):
+        self._rank, self._key = rank, f"kvcache_plugins/runahead/{run}"
+
+    def guarded(self, operation: Callable[[], Result], other: str, when: str) -> Result:
+        """
+        Returns the result of a communication.
+
+        Raises:
+            RunaheadError: if it fails; with this rank, the `other` one, and `when` that was.
+        """
+        try:
+            result = operation()
+        except (RuntimeError, ValueError) as error:
+            cause = self.first()
+            reason = f" The first failure reported: {cause}." if cause else ""
+            failure = RunaheadError(
+                f"rank {self._rank}: {other} did not answer {when}; it has ended or hangs.{reason}"
+            )
+            self.add(failure)
+            raise failure from error
+        if result is False:
+            raise RunaheadError(f"rank {self._rank}: {other} timed out {when}")
+        return result
+
+    def add(self, error: BaseException) -> None:
+        """Leaves word of a failure, if it is the first and the group's store is still there."""
+        with suppress(Exception):
+            message = f"rank {self._rank} (process {os.getpid()}): {type(error).__name__}: {error}"
+            _store().compare_set(self._key, "", message)
+
+    def first(self) -> str | None:
+        """Reads the report of the rank that failed first, if it could leave one."""
+        with suppress(Exception):
+            if _store().check([self._key]):
+                message: str = _store().get(self._key).decode()
+                return message
+        return None
+
+
+def _store() -> Any:
+    # PyTorch has no public name for the store that every process group is made with
+    return dist.distributed_c10d._get_default_store()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """
+    How one rank was called.
+
+    Attributes:
+        model (`str`), dtype (`str`): digest of the model, and the dtype that it computes in.
+        prompt (`str`): shape and digest of the tokens and their padding.
+        partition (`tuple[int, ...]`): lengths of the slices.
+        hop_nbits (`int`, *optional*): bits of quantized states on the way.
+        error (`str`, *optional*): what is wrong on this rank alone; the others are not compared then.
+    """
+
+    model: str = ""
+    dtype: str = ""
+    prompt: str = ""
+    partition: tuple[int, ...] = ()
+    hop_nbits: int | None = None
+    error: str | None = None
+
+
+def digest(*tensors: torch.Tensor | None) -> str:
+    """Describes integer tensors by their shapes and a digest of their numbers."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(b"-" if tensor is None else tensor.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+    shapes = ", ".join("none" if tensor is None else "x".join(map(str, tensor.shape)) for tensor in tensors)
+    return f"{shapes}: {sha.hexdigest()[:16]}"
+
+
+def agree(description: Description, group: dist.ProcessGroup | None, failures: FailureReports) -> None:
+    """
+    Compares how all ranks of a group were called.
+
+    Raises:
+        ValueError: on every rank, if one of them cannot take part or differs from the first; it names the rank.
+        RunaheadError: if one of them does not answer.
+    """
+    described: list[Any] = [None] * dist.get_world_size(group)
+    failures.guarded(
+        lambda: dist.all_gather_object(described, description, group=group), "another rank", "before layer 0"
+    )
+    for rank, each in enumerate(described):
+        if each.error is not None:
+            raise ValueError(f"rank {rank}: {each.error}")
+    for rank, each in enumerate(described):
+        for name, value in asdict(each).items():
+            expected = getattr(described[0], name)
+            if value != expected:
+                raise ValueError(
+                    f"rank {rank}: `{name}` has to be the same on all ranks, but is {value} there and {expected} on "
+                    "rank 0"
+                )
+
+
+class Neighbours:
+    """
+    A rank's two neighbours.
+
+    Args:
+        group (`dist.ProcessGroup`, *optional*): the group; the default one if not given.
+        first (`int`): the first rank of the group that takes part, up to its last.
+        run (`int`): number of the prefill, the same on all ranks.
+
+    Attributes:
+        rank (`int`), first (`int`): this rank and the first that takes part, in the group.
+        bytes_sent, bytes_received (`int`): what has gone over the two links.
+        seconds_waited (`float`): time that the host waited for what was to come; on GPUs it does not wait.
+        failures (`FailureReports`): the ranks' failures.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):
+        self.group, self.rank, self.first = group, dist.get_rank(group), first
+        self.before = self.rank - 1 if self.rank > first else None
+        self.behind = self.rank + 1 if self.rank < dist.get_world_size(group) - 1 else None
+        self.failures = FailureReports(self.rank, run)
+        self._arriving: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._leaving: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self.bytes_sent, self.bytes_received, self.seconds_waited = 0, 0, 0.0
+
+    def post_receive(self, layer_idx: int, buffer: torch.Tensor) -> None:
+        """Announces that `buffer`, contiguous, is to be filled with what the rank before sends for a layer."""
+        source = self._global_rank(self.before)
+        work = self._guarded(
+            layer_idx, self.before, lambda: dist.irecv(buffer, src=source, group=self.group, tag=layer_idx)
+        )
+        self._arriving.append((layer_idx, buffer, work))
+
+    def wait_for(self, layer_idx: int) -> torch.Tensor:
+        """Returns the buffer posted for a layer, filled (on GPUs: for what the current stream does next)."""
+        posted_idx, buffer, work = self._arriving.popleft()
+        assert posted_idx == layer_idx, "layers are received in the order in which they were posted"
+        start = time.perf_counter()
+        self._guarded(layer_idx, self.before, work.wait)
+        self.seconds_waited += time.perf_counter() - start
+        self.bytes_received += buffer.nbytes
+        return buffer
+
+    def send(self, layer_idx: int, tensor: torch.Tensor) -> None:
+        """Starts to send a contiguous tensor, which must not be written to afterwards, to the rank behind."""
+        while self._leaving and self._leaving[0][2].is_completed():
+            self._finish_send()
+        target = self._global_rank(self.behind)
+        work = self._guarded(
+            layer_idx, self.behind, lambda: dist.isend(tensor, dst=target, group=self.group, tag=layer_idx)
+        )
+        self._leaving.append((layer_idx, tensor, work))
+        self.bytes_sent += tensor.nbytes
+
+    def flush(self) -> None:
+        """Waits until everything has been sent."""
+        while self._leaving:
+            tensor = self._finish_send()
+            if tensor.device.type == "cuda":
+                # There `wait` is the stream's, not the host's; the tensor must outlive the transfer
+                torch.cuda.current_stream(tensor.device).synchronize()
+
+    def _finish_send(self) -> torch.Tensor:
+        layer_idx, tensor, work = self._leaving.popleft()
+        self._guarded(layer_idx, self.behind, work.wait)
+        return tensor
+
+    def _global_rank(self, rank: int | None) -> int:
+        """Returns the rank in the whole world, which point-to-point calls want."""
+        assert rank is not None, "there is such a neighbour"
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _guarded(self, layer_idx: int, neighbour: int | None, operation: Callable[[], Result]) -> Result:
+        return self.failures.guarded(operation, f"rank {neighbour}", f"in layer {layer_idx}")

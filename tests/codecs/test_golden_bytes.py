@@ -1,0 +1,96 @@
+"""Bytes of every codec, which are those of files that exist: no rewriting may change one."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, TokenCodec
+from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
+from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
+from kvcache_plugins.codecs.quantization import Grouping
+from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.turboquant import TurboQuantCoder
+
+
+# Small, so that no number lies as near to a bound as sums in another order are apart
+HEADS, TOKENS, DIM = 2, 24, 16
+# Float16 of sums, whose last bit another order may change
+_SUMS = ("low_rank_a", "low_rank_b", "outlier_values")
+LAYOUT = RotaryLayout(tuple(100.0 ** (-number / 8) for number in range(8)), "half-split", 0, DIM)
+
+
+def states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and queries of no generator, which another release of PyTorch might change."""
+    at = torch.arange(HEADS * TOKENS * DIM, dtype=torch.float64)
+    keys, values, queries = (
+        ((torch.sin(at * rate) * 43758.5453).frac() * 4).float().view(1, HEADS, TOKENS, DIM)
+        for rate in (12.9898, 78.233, 39.346)
+    )
+    return keys * torch.linspace(0.2, 3, DIM) + 1, values, queries
+
+
+def rows_of(codec: Codec) -> list[torch.Tensor]:
+    keys, values, queries = states()
+    valid, positions = torch.ones(1, TOKENS, dtype=torch.bool), Positions(3)
+    moments = QueryMoments.of(queries, HEADS, codec.layouts, None) if codec.layouts else None
+    return list(codec.fit(keys, values, valid, moments, positions).encode(keys, values, positions))
+
+
+def groups_of(**options: Any) -> list[torch.Tensor]:
+    grouping = Grouping("channel", 8), Grouping("token", 16)
+    keys, values, _ = states()
+    codec = GroupCodec(
+        keys=SideCodec(side="key", head_dim=DIM, grouping=grouping[0], **options),
+        values=SideCodec(side="value", head_dim=DIM, grouping=grouping[1], **options),
+    )
+    stored = codec.encode(keys, values, None, is_prompt=True)
+    return [
+        tensor
+        for side in stored
+        for name, tensor in side.named_tensors()
+        if "rank" not in name and "values" not in name
+    ]
+
+
+def token_codec(kind: str) -> TokenCodec:
+    coder = BlockCoder(BLOCK_TYPES[kind], DIM, DIM)
+    return TokenCodec(coder, coder)
+
+
+def turboquant() -> TokenCodec:
+    return TokenCodec(TurboQuantCoder(DIM, 4, True), TurboQuantCoder(DIM, 2))
+
+
+# What makes the bytes, and the first of their SHA-256
+CASES: dict[str, tuple[Callable[[], list[torch.Tensor]], str]] = {
+    "t25": (lambda: rows_of(PromptCodec((DIM, DIM), (7, 6), [LAYOUT], "lloyd-max")), "4bda5db8c0577319"),
+    "t16": (lambda: rows_of(PromptCodec((DIM, DIM), (4, 4), [LAYOUT], "lloyd-max")), "1c885683fbc22ff2"),
+    "trellis": (lambda: rows_of(PromptCodec((DIM, DIM), (5, 4), [LAYOUT], "trellis")), "2f0e9b1e04fe465b"),
+    "k4v4": (lambda: groups_of(nbits=4), "2e5e5a2f06355dcb"),
+    "k2-outliers": (lambda: groups_of(nbits=2, sparsity=0.1, rank=2, num_iterations=2), "557ff97ca11c65ae"),
+    "k3": (lambda: groups_of(nbits=3), "c6f7d72240daaf2d"),
+    "turboquant": (
+        lambda: rows_of(turboquant()),
+        "27cbcebefcbbca2f",
+    ),
+    "q8_0": (lambda: rows_of(token_codec("q8_0")), "8847975ace1bed4e"),
+    "q5_1": (lambda: rows_of(token_codec("q5_1")), "77ac2cad1204468c"),
+    "q5_0": (lambda: rows_of(token_codec("q5_0")), "2f0951ca3ceb679a"),
+    "q4_1": (lambda: rows_of(token_codec("q4_1")), "01941fc7f2c013ed"),
+    "q4_0": (lambda: rows_of(token_codec("q4_0")), "9acc007c5009d65e"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_bytes(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernels)
+    make, expected = CASES[name]
+    digest = hashlib.sha256()
+    for tensor in make():
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest()[:16] == expected

@@ -1,0 +1,61 @@
+"""Compiled kernels executed without a GPU: other tests of kernels once more, on PTX that an emulator runs.
+
+Races, accesses out of bounds, and reads of what nobody has written are reported. The emulator is no part of this
+project: without it these tests are skipped.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+FOLDER = Path(__file__).parent
+EMULATOR = FOLDER.parents[2] / "shared" / "tools" / "ptx_run"
+pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of PTX is not there: {EMULATOR}")
+# Compute capability, file of tests, and which of them
+DAILY = [
+    (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
+    (90, "test_rows.py", "test_attention_is_that_of_pytorch and (basis-unlike-dims or smollm2)"),
+    (80, "test_rows.py", "test_rows_are_those_of_pytorch and (t16-d64 or basis-odd-dim)"),
+]
+LONG = [
+    *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),
+    *((capability, "test_rows.py", "test_rows_are_those_of_pytorch and not many") for capability in (80, 90)),
+    *((capability, "test_rows.py", "half_precision or trellis") for capability in (80, 90)),
+    *((capability, "test_rows.py", "masks or parts or splits or device or padding") for capability in (80, 90)),
+    (86, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
+    (120, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
+    *((capability, "test_attention.py", "test_matches_dense_attention and not long") for capability in (80, 90)),
+    *((capability, "test_gather.py", "test") for capability in (80, 90)),
+    (80, "test_device_lengths.py", "test"),
+]
+
+
+def run(capability, file, which):
+    """The emulator's summary."""
+    variables = {"EMULATOR_TARGET": str(capability), "OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(EMULATOR), str(FOLDER)])
+    command = [sys.executable, "-m", "pytest", "-p", "executing", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
+    command += ["--numprocesses", "0", "-m", "not cuda", str(FOLDER / file), "-k", which]
+    done = subprocess.run(command, env={**os.environ, **variables}, cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "file", "which"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_compiled_kernels_are_right(capability, file, which):
+    output = run(capability, file, which)
+    assert f"target sm_{capability}" in output
+    _, _, reports = output.partition("reports:\n")
+    # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated
+    unknown = [line for line in reports.splitlines() if line.startswith("  ") and "word at the end" not in line]
+    assert ("no reports" in output or reports) and not unknown, output[-4000:]
+    launches = sum(int(count) for count in re.findall(r": (\d+) launches", output))
+    assert launches > 0, output
