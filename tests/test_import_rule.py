@@ -25,7 +25,7 @@ METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
     {"files", "option_checks", "lazy_imports", "user_warnings"},
     {"registry", "models"},
-    {"ops", "codecs", "kernels", "triton_kernels"},
+    {"codecs", "kernels", "triton_kernels"},
     {"layers"},
     {"reports"},
     {*METHODS, "contract", "custom_generate"},
@@ -38,7 +38,7 @@ FLOORS: tuple[set[str], ...] = (
     {"cli"},
 )
 # No circle: kernels know the data of operations and codecs, which call them where there are any, within functions.
-CALLS = {(room, kernels) for room in ("ops", "codecs") for kernels in ("kernels", "triton_kernels")}
+CALLS = {(room, kernels) for room in ("codecs",) for kernels in ("kernels", "triton_kernels")}
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
     {"harness", "llama_cpp", "machine_code", "promises"},
@@ -190,25 +190,28 @@ def test_project_obeys(check: Check) -> None:
 def test_every_file_is_read() -> None:
     modules = read_sources().keys()
     assert {"kvcache_plugins.__init__", "kvcache_plugins.eval.__init__"} <= modules
-    assert {"kvcache_plugins.ops.__init__", "kvcache_plugins.triton_kernels.__init__"} <= modules
+    assert {"kvcache_plugins.codecs.__init__", "kvcache_plugins.triton_kernels.__init__"} <= modules
 
 
 # What a check must find: (check, {module: source}, part of the complaint).
 BAD_EXAMPLES = {
     "upwards": (
         find_order_violations,
-        {"kvcache_plugins.ops.x": "import kvcache_plugins.gear.cache", "kvcache_plugins.gear.cache": ""},
-        "`gear` stands above `ops`",
+        {"kvcache_plugins.codecs.x": "import kvcache_plugins.gear.cache", "kvcache_plugins.gear.cache": ""},
+        "`gear` stands above `codecs`",
     ),
     "relative": (
         find_order_violations,
-        {"kvcache_plugins.ops.x": "from ..gear import cache", "kvcache_plugins.gear.cache": ""},
-        "`gear` stands above `ops`",
+        {"kvcache_plugins.codecs.x": "from ..gear import cache", "kvcache_plugins.gear.cache": ""},
+        "`gear` stands above `codecs`",
     ),
     "relative-in-init": (
         find_order_violations,
-        {"kvcache_plugins.ops.__init__": "from ..reports.memory import measure", "kvcache_plugins.reports.memory": ""},
-        "`reports` stands above `ops`",
+        {
+            "kvcache_plugins.codecs.__init__": "from ..reports.memory import measure",
+            "kvcache_plugins.reports.memory": "",
+        },
+        "`reports` stands above `codecs`",
     ),
     "inside-a-function": (
         find_order_violations,
@@ -291,13 +294,13 @@ def test_check_can_fail(check: Check, sources: dict[str, str], complaint: str) -
 
 def test_checks_accept_what_is_allowed() -> None:
     sources = {
-        "kvcache_plugins.reports.memory": "from kvcache_plugins.ops import quantization\nimport transformers",
+        "kvcache_plugins.reports.memory": "from kvcache_plugins.codecs import quantization\nimport transformers",
         "kvcache_plugins.registry": "",
         "kvcache_plugins.gear.cache": "from kvcache_plugins.gear.config import GEARConfig",
         "kvcache_plugins.gear.config": "from kvcache_plugins.registry import register_cache",
         "kvcache_plugins.__init__": "from kvcache_plugins.gear import cache",
         "kvcache_plugins.eval.tasks": "import lm_eval\nfrom kvcache_plugins import create_cache",
-        "kvcache_plugins.ops.quantization": "def f():\n    from kvcache_plugins.kernels import library",
-        "kvcache_plugins.kernels.library": "import kvcache_plugins.ops.quantization",
+        "kvcache_plugins.codecs.quantization": "def f():\n    from kvcache_plugins.kernels import library",
+        "kvcache_plugins.kernels.library": "import kvcache_plugins.codecs.quantization",
     }
     assert [violation for check in CHECKS for violation in check(sources)] == []

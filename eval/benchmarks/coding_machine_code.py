@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.parts import CodedPart
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
 from kvcache_plugins.eval.machine_code.listing import Listing
-from kvcache_plugins.ops.row_attention import CodedPart
 
 
 SIDES = ("keys", "values")
@@ -24,7 +24,7 @@ def is_coded(part: CodedPart) -> bool:
 def count_coding(cache: str, part: CodedPart, head_dim: int, side: str, capability: int) -> dict[str, Any]:
     """One row, as of attention: what it takes to code a number of `side`, one of `SIDES`."""
     # Imported late, as Triton need not be there
-    from kvcache_plugins.kernels.triton_rows import prepare_encoding
+    from kvcache_plugins.kernels.triton import prepare_encoding
 
     table = _tables(part)[SIDES.index(side)]
     num_heads = part.keys.shape[1]

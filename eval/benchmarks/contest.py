@@ -12,14 +12,13 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.eval.harness.timing import spread, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention import attend as attend_coded
 from kvcache_plugins.kernels.engine import choose_kernel
-from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import CodedPart
-from kvcache_plugins.ops.row_attention import attend as attend_coded
 from kvcache_plugins.registry import create_cache
 
 

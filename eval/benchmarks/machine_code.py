@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.machine_code.bounds import counted_row
 from kvcache_plugins.eval.machine_code.compilation import compile_for, disassemble
@@ -28,8 +29,6 @@ from kvcache_plugins.gear.layer import GEARLayer
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.layer import TransformLayer
 from kvcache_plugins.gear.transform.storage import CodedBlock
-from kvcache_plugins.ops.parts import CompressedPart
-from kvcache_plugins.ops.row_attention import CodedPart
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .coding_machine_code import SIDES, count_coding, is_coded
@@ -132,8 +131,8 @@ def count(
 
 def _prepare(query: torch.Tensor, part: CompressedPart | CodedPart) -> "Launch":
     """Prepares the launch that a GPU would run. Imported late, as Triton need not be there."""
-    from kvcache_plugins.kernels.triton_rows import prepare_part as prepare_rows
-    from kvcache_plugins.ops.triton_attention import prepare_part
+    from kvcache_plugins.kernels.triton import prepare_part
+    from kvcache_plugins.kernels.triton import prepare_part as prepare_rows
 
     if isinstance(part, CodedPart):
         return prepare_rows(query, part, 1.0, packed=True).launch

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from kvcache_plugins.kernels.layer import PreparedCall
+from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.registry import create_cache
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
+from kvcache_plugins.files import mapped_files
+from kvcache_plugins.files.mapped_files import cached_blocks, num_blocks
 from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels import gather
+from kvcache_plugins.kernels import compiled_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.ops import mapped_files
-from kvcache_plugins.ops.gather import gather_rows
-from kvcache_plugins.ops.mapped_files import cached_blocks, num_blocks
+from kvcache_plugins.kernels.tokens import gather_rows
 
 
 OPTIONS = {"full_layers": (0,), "recent": 8, "sink": 2}
@@ -118,7 +118,9 @@ def test_little_of_a_layer_is_resident(tmp_path, monkeypatch, num_tokens):
 
     # It is never more than before something is let go of
     monkeypatch.setattr(mapped_files, "advise", note_and_advise)
-    monkeypatch.setattr(gather, "address_of_advise", lambda: ctypes.cast(note_compiled, ctypes.c_void_p).value)
+    monkeypatch.setattr(
+        compiled_tokens, "address_of_advise", lambda: ctypes.cast(note_compiled, ctypes.c_void_p).value
+    )
     with torch.no_grad():
         expected = decode_states(None, keys, values, queries)
         found = decode_states(tmp_path, keys, values, queries)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kvcache_plugins.codecs.parts import CodedPart, DensePart
 from kvcache_plugins.kernels import library
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.row_attention import CodedPart, attend
+from kvcache_plugins.kernels.attention import attend
 
 
 class Sizes(NamedTuple):

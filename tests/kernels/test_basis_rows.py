@@ -8,11 +8,10 @@ import torch
 from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
 from kvcache_plugins.codecs.basis import round_basis
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import CodedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.row_attention import CodedPart
 
 
 TOLERANCE = 3e-5

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcache_plugins.kernels.chosen import attend_chosen, grouped_scores
+from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, SinkStates, ValuePages
+from kvcache_plugins.kernels.compiled_tokens import attend_chosen, grouped_scores
 from kvcache_plugins.kernels.library import levels_here
-from kvcache_plugins.ops.coded_tokens import CodedTokens, KeyGroups, SinkStates, ValuePages
 
 
 def keys_of(runs) -> KeyGroups:

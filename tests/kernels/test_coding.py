@@ -12,7 +12,7 @@ from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layo
 from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.coding import decode_rows, encode_rows, turn_states
+from kvcache_plugins.kernels.compiled_tokens import decode_rows, encode_rows, turn_states
 
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
@@ -178,10 +178,10 @@ def test_rows_are_told_by_their_token_alone(monkeypatch, levels, quantizer):
         part = encode_rows(states[2:, :, 101:], one, Positions(105, padding[2:]))
         assert torch.equal(part, rows[2:, :, 101:])
         dense = decode_rows(rows, table, positions)
-        monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 2)
+        monkeypatch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 2)
         assert torch.equal(encode_rows(states, table, positions), rows)
         assert torch.equal(decode_rows(rows, table, positions), dense)
-        monkeypatch.setattr("kvcache_plugins.kernels.coding.num_threads", lambda: 1)
+        monkeypatch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 1)
 
 
 def test_forged_tables_read_and_write_what_there_is(levels):

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.kernels.gather import attend_rows, copy_rows
+from kvcache_plugins.kernels import tokens
+from kvcache_plugins.kernels.compiled_tokens import attend_rows, choose_heaviest, code_scores, copy_rows, largest
 from kvcache_plugins.kernels.library import levels_here
-from kvcache_plugins.kernels.selection import choose_heaviest, code_scores, largest
-from kvcache_plugins.ops import gather
 
 
 FORGED = (-(2**63), -1, 64, 2**40)
@@ -28,8 +27,8 @@ def test_rows_match_pytorch(head_dim, groups, dtype):
     slots, count = torch.rand(2, 2, 96).topk(71, dim=2).indices, torch.tensor([[71, 3], [64, 0]])
     arguments = torch.randn(2, 2, groups, head_dim), pages, slots, count, window, window, head_dim**-0.5
     query, _, _, _, *others = arguments
-    dense = gather.gather_rows(pages, slots).split(head_dim, dim=3)
-    expected = gather.attend_staged(query, *dense, count, *others)
+    dense = tokens.gather_rows(pages, slots).split(head_dim, dim=3)
+    expected = tokens.attend_staged(query, *dense, count, *others)
     assert torch.allclose(attend_rows(*arguments, None, None, 0), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -60,7 +59,7 @@ def test_scores_match_pytorch(head_dim, groups, nbits):
     torch.manual_seed(0)
     codes = pack(torch.randint(0, 2**nbits, (2, 2, 131, head_dim), dtype=torch.uint8), nbits)
     query, scale = torch.randn(2, 2, groups, head_dim), (torch.rand(2, 2, 131) + 0.1).half()
-    expected = gather._code_scores(query, codes[:, :, :129], scale[:, :, :129], nbits)
+    expected = tokens._code_scores(query, codes[:, :, :129], scale[:, :, :129], nbits)
     error = (code_scores(query, codes, scale, 129, nbits) - expected).square().mean().sqrt()
     assert error < 1e-4 * expected.square().mean().sqrt()
 

@@ -7,11 +7,12 @@ import torch
 
 from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import OutlierPlaces, index_dtype, sort_into_tiles
+from kvcache_plugins.codecs.parts import CompressedPart, DensePart
 from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
-from kvcache_plugins.kernels import groups, library
-from kvcache_plugins.ops.attention import attend, prepare_tokens
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.parts import CompressedPart, DensePart
+from kvcache_plugins.kernels import library
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.compiled import call_of
+from kvcache_plugins.kernels.masks import slice_mask
 
 
 @pytest.fixture(params=library.levels_here(), autouse=True)
@@ -50,9 +51,9 @@ def make_side(sizes, dim, nbits, axis, group_size, rank=0, a_tokens=None, sparsi
 def exact_attention(query, parts, num_heads):
     keys, values, masks = [], [], []
     for part in parts:
-        tiles = list(part.tiles()) if isinstance(part, CompressedPart) else [part]
-        keys += [tile.in_use()[0].double() for tile in tiles]
-        values += [tile.in_use()[1].double() for tile in tiles]
+        tiles = list(part.tiles())
+        keys += [tile[0].double() for tile in tiles]
+        values += [tile[1].double() for tile in tiles]
         mask = torch.zeros(query.shape[0], query.shape[1], query.shape[2], part.length, dtype=torch.double)
         columns = slice_mask(part.mask, 0, part.length)
         masks.append(mask if columns is None else mask.masked_fill(~columns, -torch.inf))
@@ -162,13 +163,13 @@ def test_strided_states_are_copied():
     part = CompressedPart(*wider, part.length, None)
     assert not part.keys.codes.is_contiguous()
     check("k4v3", [part])
-    assert prepare_tokens(make_query("k4v3"), [part, make_dense("k4v3", 1)], None) is None
+    assert prepare_tokens(make_query("k4v3"), [part, make_dense("k4v3", 1)], 2, None) is None
 
 
 @pytest.mark.parametrize("name", ["k4v3", "kcvt"])
 def test_prepared_calls_equal_those_made_anew(name):
     part, dense = make_part(name, rank=2, sparsity=0.02), make_dense(name, 1)
-    call = prepare_tokens(make_query(name), [part, dense], None)
+    call = prepare_tokens(make_query(name), [part, dense], CASES[name][0][1], None)
     storage = dense.keys, dense.values
     for length in (1, 2, 3):
         query = make_query(name)
@@ -220,17 +221,17 @@ class TestRefusals:
     def test_more_tokens_than_chunks_hold(self):
         part = dataclasses.replace(make_part("k4v3"), length=193)
         with pytest.raises(ValueError, match="193 tokens of 1 chunks of 192"):
-            groups.attend(make_query("k4v3"), [], [part], 0.1)
+            call_of(make_query("k4v3"), [part], 2, 0.1)
 
     def test_parts_of_other_items(self):
         with pytest.raises(ValueError, match="compressed keys and values have to be"):
-            groups.attend(make_query("k4v3")[:1], [], [make_part("k4v3")], 0.1)
+            call_of(make_query("k4v3")[:1], [make_part("k4v3")], 2, 0.1)
 
     def test_groups_and_rotations_of_the_other_side(self):
         part = make_part("k4v3", is_rotated=True)
         for wrong in (dataclasses.replace(part, values=part.keys), dataclasses.replace(part, keys=part.values)):
             with pytest.raises(ValueError, match="groups of a token, and keys that are not rotated"):
-                groups.attend(make_query("k4v3"), [], [wrong], 0.1)
+                call_of(make_query("k4v3"), [wrong], 2, 0.1)
 
 
 def test_heads_too_large_for_the_kernel_run_in_pytorch():
@@ -239,6 +240,6 @@ def test_heads_too_large_for_the_kernel_run_in_pytorch():
         part = make_part("huge")
         check("huge", [part])
         dense = make_dense("huge", 1)
-        assert prepare_tokens(make_query("huge"), [part, dense], None) is None
+        assert prepare_tokens(make_query("huge"), [part, dense], 1, None) is None
     finally:
         del CASES["huge"]

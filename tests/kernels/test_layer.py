@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcache_plugins.kernels.layer import AttentionCall
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.tiles import attend_tiles
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend as attend_parts
+from kvcache_plugins.kernels.compiled import AttentionCall
 
 
 # Batch, heads, queries a head, new tokens, channels of keys and of values, tokens
@@ -30,7 +30,7 @@ def test_attention_is_that_of_pytorch(level, sizes, dtype):
     keys, values = (torch.randn(batch_size, num_heads, length + 3, size).to(dtype) for size in (key_dim, value_dim))
     output = attend(query, DensePart(keys, values, length, None), num_heads, 0.3)
     exact = DensePart(keys.float(), values.float(), length, None)
-    expected = attend_tiles(query.float(), iter([exact]), num_heads, 0.3).to(dtype)
+    expected = attend_parts(query.float(), [exact], num_heads, 0.3).to(dtype)
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=torch.finfo(dtype).eps)
 
 

@@ -9,21 +9,25 @@ from itertools import count
 import pytest
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.layer import AttentionCall
-from kvcache_plugins.kernels.library import Tasks, address_of, run
-from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.kernels.compiled import AttentionCall
+from kvcache_plugins.kernels.structs import STRUCTURES, Array, check
 
 
 NUM_TASKS = 2000
 needs_library = pytest.mark.skipif(library.why_missing() is not None, reason=library.why_missing() or "")
 
 
-class TestAddressOf:
+def address_of(name, tensor, dtypes, shape):
+    return check(name, tensor, Array(dtypes, compile(repr(shape), "", "eval")), {})
+
+
+class TestCheck:
     def test_gives_the_address_of_what_fits(self):
         tensor = torch.zeros(2, 3)
         for shape in ((2, 3), (None, 3), (None, None)):
-            assert address_of("x", tensor, torch.float32, shape) == tensor.data_ptr()
+            assert address_of("x", tensor, (torch.float32,), shape) == tensor.data_ptr()
         assert address_of("x", tensor[1:], (torch.int64, torch.float32), (1, 3)) == tensor.data_ptr() + 12
 
     @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ class TestAddressOf:
     )
     def test_refuses_anything_else(self, tensor, shape):
         with pytest.raises(ValueError, match="`codes` has to be .* of torch.float32, contiguous, on the CPU, but got"):
-            address_of("codes", tensor, torch.float32, shape)
+            address_of("codes", tensor, (torch.float32,), shape)
 
 
 @needs_library
@@ -79,7 +83,11 @@ def pool(request, monkeypatch):
 
 
 class Call(ctypes.Structure):
-    _fields_ = (("tasks", Tasks),)
+    _fields_ = (("tasks", STRUCTURES["Tasks"]),)
+
+
+def run(kernel, call, threads):
+    library.run_at(kernel, ctypes.addressof(call), threads)
 
 
 def tasks_done(num_threads: int) -> list[int]:
@@ -94,7 +102,7 @@ def tasks_done(num_threads: int) -> list[int]:
                 return
             done.append(task)
 
-    run(kernel, Call(Tasks(0, NUM_TASKS, 0)), num_threads)
+    run(kernel, Call((0, NUM_TASKS, 0)), num_threads)
     return done
 
 

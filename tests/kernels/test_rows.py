@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import CodedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
-from kvcache_plugins.kernels.rows import prepare_rows
-from kvcache_plugins.ops.parts import DensePart
-from kvcache_plugins.ops.row_attention import CodedPart, attend
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.compiled import call_of
 
 
 TOLERANCE = 2e-5
@@ -101,7 +101,7 @@ def test_a_prepared_call_attends_to_tokens_to_come(wide, level):
     part = make_part(wide, padding=[0, 40])
     keys, values = torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64)
     query = torch.randn(2, 6, 4, 64)
-    call = prepare_rows(query, [part, DensePart(keys, values, 1, None)], 2, 0.125).prepare()
+    call = call_of(query, [part, DensePart(keys, values, 1, None)], 2, 0.125).prepare()
     for length in (2, 3, 9):
         query = torch.randn(2, 6, 4, 64)
         newest = torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64)
@@ -124,7 +124,7 @@ def test_copies_are_not_prepared(wide):
     part = make_part(wide)
     cut = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
     exact = DensePart(torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64), 1, None)
-    assert prepare_rows(torch.randn(2, 6, 4, 64), [cut, exact], 2, 0.125).prepare() is None
+    assert call_of(torch.randn(2, 6, 4, 64), [cut, exact], 2, 0.125).prepare() is None
 
 
 @pytest.mark.parametrize("widths", [8, 9, 255])

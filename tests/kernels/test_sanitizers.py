@@ -13,15 +13,15 @@ from kvcache_plugins.kernels import build
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
-# Tokens behind the end of a tensor, as a binding could say that forgot `address_of`
+# Tokens behind the end of a tensor, as a binding could say that forgot to check
 BAD_CALL = """
 import torch
-from kvcache_plugins.kernels.layer import AttentionCall, PreparedCall
-from kvcache_plugins.ops.parts import DensePart
+from kvcache_plugins.kernels.compiled import AttentionCall, PreparedCall
+from kvcache_plugins.codecs.parts import DensePart
 
 call = AttentionCall(torch.zeros(1, 1, 1, 64), 1, 64, 1.0)
 call.add_exact(DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64), 100, None))
-call._parts[0].length = {}
+call.parts[0].length = {}
 PreparedCall(call, call.query).attend_now(call.query)
 """
 pytestmark = [

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache
+from kvcache_plugins.codecs.parts import CompressedPart
 from kvcache_plugins.kernels import engine, library
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.operators import decode_attention, flatten_parts
-from kvcache_plugins.ops.parts import CompressedPart
+from kvcache_plugins.kernels.masks import slice_mask
 
 
 KERNELS = ["torch", "compiled", "triton"]
@@ -67,7 +66,7 @@ def reference_attention(query, parts, num_heads):
     """Softmax over everything at once, in float64."""
     keys, values, masks = [], [], []
     for part in parts:
-        tiles = [tile.in_use() for tile in (part.tiles() if isinstance(part, CompressedPart) else [part])]
+        tiles = list(part.tiles())
         keys += [tile[0].double() for tile in tiles]
         values += [tile[1].double() for tile in tiles]
         shape = (query.shape[0], query.shape[1], query.shape[2], part.length)
@@ -159,26 +158,6 @@ def test_compiled_splits_a_sequence_over_threads(num_threads):
         check((1, 1, 3, 64, 3000, 0, 1, {"nbits": 2}), "compiled")
     finally:
         torch.set_num_threads(before)
-
-
-class TestOperator:
-    @pytest.mark.parametrize("kernel", ["compiled", "triton"])
-    def test_is_registered_as_pytorch_wants_it(self, kernel):
-        layer = filled_layer(CASES["many decode chunks"])
-        arguments = (torch.randn(1, 8, 1, 32), *flatten_parts(list(layer._parts(None))), 0.2, kernel)
-        torch.library.opcheck(decode_attention, arguments, test_utils=("test_schema", "test_faketensor"))
-
-    def test_works_inside_a_compiled_graph(self):
-        layer = filled_layer(CASES["many decode chunks"])
-        parts = list(layer._parts(None))
-
-        @torch.compile(backend="eager", fullgraph=True)
-        def compiled(query, *parts):
-            return decode_attention(query * 2, *parts, 0.2, "compiled") + 1
-
-        query = torch.randn(1, 8, 1, 32)
-        expected = attend(query * 2, parts, 2, scale=0.2, kernel="torch") + 1
-        assert torch.allclose(compiled(query, *flatten_parts(parts)), expected, atol=1e-4)
 
 
 class TestChoice:

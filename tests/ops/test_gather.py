@@ -9,8 +9,8 @@ import torch
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels import engine, library
-from kvcache_plugins.kernels.gather import attend_rows as attend_compiled
-from kvcache_plugins.ops.gather import attend_staged, choose_rows_kernel, code_scores, gather_rows, largest
+from kvcache_plugins.kernels.compiled_tokens import attend_rows as attend_compiled
+from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel, code_scores, gather_rows, largest
 
 
 KERNELS = ["torch", "compiled"]

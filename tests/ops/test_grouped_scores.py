@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvcache_plugins.codecs.parts import KeyGroups
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.ops.coded_tokens import KeyGroups
-from kvcache_plugins.ops.grouped_scores import grouped_scores
+from kvcache_plugins.kernels.tokens import grouped_scores
 
 
 KERNELS = ["torch", "compiled"]

@@ -49,8 +49,7 @@ def record(kernel_calls, name, kernel, arguments):
 def check(name):
     from kvcache_plugins.eval.machine_code import stand_in_driver
     from kvcache_plugins.gear.transform.layer import TransformLayer
-    from kvcache_plugins.kernels.triton_rows import attend as attend_rows
-    from kvcache_plugins.ops.triton_attention import attend as attend_chunks
+    from kvcache_plugins.kernels.triton import attend as attend_all
     from kvcache_plugins.registry import create_cache
     from kvcache_plugins.triton_kernels.attention.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
@@ -74,9 +73,7 @@ def check(name):
             record(calls, self._name, kernel, arguments[-len(kernel.params) :])
 
     def attend_parts(query, dense, compressed):
-        if is_coded:
-            return attend_rows(query, [dense[0], *compressed, *dense[1:]], NUM_HEADS, SCALE)
-        return attend_chunks(query, dense, compressed, SCALE)
+        return attend_all(query, [*dense[:-1], *compressed, dense[-1]], NUM_HEADS, SCALE)
 
     def launches_of(query, dense, compressed):
         calls.clear()
@@ -132,7 +129,7 @@ def check(name):
 
 
 def split(parts):
-    from kvcache_plugins.ops.parts import DensePart
+    from kvcache_plugins.codecs.parts import DensePart
 
     return (
         [part for part in parts if isinstance(part, DensePart)],

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.ops.masking import combine_masks, leading_padding, mask_columns, slice_mask
-from kvcache_plugins.ops.online_softmax import OnlineAttention
+from kvcache_plugins.kernels.attention import OnlineAttention
+from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
 
 
 TILES = [(0, 1), (1, 64), (64, 129), (129, 200)]

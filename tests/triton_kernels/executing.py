@@ -44,7 +44,7 @@ def install():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-LAUNCHERS = ["kvcache_plugins.kernels.triton_rows", "kvcache_plugins.ops.triton_attention"]
+LAUNCHERS = ["kvcache_plugins.kernels.triton"]
 install()
 
 

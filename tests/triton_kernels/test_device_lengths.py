@@ -8,9 +8,7 @@ import torch
 
 from kvcache_plugins.gear.fixed_storage import FixedForm
 from kvcache_plugins.gear.step_numbers import StepNumbers
-from kvcache_plugins.gear.transform.layer import TransformLayer
-from kvcache_plugins.ops import attention
-from kvcache_plugins.ops import row_attention as transform_attention
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.registry import create_cache
 
 
@@ -55,7 +53,6 @@ def fill(name, options, padding, num_heads, num_prompt, num_decoded):
 def test_attention_is_that_of_pytorch(case):
     name, options, padding, num_heads, groups, num_prompt, num_decoded = CASES[case]
     _, layer, seen = fill(name, options, padding, num_heads, num_prompt, num_decoded)
-    attend = transform_attention.attend if isinstance(layer, TransformLayer) else attention.attend
     query = torch.randn(len(padding), groups * num_heads, 1, HEAD_DIM, device=DEVICE)
     expected = attend(query, layer._parts(seen[:, None, None]), num_heads, None, "torch")
     form, numbers = FixedForm(layer, ROOM), StepNumbers(query.device)

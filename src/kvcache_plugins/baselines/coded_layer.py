@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.token_rows import TokenRows
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.online_softmax import OnlineAttention
 
 
 # Dense float32 values of one tile stay within the processor's caches

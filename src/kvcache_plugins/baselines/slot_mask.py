@@ -6,7 +6,7 @@ positions of the sequence.
 
 import torch
 
-from kvcache_plugins.ops.masking import slice_mask
+from kvcache_plugins.kernels.masks import slice_mask
 
 
 class SlotMask:

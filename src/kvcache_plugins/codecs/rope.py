@@ -137,7 +137,7 @@ def _turned(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, i
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
         # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.coding import turn_states
+        from kvcache_plugins.kernels.compiled_tokens import turn_states
 
         return turn_states(keys, layout, positions, is_back=is_undone)
     cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))

@@ -170,11 +170,11 @@ class RowTable:
         kernel = choose_coding_kernel(states, self.head_dim)
         if kernel == "triton" and self._has_triton(states):
             # Kernels are imported late: they import this module, and need packages that may not be there
-            from kvcache_plugins.kernels.triton_rows import encode
+            from kvcache_plugins.kernels.triton import encode
 
             return encode(states, self, positions)
         if kernel == "compiled":
-            from kvcache_plugins.kernels.coding import encode_rows
+            from kvcache_plugins.kernels.compiled_tokens import encode_rows
 
             numbers = states if self.basis is None else self._transform(states, positions)
             return encode_rows(numbers, self, positions)
@@ -186,7 +186,7 @@ class RowTable:
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.coding import decode_rows
+            from kvcache_plugins.kernels.compiled_tokens import decode_rows
 
             states = decode_rows(rows, self, positions)
             if self.basis is None and not self.is_rotated:

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.masking import combine_masks, hide_first, mask_columns, slice_mask
-from kvcache_plugins.ops.parts import DensePart
 
 from .sliding_window import SlidingWindowMixin
 from .storage import BlockT, BufferConfig, ExactPrefix, LayerState, TiledBlock, dense_tiles
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.kernels.layer import PreparedCall
+    from kvcache_plugins.kernels.compiled import PreparedCall
 
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.parts import DensePart
 
 from .replayable import ReplayableMixin
 from .step_numbers import StepNumbers

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.parts import CompressedPart
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel, compiles_kernels
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.attention import attend, prepare_tokens
-from kvcache_plugins.ops.parts import CompressedPart
 
 from .config import GEARConfig
 from .replayable import ReplayableMixin
@@ -26,7 +26,7 @@ from .warm_up import Sizes, warm_up_gear
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.kernels.layer import PreparedCall
+    from kvcache_plugins.kernels.compiled import PreparedCall
 
 _PART_NAMES = {
     "codes": "codes",
@@ -93,7 +93,7 @@ class GEARLayer(ReplayableMixin[CompressedBlock], PromptLayer):
         return attend(call.query, parts, heads, call.scale, kernel, call.softcap, call.sinks), kernel, is_fallback
 
     def _token_call(self, query: torch.Tensor, parts: list[Any], scale: float | None) -> "PreparedCall | None":
-        return prepare_tokens(query, parts, scale)
+        return prepare_tokens(query, parts, self._shapes["keys"][1], scale)
 
     def _note_queries(self, query: torch.Tensor) -> None:
         """Before the first prompt is compressed, everything is compiled that decoding will need."""

@@ -12,8 +12,8 @@ import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.masking import slice_mask
 
 from .block_layer import BlockLayerMixin
 from .storage import BlockT

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache_plugins.ops.mapped_files import advise, cached_blocks, num_blocks, release
+from kvcache_plugins.files.mapped_files import advise, cached_blocks, num_blocks, release
 
 
 # Blocks that are asked for by one call: Linux reads no more ahead than 128 KiB, if nobody has told it to

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.attention import attend
-from kvcache_plugins.ops.parts import DensePart
 from kvcache_plugins.user_warnings import warn_user
 
 from .config import InfiniGenConfig

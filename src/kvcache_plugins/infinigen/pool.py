@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from kvcache_plugins.files.mapped_files import release
 from kvcache_plugins.kernels.engine import choose_copy_kernel
-from kvcache_plugins.ops.gather import gather_rows
-from kvcache_plugins.ops.mapped_files import release
+from kvcache_plugins.kernels.tokens import gather_rows
 
 from .disk_pages import DiskPages
 from .eviction import UsageRecord

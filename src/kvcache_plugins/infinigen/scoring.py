@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.ops.gather import code_scores
+from kvcache_plugins.kernels.tokens import code_scores
 
 
 # Tokens from which a channel's mean and spread are told

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from kvcache_plugins.kernels.compiled_tokens import choose_heaviest
 from kvcache_plugins.kernels.engine import choose_token_kernel
-from kvcache_plugins.kernels.selection import choose_heaviest
-from kvcache_plugins.ops.gather import largest
+from kvcache_plugins.kernels.tokens import largest
 
 from .config import InfiniGenConfig
 

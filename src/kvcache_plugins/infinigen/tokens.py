@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from kvcache_plugins.kernels.gather import attend_rows
+from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.kernels.compiled_tokens import attend_rows
+from kvcache_plugins.kernels.masks import mask_columns, slice_mask
+from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.left_padding import LeftPadding
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
-from kvcache_plugins.ops.gather import attend_staged, choose_rows_kernel
-from kvcache_plugins.ops.masking import mask_columns, slice_mask
-from kvcache_plugins.ops.parts import DensePart
 
 from .config import InfiniGenConfig
 from .pool import TokenPool

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.codecs.groups import SideCodec
+from kvcache_plugins.codecs.parts import CodedTokens as StoredCodes
+from kvcache_plugins.codecs.parts import ValuePages
 from kvcache_plugins.codecs.quantization import STORAGE_DTYPE, check_range, packed_size
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring import ScoringStates
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.tokens import Encoded, OffloadedTokens
-from kvcache_plugins.kernels.chosen import attend_chosen
+from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.left_padding import LeftPadding
-from kvcache_plugins.ops.coded_tokens import CodedTokens as StoredCodes
-from kvcache_plugins.ops.coded_tokens import ValuePages
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys

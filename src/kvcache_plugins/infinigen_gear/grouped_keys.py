@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.groups import SideCodec
+from kvcache_plugins.codecs.parts import KeyGroups
 from kvcache_plugins.codecs.quantization import unpack
 from kvcache_plugins.infinigen.scoring import ScoringStates
-from kvcache_plugins.ops.coded_tokens import KeyGroups
-from kvcache_plugins.ops.grouped_scores import grouped_scores
+from kvcache_plugins.kernels.tokens import grouped_scores
 
 
 class GroupedKeys(ScoringStates):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcache_plugins.codecs.parts import SinkStates
 from kvcache_plugins.layers.left_padding import LeftPadding
-from kvcache_plugins.ops.coded_tokens import SinkStates
 
 
 class SinkTokens:

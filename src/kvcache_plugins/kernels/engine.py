@@ -98,7 +98,7 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
         return "torch"
     kernel = "torch" if tokens.is_meta else _kernel_on(device_type, requested)[0]
     if kernel == "compiled":
-        from kvcache_plugins.kernels.layer import MOST_CHANNELS
+        from kvcache_plugins.kernels.structs import MOST_CHANNELS
 
         return kernel if head_dim <= MOST_CHANNELS else "torch"
     return kernel

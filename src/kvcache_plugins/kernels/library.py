@@ -1,20 +1,20 @@
-"""The compiled library of CPU kernels: which level of it runs, on which threads, and what may be handed to it.
+"""The compiled library of CPU kernels: which level of it runs, and on which threads.
 
-Kernels take one address: of a structure of `ctypes` that holds numbers and further addresses. Every tensor gets into
-such a structure by `address_of`, which believes nothing: a kernel reads and writes wherever it is told to.
+Kernels take one address: of a structure of `structs`.
 """
 
 import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from .build import digest, levels, library_name
+from .structs import Structure
 
 
 # Tests name another, of a library that is compiled with sanitizers
@@ -24,14 +24,6 @@ _LEVEL_VARIABLE = "KVCACHE_PLUGINS_CPU_LEVEL"
 # Where threads are, if any were started: not in processes that are forked from it
 _PROCESS = os.getpid()
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# Fields of calls are numbers and addresses
-LONG, ADDRESS = ctypes.c_int64, ctypes.c_void_p
-
-
-class Tasks(ctypes.Structure):
-    """Tasks that threads share: see `simd.h`. Structures of calls that are run on threads begin with it."""
-
-    _fields_ = (("next", ctypes.c_int64), ("count", ctypes.c_int64), ("ended", ctypes.c_int64))
 
 
 @cache
@@ -92,13 +84,14 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def run(kernel: Callable[[int], None], call: ctypes.Structure, threads: int) -> None:
-    """Runs a kernel on the structure of a call, on so many threads at once; returns when all have ended."""
-    run_at(kernel, ctypes.addressof(call), threads)
+def run(name: str, call: Structure) -> None:
+    """Runs the kernel of a name on its structure, on as many threads as there are, and tasks for; waits for all."""
+    threads, tasks = num_threads(), call.tasks
+    run_at(function(name), call.address, threads if threads < tasks.count else max(tasks.count, 1))
 
 
 def run_at(kernel: Callable[[int], None], address: int, threads: int) -> None:
-    """Runs a kernel on the structure at an address, as `run` does."""
+    """Runs a kernel on the structure at an address, on so many threads; returns when all have ended."""
     if threads > 1:
         _start_threads()(kernel, address, threads)
     else:
@@ -125,34 +118,3 @@ def _run_on_python_threads(kernel: Callable[[int], None], address: int, count: i
     kernel(address)
     for thread in threads:
         thread.join()
-
-
-def address_of(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype | Sequence[torch.dtype], shape: Sequence[int | None]
-) -> int:
-    """
-    The address of a tensor that a kernel is to read or write.
-
-    Args:
-        name (`str`): what errors call it.
-        tensor (`torch.Tensor`): contiguous, on the CPU. Whoever calls keeps it alive.
-        dtype (`torch.dtype`, or several): what the kernel takes it for.
-        shape (`Sequence[int | None]`): sizes that it has to have; `None` may be any.
-
-    Raises:
-        ValueError: if it is anything else than that.
-    """
-    is_known = tensor.dtype is dtype or not isinstance(dtype, torch.dtype) and tensor.dtype in dtype
-    # Equal in most calls, which takes a fraction of comparing one by one
-    fits = tensor.shape == shape or (
-        tensor.dim() == len(shape)
-        and all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
-    )
-    if not is_known or not fits or not tensor.is_cpu or not tensor.is_contiguous():
-        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        wanted = " x ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(
-            f"`{name}` has to be {wanted} of {' or '.join(map(str, allowed))}, contiguous, on the CPU, but got "
-            f"{' x '.join(map(str, tensor.shape))} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
-        )
-    return tensor.data_ptr()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.ops.masking import slice_mask
-from kvcache_plugins.ops.online_softmax import OnlineAttention
+from kvcache_plugins.kernels.masks import slice_mask
 
 from .contexts import in_own_context
 from .lazy_states import LazyStates

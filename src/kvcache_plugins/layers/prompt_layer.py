@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.ops.masking import hides_new_tokens, leading_padding
+from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .index_states import IndexedLayerMixin, IndexStates

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from kvcache_plugins import cli
 from kvcache_plugins.eval.benchmarks.pool import mapped_bytes
 from kvcache_plugins.eval.tables.store_tables import render_pool
+from kvcache_plugins.files.mapped_files import release
 from kvcache_plugins.infinigen.disk_pages import DiskPages
-from kvcache_plugins.ops.mapped_files import release
 
 
 @pytest.fixture

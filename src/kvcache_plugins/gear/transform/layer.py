@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.parts import CodedPart
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
 from kvcache_plugins.gear.replayable import ReplayableMixin
 from kvcache_plugins.gear.storage import ExactPrefix
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.finite_states import check_finite
 from kvcache_plugins.layers.prompt_layer import PromptLayer
-from kvcache_plugins.ops.row_attention import CodedPart, attend, prepare_tokens
 
 from .config import DROP_STEP, TransformConfig
 from .layer_state import TransformLayerState
@@ -31,7 +32,7 @@ from .waiting_items import join_prefix, shorten_prefix
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.kernels.layer import PreparedCall
+    from kvcache_plugins.kernels.compiled import PreparedCall
 
 # Newest queries of a prompt that say what errors of keys do
 _NUM_QUERIES = 256

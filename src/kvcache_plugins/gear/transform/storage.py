@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.codecs.parts import TILE_TOKENS
 from kvcache_plugins.layers.token_rows import TokenRows
-from kvcache_plugins.ops.row_attention import TILE_TOKENS
 
 
 @dataclass(eq=False)

@@ -101,7 +101,7 @@ static void merge(const Call *call) {
     }
 }
 EXPORT(attend)(Call *call) {
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks)) {
+    FOR_TASKS(call, task) {
         run_task(call, task);
         if (ends_last(&call->tasks) && call->runs > 1) merge(call);
     }

@@ -7,22 +7,7 @@
 #include "integer_products.h"
 #include "scattered.h"
 
-typedef struct {
-    int64_t dim, nbits, width;      /* D; bytes of a token's codes */
-    int64_t num_groups, group_size; /* there is room for, and T */
-    int64_t num_runs, num_slots;    /* N */
-    const uint8_t *codes;           /* [B, H, groups, T, width] */
-    const uint16_t *scale, *zero;   /* [B, H, groups, D], halves */
-    const int64_t (*runs)[3];       /* first slot, slot behind the last, and how far places are behind slots */
-} KeyGroups;
 
-typedef struct {
-    Tasks tasks;                    /* runs of groups of all heads */
-    KeyGroups keys;
-    int64_t groups, parts, at_once; /* G; tasks of a head, and groups of one */
-    const float *query;             /* [B, H, G, D] */
-    float *scores;                  /* [B, H, G, N] */
-} GroupedScores;
 
 /* A group's steps go into the queries, which then are rounded for it, and its minima into what all scores begin at */
 static void score_group(const GroupedScores *call, int64_t head, int first_row, int rows, const float (*query)[MOST_CHANNELS], Integers *by, int64_t group, int64_t begin, int64_t end, int64_t shift) {
@@ -79,41 +64,15 @@ static void score_part(const GroupedScores *call, int64_t head, int64_t first_gr
     }
 }
 EXPORT(grouped_scores)(GroupedScores *call) {
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         score_part(call, task / call->parts, task % call->parts * call->at_once);
 }
 
-/* Planes that codes are packed in, see `ops.quantization` */
-typedef struct { int64_t bits, shift, size; } Plane;
-enum { MOST_PLANES = 2, AT_ONCE = 16 };
+enum { AT_ONCE = 16 };
 
 /* A token in codes: its slot, its place among the keys, and that one's group */
 typedef struct { int64_t slot, place, group; } Coded;
 
-typedef struct {
-    Tasks tasks;                    /* units, see `layer.h` */
-    int64_t threads;                /* that have come */
-    KeyGroups keys;
-    int64_t heads, groups, value_dim;
-    int64_t num_planes;             /* of values */
-    Plane planes[MOST_PLANES];
-    int64_t code_bytes, row_bytes;  /* of a value: its codes; with steps and minima of its groups behind them */
-    int64_t num_value_groups, rotation; /* groups of its channels; how many are rotated together */
-    int64_t num_pages, page_tokens;
-    int64_t num_sinks, num_chosen;  /* S, K */
-    double scale;
-    const char *const *pages;       /* each [B, H, tokens of a page, bytes of a row] */
-    const int64_t *first_sinks;     /* slot of every item's first, [B] */
-    const char *sink_keys, *sink_values; /* [B, H, S, channels], as the window's */
-    const float *query;             /* [B, H, G, D] */
-    float *result;                  /* [B, H, G, E] */
-    const int64_t *slots;           /* [B, H, K] */
-    const int64_t *counts;          /* [B, H] */
-    Coded *coded;                   /* [threads, 2, K] */
-    int64_t *ends;                  /* [threads, groups of keys] */
-    Window window;
-    Mask mask;
-} Chosen;
 
 /* Eight codes of a plane from eight bytes */
 typedef float f8 __attribute__((vector_size(32)));
@@ -320,8 +279,8 @@ static void attend_unit(const Chosen *call, Unit unit, Coded *coded, int64_t *en
 EXPORT(attend_chosen)(Chosen *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
     int64_t thread = __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
-    Coded *coded = call->coded + 2 * thread * call->num_chosen;
+    Coded *coded = (Coded *)call->coded + 2 * thread * call->num_chosen;
     int64_t *ends = call->ends + thread * call->keys.num_groups;
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         attend_unit(call, unit_at(&shape, task), coded, ends);
 }

@@ -18,6 +18,7 @@ typedef struct {
 typedef struct { int64_t matrix, first, tile, place; int count; } Group;
 typedef uint32_t Bits[MOST_BLOCKS][2][L];
 
+INLINE const Codebook *book_of(const Coding *c) { return c->codebook; }
 INLINE vf larger_of(vf a, float b) { return larger(a, splat(b)); }
 INLINE vf size_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 INLINE vf gather(const float *table, vu at) {
@@ -215,7 +216,7 @@ static vf normalize(const Coding *c, const Head *head, const vf *x, vf *normal, 
     *energy = c->by_energy ? weighted : all;
     coded /= (float)(head->coded ? head->coded : 1);
     for (int i = 0; i < L; i++) root[i] = sqrtf(coded[i]);
-    return gather(c->codebook->scales, stored_scales(c->codebook, root));
+    return gather(book_of(c)->scales, stored_scales(book_of(c), root));
 }
 /* Codes of a block, each number going to its nearest point; adds to the sums that scales are fitted by */
 INLINE void code_block(const vf *normal, vf inverse, const Codebook *book, int width, vf *over, vf *under, uint32_t (*bits)[L]) {
@@ -240,13 +241,13 @@ static vf code_numbers(const Coding *c, const Head *head, const vf *normal, vf e
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v];
         vf over = {0}, under = {0};
-#define CASE(w) case w: code_block(normal + v * BLOCK, inverse, c->codebook, w, &over, &under, bits[v]); break;
+#define CASE(w) case w: code_block(normal + v * BLOCK, inverse, book_of(c), w, &over, &under, bits[v]); break;
         switch (width) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
         default: continue;
         }
 #undef CASE
-        float factor = c->codebook->coefficients[width][3], weight = weight_of(c, width) * factor;
+        float factor = book_of(c)->coefficients[width][3], weight = weight_of(c, width) * factor;
         all_over += over * weight, all_under += under * (weight * factor);
     }
     return fitting_scale(c, energy, all_over, all_under, scale);
@@ -271,14 +272,14 @@ static vf code_paths(
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v];
         if (!width) continue;
-        const float *p = c->codebook->coefficients[width];
+        const float *p = book_of(c)->coefficients[width];
         float weight = weight_of(c, width);
         memset(bits[v], 0, sizeof bits[v]);
         for (int i = 0; i < BLOCK; i++) {
             const uint8_t *state = states[--steps];
             vf point;
             for (int t = 0; t < L; t++) {
-                point[t] = c->codebook->search_points[width][state[t]] * p[3];
+                point[t] = book_of(c)->search_points[width][state[t]] * p[3];
                 bits[v][i / 4][t] |= (state[t] & ((1u << width) - 1)) << i % 4 * width;
             }
             over += normal[v * BLOCK + i] * weight * point, under += point * weight * point;
@@ -324,12 +325,12 @@ static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
             bits[v][0][t] = (uint32_t)word, bits[v][1][t] = (uint32_t)(word >> 4 * head->widths[v]);
         }
     }
-    vf scale = gather(c->codebook->scales, stored);
+    vf scale = gather(book_of(c)->scales, stored);
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v], states = c->is_trellis ? 8 : width;
-        const float *own = c->codebook->coefficients[width], step = 2.0f / (float)(1 << states);
+        const float *own = book_of(c)->coefficients[width], step = 2.0f / (float)(1 << states);
         const float p[3] = {own[0] * own[3], own[1] * own[3], own[2] * own[3]};
-        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)c->codebook->multipliers[width];
+        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)book_of(c)->multipliers[width];
         for (int i = v * BLOCK; i < (v + 1) * BLOCK && i < head->dim; i++) {
             vu number = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
             if (c->is_trellis) number = number * multiplier & mask;
@@ -353,8 +354,8 @@ static void encode_group(const Coding *c, const Head *head, Group g, const Grids
         int is_settled = 1;
         fitting = c->is_trellis ? code_paths(c, head, grids, factors, scratch, normal, energy, scale, bits)
                                 : code_numbers(c, head, normal, energy, scale, bits);
-        stored = stored_scales(c->codebook, fitting);
-        found = gather(c->codebook->scales, stored);
+        stored = stored_scales(book_of(c), fitting);
+        found = gather(book_of(c)->scales, stored);
         /* Coded again with the same scale a token gets the same codes */
         for (int t = 0; t < L; t++) is_settled &= found[t] == scale[t];
         if (is_settled) break;
@@ -368,7 +369,7 @@ static void make_grids(const Coding *c, const Head *head, Grids grids, float *fa
     for (int width = 1; width <= MOST_TRELLIS_WIDTH; width++) {
         factors[width] = (float)(SEARCH_STEPS << (c->is_weighted || c->by_energy ? width : finest));
         for (int s = 0; s < NUM_STATES; s++)
-            grids[width][s] = rintf(c->codebook->search_points[width][s] * factors[width]);
+            grids[width][s] = rintf(book_of(c)->search_points[width][s] * factors[width]);
     }
 }
 
@@ -395,7 +396,7 @@ INLINE Group group_at(const Coding *c, Span s, int64_t place) {
 }
 EXPORT(encode_rows)(Coding *c) {
     int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
-    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+    FOR_TASKS(c, task) {
         Span s = span_of(c, task);
         Head head;
         ALIGNED Grids grids;
@@ -410,7 +411,7 @@ EXPORT(encode_rows)(Coding *c) {
     }
 }
 EXPORT(decode_rows)(Coding *c) {
-    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+    FOR_TASKS(c, task) {
         Span s = span_of(c, task);
         Head head;
         /* An order that is none leaves channels out */
@@ -428,7 +429,7 @@ EXPORT(decode_rows)(Coding *c) {
 }
 EXPORT(turn_states)(Coding *c) {
     ALIGNED vf x[MOST_CHANNELS];
-    for (int64_t task = take_task(&c->tasks); task < c->tasks.count; task = take_task(&c->tasks)) {
+    FOR_TASKS(c, task) {
         Span s = span_of(c, task);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {

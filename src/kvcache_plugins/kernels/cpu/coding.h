@@ -23,37 +23,6 @@ typedef struct {
     int32_t multipliers[NUM_WIDTHS];       /* of states */
 } Codebook;
 
-/* A rotary embedding: partners [D]; cosine and signed sine of places in a tile, [D, 2, TILE + 16], and of the first
-   positions of tiles from -tiles on, [2 tiles, D, 2] */
-typedef struct {
-    const int64_t *partners;
-    const float *offsets, *origins;
-    int64_t tiles;
-} Rotary;
-
-typedef struct {
-    Tasks tasks;
-    int64_t batch, heads, tokens, dim, row_size;
-    int64_t kind;                          /* of states that are read; FLOATS are written */
-    const void *states;                    /* [B, H, T, D], read */
-    float *result;                         /* [B, H, T, D], written */
-    uint8_t *rows;                         /* [B, H, T, R] */
-    const void *order;                     /* [B, H, D], uint8 or int16 by its size, or 0 */
-    int64_t order_size;
-    const uint16_t *mean, *deviation;      /* halves: [B, H, D] or 0, [B, H, deviations] */
-    int64_t deviations;
-    const uint8_t *widths;                 /* [B, H, N] */
-    int64_t is_trellis, is_weighted, by_energy, refits;
-    const Codebook *codebook;
-    int64_t rotation;                      /* channels that are rotated together, or 1 */
-    const Rotary *rotary;                  /* or 0 */
-    int64_t start;                         /* index of the first token */
-    const int64_t *padding;                /* [B] or 0 */
-    int64_t is_back;
-    float *scratch;                        /* [threads, scratch_size], of trellises */
-    int64_t scratch_size, entered;
-} Coding;
-
 /* The paths of L streams through a trellis; `numbers` [steps] and `grids` are integers below 2^24, `states` [steps][L] */
 typedef float Grids[MOST_TRELLIS_WIDTH + 1][NUM_STATES];
 void KVC_NAME(search_trellis, KVC_LEVEL)(

@@ -7,22 +7,6 @@
    B items, H key/value heads, G queries a head, D and E channels of keys and values, K slots, W tokens of the window. */
 #include "scattered.h"
 
-typedef struct {
-    Tasks tasks;                    /* units, see `layer.h` */
-    int64_t heads, groups, key_dim, value_dim, kind;
-    int64_t num_slots;              /* K */
-    int64_t num_pages, page_tokens;
-    double scale;
-    const float *query;             /* [B, H, G, D] */
-    float *result;                  /* [B, H, G, E] */
-    const char *const *pages;       /* each [B, H, tokens of a page, D + E] */
-    const int64_t *slots;           /* [B, H, K] */
-    const int64_t *counts;          /* [B, H] */
-    const int64_t *columns;         /* of the mask, [B, H, K] */
-    Window window;
-    Mask mask;
-} Gathered;
-
 static void place_tile(const Gathered *call, Unit unit, const int64_t *slots, int64_t count, int64_t start, int tokens, int at, Places *places) {
     int64_t size = (int64_t)size_of_kind((int)call->kind), key_size = size * call->key_dim;
     int64_t value_size = size * call->value_dim, page_size = call->page_tokens * (key_size + value_size);
@@ -71,22 +55,12 @@ static void attend_unit(const Gathered *call, Unit unit) {
 }
 EXPORT(attend_gathered)(Gathered *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         attend_unit(call, unit_at(&shape, task));
 }
 
 /* Pages that are mapped files are read a share of them at a time, and let go of: a step's rows lie in nearly all */
 enum { SHARES = 12 };
-
-typedef struct {
-    Tasks tasks;                    /* heads of all items */
-    int64_t num_slots, num_pages, page_tokens, row_size; /* a row's in bytes */
-    const char *const *pages;       /* each [B, H, tokens of a page, row] */
-    const int64_t *slots;           /* [B, H, K] */
-    char *result;                   /* [B, H, K, row] */
-    int (*advise)(void *, size_t, int); /* `madvise`, if pages are to be let go of, or 0 */
-    int64_t let_go, block;          /* what it is told, and the size of a block of memory */
-} Copies;
 
 static void copy_head(const Copies *call, int64_t matrix) {
     int64_t size = call->row_size, head = call->page_tokens * size, all = call->num_pages * call->page_tokens;
@@ -108,6 +82,6 @@ static void copy_head(const Copies *call, int64_t matrix) {
     }
 }
 EXPORT(copy_rows)(Copies *call) {
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         copy_head(call, task);
 }

@@ -8,20 +8,6 @@
    `Outliers`. D, E channels of keys and values, T tokens of a tile, r query, d channel, t token within the tile. */
 #include "layer.h"
 
-typedef struct {
-    const uint8_t *codes;           /* [B, H, chunks, tokens, row_size] */
-    const uint16_t *scale, *zero;   /* [B, scale_heads, chunks, groups, D] or [.., tokens, groups], halves */
-    const uint16_t *low_rank_a, *low_rank_b; /* [B, H, chunks, a_tokens, rank], [B, H, chunks, D, rank], halves */
-    const void *indices;            /* [B, chunks, num_outliers], 16 or 32 bits */
-    const uint16_t *outliers;       /* the same of halves */
-    const int32_t *offsets;         /* [B, chunks, num_offsets] */
-    int64_t dim, nbits, row_size, by_channel, groups, scale_heads, rotation_size, rank, a_tokens;
-    int64_t num_outliers, num_offsets, is_wide, channel_bits;
-} Side;
-typedef struct {
-    int64_t chunks, chunk_length;
-    const Side *keys, *values;
-} Groups;
 typedef float f4 __attribute__((vector_size(16)));
 enum { FACTORS = 1024, ALL_CHANNELS = 1024 /* that an index of an outlier can name */ };
 
@@ -29,9 +15,9 @@ INLINE f4 splat4(float x) { return x - (f4){0}; }
 /* A code as it stands between unpacking and the inner loops: the byte itself, or, where the machine makes floats of
    bytes by shuffles, of up to 7 bits, the second byte of 1 + code / 2^bits, which scales and zeros then make up for. */
 #if defined(KVC_IS_AVX2)
-INLINE int is_biased(const Side *side) { return side->nbits < 8; }
+INLINE int is_biased(const GroupSide *side) { return side->nbits < 8; }
 #else
-INLINE int is_biased(const Side *side) { return (void)side, 0; }
+INLINE int is_biased(const GroupSide *side) { return (void)side, 0; }
 #endif
 INLINE float code_at(const uint8_t *p, const int biased) { return biased ? *p / 128.0f : *p; }
 INLINE vf codes_at(const uint8_t *p, const int biased) {
@@ -104,7 +90,7 @@ INLINE void halves_of(const uint16_t *from, int64_t step, int count, int size, f
 }
 
 /* One slab of one plane of all tokens, so many bytes at once, with the bits `set`, or those of the planes before if that
-   is negative: see `ops.quantization` for the packing */
+   is negative: see `codecs.quantization` for the packing */
 #define UNPACK(name, Word, ones) \
     static void name(const uint8_t *from, int64_t row, int size, int down, int mask, int set, int tokens, uint8_t *to, int stride) { \
         for (int j = 0; j + (int)sizeof(Word) <= size; j += (int)sizeof(Word)) \
@@ -140,7 +126,7 @@ static void unpack_four(
     }
 }
 
-static void unpack(const Side *side, const uint8_t *rows, int tokens, uint8_t *codes, int stride) {
+static void unpack(const GroupSide *side, const uint8_t *rows, int tokens, uint8_t *codes, int stride) {
     for (int shift = 0, width; shift < side->nbits; shift += width) {
         int rest = (int)side->nbits - shift;
         width = rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
@@ -258,7 +244,7 @@ static void accumulate(
 }
 
 /* Scales and zeros of `count` numbers as floats, for codes as they are unpacked; 0 up to `size` */
-static void read_scales(const Side *side, int64_t at, int64_t step, int count, int size, float *scale, float *zero) {
+static void read_scales(const GroupSide *side, int64_t at, int64_t step, int count, int size, float *scale, float *zero) {
     float factor = is_biased(side) ? (float)(1 << side->nbits) : 1, bias = is_biased(side) ? 1 : 0;
     halves_of(side->scale + at, step, count, size, scale);
     halves_of(side->zero + at, step, count, size, zero);
@@ -298,12 +284,12 @@ static void sum_products(const uint16_t *factors, int rank, int count, const f4 
 /* What a tile and head has of a chunk's outliers. Offsets are cut to the list; a token that is not of the tile is
    skipped, and what an index can name of channels there is room for. */
 typedef struct { const void *indices; const uint16_t *values; int first, last, is_wide, bits; } Outliers;
-INLINE Outliers outliers_of(const Side *side, int64_t chunk, int64_t slot) {
+INLINE Outliers outliers_of(const GroupSide *side, int64_t chunk, int64_t slot) {
     if (!side->num_outliers) return (Outliers){0};
-    const int32_t *at = side->offsets + chunk * side->num_offsets + slot;
+    const int32_t *at = side->outlier_offsets + chunk * side->num_offsets + slot;
     int most = (int)side->num_outliers, first = at[0] < 0 ? 0 : at[0], last = at[1] > most ? most : at[1];
-    const char *indices = (const char *)side->indices + chunk * side->num_outliers * (side->is_wide ? 4 : 2);
-    return (Outliers){indices, side->outliers + chunk * side->num_outliers, first, last, (int)side->is_wide, (int)side->channel_bits};
+    const char *indices = (const char *)side->outlier_indices + chunk * side->num_outliers * (side->is_wide ? 4 : 2);
+    return (Outliers){indices, side->outlier_values + chunk * side->num_outliers, first, last, (int)side->is_wide, (int)side->channel_bits};
 }
 INLINE uint32_t index_of(const Outliers *o, int i) {
     return o->is_wide ? ((const uint32_t *)o->indices)[i] : ((const uint16_t *)o->indices)[i];
@@ -336,28 +322,28 @@ typedef struct {
     f4 sums[ALL_CHANNELS];          /* of outliers and low rank, by channel */
     f4 zeros[MOST_CHANNELS], weighted_a[MOST_CHANNELS];
 } Work;
-INLINE int stride_of(const Side *side) { return (int)(side->dim + 15) & ~15; }
+INLINE int stride_of(const GroupSide *side) { return (int)(side->dim + 15) & ~15; }
 INLINE int64_t chunk_of(const Work *work, int64_t chunk) { return work->unit.matrix * work->groups->chunks + chunk; }
-INLINE int64_t scales_of(const Work *work, const Side *side, int64_t chunk) {
+INLINE int64_t scales_of(const Work *work, const GroupSide *side, int64_t chunk) {
     int64_t head = side->scale_heads > 1 ? work->unit.head : 0;
     int64_t size = side->by_channel ? side->groups * side->dim : work->groups->chunk_length * side->groups;
     return ((work->unit.batch * side->scale_heads + head) * work->groups->chunks + chunk) * size;
 }
-INLINE Outliers outliers_here(const Work *work, const Side *side, const Piece *p) {
+INLINE Outliers outliers_here(const Work *work, const GroupSide *side, const Piece *p) {
     return outliers_of(side, work->unit.batch * work->groups->chunks + p->chunk, p->start / TILE * work->heads + work->unit.head);
 }
-static void unpack_piece(Work *work, const Side *side, const Piece *p) {
+static void unpack_piece(Work *work, const GroupSide *side, const Piece *p) {
     int64_t row = chunk_of(work, p->chunk) * work->groups->chunk_length + p->start + p->skipped;
     unpack(side, side->codes + row * side->row_size, p->tokens, work->codes, stride_of(side));
 }
 /* Rows of A, which begins at some token of the chunk: the first of the piece's that it has, and where that is */
-INLINE const uint16_t *rows_of_a(const Work *work, const Side *side, const Piece *p, int *first) {
+INLINE const uint16_t *rows_of_a(const Work *work, const GroupSide *side, const Piece *p, int *first) {
     int64_t at = p->start + p->skipped - (work->groups->chunk_length - side->a_tokens);
     *first = at >= 0 ? 0 : -at < p->tokens ? (int)-at : p->tokens;
     return side->low_rank_a + (chunk_of(work, p->chunk) * side->a_tokens + (at > 0 ? at : 0)) * side->rank;
 }
 
-static void fold_scales(Work *work, const Side *keys, int64_t at) {
+static void fold_scales(Work *work, const GroupSide *keys, int64_t at) {
     ALIGNED float scale[MOST_CHANNELS], zero[MOST_CHANNELS];
     int dim = (int)keys->dim, size = padded(dim);
     vf base[ROWS] = {{0}};
@@ -372,7 +358,7 @@ static void fold_scales(Work *work, const Side *keys, int64_t at) {
     }
     work->base = sums_of_four(base);
 }
-static void score_codes(Work *work, const Side *keys, const Piece *p, f4 *scores) {
+static void score_codes(Work *work, const GroupSide *keys, const Piece *p, f4 *scores) {
     int stride = stride_of(keys), dim = (int)keys->dim, rows = work->unit.rows, groups = (int)keys->groups;
     int64_t scales = scales_of(work, keys, p->chunk), first = p->start + p->skipped;
     if (keys->by_channel) {
@@ -399,7 +385,7 @@ static void score_codes(Work *work, const Side *keys, const Piece *p, f4 *scores
     }
 }
 static void score(Work *work, const Piece *p, f4 *scores) {
-    const Side *keys = work->groups->keys;
+    const GroupSide *keys = work->groups->keys;
     int first;
     unpack_piece(work, keys, p);
     score_codes(work, keys, p, scores);
@@ -409,7 +395,7 @@ static void score(Work *work, const Piece *p, f4 *scores) {
     add_products(a, (int)keys->rank, p->tokens - first, work->projected, scores + first);
 }
 static void add_values(Work *work, const Piece *p, const float (*weights)[TILE], float (*sums)[MOST_CHANNELS]) {
-    const Side *values = work->groups->values;
+    const GroupSide *values = work->groups->values;
     int stride = stride_of(values), dim = (int)values->dim, groups = (int)values->groups, rows = work->unit.rows, first;
     int64_t at = scales_of(work, values, p->chunk) + (p->start + p->skipped) * groups;
     ALIGNED float scale[TILE], zero[TILE], scaled[ROWS][TILE];
@@ -438,7 +424,7 @@ static void add_values(Work *work, const Piece *p, const float (*weights)[TILE],
 }
 /* What a chunk's tokens share: queries times B before they are scored, and sums of weighted rows of A times B behind */
 static void begin_chunk(Work *work, int64_t chunk) {
-    const Side *keys = work->groups->keys;
+    const GroupSide *keys = work->groups->keys;
     work->group = -1;
     if (!keys->rank) return;
     memset(work->projected, 0, sizeof(f4) * (size_t)keys->rank);
@@ -446,14 +432,14 @@ static void begin_chunk(Work *work, int64_t chunk) {
     sum_products(b, (int)keys->rank, (int)keys->dim, work->by_channel, work->projected);
 }
 static void end_chunk(Work *work, int64_t chunk) {
-    const Side *values = work->groups->values;
+    const GroupSide *values = work->groups->values;
     if (!values->rank) return;
     const uint16_t *b = values->low_rank_b + chunk_of(work, chunk) * values->dim * values->rank;
     add_products(b, (int)values->rank, (int)values->dim, work->weighted_a, work->sums);
     memset(work->weighted_a, 0, sizeof(f4) * (size_t)values->rank);
 }
 static void begin(Work *work) {
-    const Side *keys = work->groups->keys, *values = work->groups->values;
+    const GroupSide *keys = work->groups->keys, *values = work->groups->values;
     int dim = (int)keys->dim, size = dim / (int)keys->groups;
     memset(work->by_channel, 0, sizeof(f4) << keys->channel_bits);
     memset(work->sums, 0, sizeof(f4) << values->channel_bits);
@@ -471,7 +457,7 @@ static void begin(Work *work) {
     }
 }
 static void scale_sums(Work *work, const float *factors) {
-    const Side *values = work->groups->values;
+    const GroupSide *values = work->groups->values;
     f4 factor;
     memcpy(&factor, factors, sizeof factor);
     for (int g = 0; g < values->groups; g++) work->zeros[g] *= factor;
@@ -480,7 +466,7 @@ static void scale_sums(Work *work, const float *factors) {
         for (int d = 0; d < values->dim; d++) work->sums[d] *= factor;
 }
 static void end(const Work *work, State *state) {
-    const Side *values = work->groups->values;
+    const GroupSide *values = work->groups->values;
     int dim = (int)values->dim, size = dim / (int)values->groups, turned = (int)values->rotation_size;
     for (int r = 0; r < work->unit.rows; r++) {
         float *sums = turned > 1 ? state->coded[r] : state->sums[r];

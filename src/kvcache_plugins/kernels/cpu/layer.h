@@ -1,4 +1,4 @@
-/* A call of attention for all parts of a layer, as `layer.py` lays it out, and what every kind of part has in common.
+/* Attention over all parts of a layer, a `Call`: what every kind of part has in common.
 
    A unit is a key/value head of an item and up to ROWS of its queries. Its parts are cut into runs, each a task: one run
    goes through its share of the tiles of all parts, one behind the other, with one softmax. Where there is one run, it
@@ -7,37 +7,6 @@
    B batch, H key/value heads, G queries a head, Q new tokens, D and E channels of keys and of values, T tokens. */
 #pragma once
 #include "simd.h"
-
-enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640 };
-/* What a part's tokens are stored as */
-enum { PART_EXACT, PART_ROWS, PART_BASIS_ROWS, PART_GROUPS };
-
-typedef struct {
-    int64_t kind;
-    int64_t length;                 /* tokens in use */
-    const float *mask;              /* added to the scores, [B or 1, H G or 1, Q or 1, columns], or 0 */
-    int64_t mask_shape[4];
-    const void *stored;             /* `Exact`, or what the kind has prepared */
-} Part;
-
-typedef struct {
-    Tasks tasks;
-    int64_t batch, heads, groups, queries, key_dim, value_dim;
-    int64_t runs;                   /* of a unit */
-    int64_t states_kind;            /* of queries and result: FLOATS, BFLOATS or HALVES */
-    double scale;
-    const void *query;              /* [B, H G, Q, D] */
-    void *result;                   /* [B, H G, Q, E] */
-    float *partial;                 /* [units, runs, ROWS, E + 2] */
-    int64_t num_parts;
-    const Part *parts;
-} Call;
-
-typedef struct {
-    int64_t kind, capacity;
-    const void *keys, *values;      /* [B, H, capacity, channels] */
-    const void *newest_key, *newest_value; /* [B, H, 1, channels], to be written as the last token in use, or 0 */
-} Exact;
 
 typedef struct {
     int64_t matrix, batch, head;    /* matrix = batch * heads + head */
@@ -54,7 +23,6 @@ typedef struct {
 } State;
 
 INLINE int padded(int64_t size) { return (int)((size + L - 1) / L * L); }
-/* The C of D, E <= MOST_CHANNELS is checked by `layer.py` */
 
 INLINE int64_t rows_of_unit(const Call *call) {
     int64_t all = call->groups * call->queries, blocks = (all + ROWS - 1) / ROWS;

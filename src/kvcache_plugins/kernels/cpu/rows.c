@@ -13,36 +13,6 @@
 
 enum { MOST_PAIRS = MOST_CHANNELS / 2 + 16, GROUP = 4, ANCHOR_TILES = 32 };
 
-typedef struct {
-    const uint8_t *rows;            /* [B, H, capacity, size] */
-    int64_t capacity, size;
-    const uint8_t *widths;          /* [B or 1, H, blocks] */
-    int64_t blocks;
-    const float *coefficients;      /* of points, [9, 3] */
-} Side;
-
-typedef struct {
-    Side keys, values;
-    const int64_t *multipliers;     /* of states, 0 for codes, [9] */
-    const float *scales;            /* of all bytes, [256] */
-    /* Pairs of channels P, some of them -1, for no channel; cosines and signed sines of offsets in a strip
-       [P, 2, STRIP], of its length [2, P], and of every 32nd tile's position [B, anchors, 2, P] */
-    int64_t num_pairs, num_anchors;
-    const int32_t *pairs;
-    const float *offsets, *turn, *anchors;
-    /* Prompt tables: order [B, H, D] in 8 or 16 bits, means and deviations, float16; of values one a head */
-    const void *order;
-    int64_t is_wide;
-    const uint16_t *mean, *deviation, *value_deviation;
-    int64_t rotation;               /* channels of values that Hadamard's matrix has mixed */
-    /* Calibrated bases: of keys [H, P / 2, K, GROUP] and means [H, P, 2]; of values codes, steps, factors and means */
-    int64_t num_components;
-    const float *key_basis, *key_mean;
-    const int8_t *value_basis;
-    const float *value_steps, *value_factors;
-    const uint16_t *value_mean;
-} Rows;
-
 typedef struct { int a, b; float mean_a, mean_b; } Pair; /* where its points are in a strip's, and means */
 typedef float Turned[2][ROWS][MOST_PAIRS];
 typedef float Strips[][STRIP];

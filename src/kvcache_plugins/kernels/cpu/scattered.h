@@ -8,19 +8,6 @@
 /* Rows that are called for before they are needed, and bytes that come at once */
 enum { AHEAD = 8, LINE = 64 };
 
-/* The newest tokens, which follow each other in every head: [W, channels] each */
-typedef struct {
-    int64_t length, kind, start;    /* W; column of the mask of the first */
-    int64_t key_strides[2], value_strides[2]; /* over items and heads, in bytes */
-    const char *keys, *values;
-} Window;
-
-/* A row of a mask for every item, [B, columns], bytes or float32 that are added; `numbers` may be 0 */
-typedef struct {
-    int64_t columns, is_boolean;
-    const void *numbers;
-} Mask;
-
 INLINE const char *window_key(const Window *w, Unit unit, int64_t size, int64_t t) {
     return w->keys + unit.batch * w->key_strides[0] + unit.head * w->key_strides[1] + t * size;
 }

@@ -4,15 +4,6 @@
    B items, H key/value heads, G queries a head, D channels, N tokens, R tokens that are attended to anyway. */
 #include "integer_products.h"
 
-typedef struct {
-    Tasks tasks;                    /* runs of all heads */
-    int64_t groups, dim, fields, width, capacity, length; /* G, D; fields of a byte, bytes of a token; N of so many */
-    int64_t runs, run_tokens;       /* of a head, and tokens of one: whole tiles */
-    const float *query;             /* [B, H, G, D] */
-    const uint8_t *codes;           /* [B, H, capacity, width] */
-    const uint16_t *scale;          /* [B, H, capacity], halves */
-    float *scores;                  /* [B, H, G, N] */
-} CodeScores;
 
 static void score_run(const CodeScores *call, int64_t head, int64_t start) {
     int dim = (int)call->dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
@@ -40,7 +31,7 @@ static void score_run(const CodeScores *call, int64_t head, int64_t start) {
     }
 }
 EXPORT(code_scores)(CodeScores *call) {
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         score_run(call, task / call->runs, task % call->runs * call->run_tokens);
 }
 
@@ -98,22 +89,12 @@ static const Pair *sort_pairs(Pair *pairs, Pair *spare, int64_t count, uint32_t 
     return pairs;
 }
 
-typedef struct {
-    Tasks tasks;                    /* rows */
-    int64_t threads;                /* that have come */
-    int64_t length, limit;          /* N, and how many are asked for */
-    const float *numbers;           /* [rows, N] */
-    const float *least;             /* [rows] */
-    float *values;                  /* [rows, limit] */
-    int64_t *places;                /* [rows, limit] */
-    Pair *pairs;                    /* [threads, 2, N + 1] */
-} Largest;
 
 EXPORT(largest)(Largest *call) {
     int64_t length = call->length, limit = call->limit, room = length + 1;
     uint32_t ends[DIGITS][BINS];
-    Pair *pairs = call->pairs + 2 * room * __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
-    for (int64_t row = take_task(&call->tasks); row < call->tasks.count; row = take_task(&call->tasks)) {
+    Pair *pairs = (Pair *)call->pairs + 2 * room * __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
+    FOR_TASKS(call, row) {
         const float *numbers = call->numbers + row * length;
         int64_t count = find_numbers(numbers, length, call->least[row], pairs, ends);
         const Pair *sorted = sort_pairs(pairs, pairs + room, count, ends);
@@ -124,20 +105,6 @@ EXPORT(largest)(Largest *call) {
     }
 }
 
-typedef struct {
-    Tasks tasks;                    /* heads of all items */
-    int64_t threads;                /* that have come */
-    int64_t groups, length, num_resident; /* G, N, R */
-    int64_t first, newest;          /* tokens before the one and from the other on are forced */
-    int64_t cap, limit;             /* the most that are chosen unless more are forced, and that there is room for */
-    double least;                   /* weight of what is not forced */
-    const float *scores;            /* [B, H, G, N] */
-    const float *resident;          /* [B, H, G, R] */
-    int64_t *slots;                 /* [B, H, limit] */
-    int64_t *counts;                /* [B, H] */
-    char *scratch;                  /* [threads, scratch_size] */
-    int64_t scratch_size;           /* of the floats and pairs below */
-} Choice;
 
 /* `count` scores, and -inf behind the last up to a whole vector */
 INLINE vf scores_at(const float *scores, int64_t n, int64_t count) {
@@ -183,6 +150,6 @@ EXPORT(choose_heaviest)(Choice *call) {
     int64_t room = (call->length + L) / L * L;
     float *mean = (float *)(call->scratch + call->scratch_size * __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED));
     Pair *pairs = (Pair *)(mean + 2 * room);
-    for (int64_t task = take_task(&call->tasks); task < call->tasks.count; task = take_task(&call->tasks))
+    FOR_TASKS(call, task)
         choose_for_head(call, task, mean, mean + room, pairs, pairs + call->length + 1);
 }

@@ -2,9 +2,8 @@
    number in registers, conversions of halves, and little else. A level without intrinsics is the reference of all. */
 #pragma once
 #include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
+#include "calls.h"
 #if defined(KVC_IS_AVX512)
 #include <immintrin.h>
 #define L 16
@@ -140,7 +139,6 @@ INLINE uint16_t half_of(float f) {
 #endif
 }
 /* L numbers stored as `kind`, as float32 */
-enum { NO_KIND, FLOATS, BFLOATS, HALVES };
 INLINE size_t size_of_kind(int kind) { return kind == FLOATS ? 4 : 2; }
 INLINE vf load_numbers(const void *base, int kind, int64_t at) {
     if (kind == FLOATS) return load((const float *)base + at);
@@ -175,8 +173,8 @@ INLINE void read_numbers(const void *base, int kind, int64_t at, int dim, int pa
     for (; d < dim; d++) to[d] = number_at(base, kind, at + d);
     for (; d < padded; d++) to[d] = 0;
 }
-/* Tasks that threads share: the next one, how many there are, and how many have ended. Whoever takes one sees what had
-   been written before those before it were taken. */
-typedef struct { int64_t next, count, ended; } Tasks;
+/* Whoever takes a task sees what had been written before those before it were taken */
 INLINE int64_t take_task(Tasks *tasks) { return __atomic_fetch_add(&tasks->next, 1, __ATOMIC_ACQ_REL); }
 INLINE int ends_last(Tasks *tasks) { return __atomic_add_fetch(&tasks->ended, 1, __ATOMIC_ACQ_REL) == tasks->count; }
+#define FOR_TASKS(call, task) \
+    for (int64_t task = take_task(&(call)->tasks); task < (call)->tasks.count; task = take_task(&(call)->tasks))

@@ -1,9 +1,9 @@
-"""What an offloaded cache computes in a decode step: scores of all its tokens from codes, the best of them, attention
-over their rows.
+"""What a decode step computes that attends to some of its tokens: scores of all of them from codes, the best of them,
+attention over their rows, and copies of them.
 
-On a CPU that is C: codes never become floats in memory, what is too small to be chosen is not sorted, and
-rows are read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there
-first, which is the cache's own business.
+On a CPU that is C: codes never become floats in memory, what is too small to be chosen is not sorted, and rows are
+read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there first,
+which is the cache's own business.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, N tokens with
 codes, P bytes of a token's codes, K slots, W tokens of the window.
@@ -13,16 +13,18 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.kernels.engine import choose_token_kernel
+from kvcache_plugins.codecs.parts import KeyGroups
+from kvcache_plugins.files.mapped_files import release
 
-from .mapped_files import release
+from .engine import choose_token_kernel
+from .structs import KINDS, MOST_CHANNELS
 
 
 def code_scores(
     query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
 ) -> torch.Tensor:
     """
-    Products of queries and of the keys that codes stand for: `scale * (code - (2**(nbits - 1) - 0.5))` in a channel.
+    Multiplies queries with the keys that codes stand for: `scale * (code - (2**(nbits - 1) - 0.5))` in a channel.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`):
@@ -40,13 +42,11 @@ def code_scores(
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     kernel, _ = choose_token_kernel(query)
-    # Imported late: the kernels import this floor, and Triton is not everywhere
-    if kernel == "compiled":
-        from kvcache_plugins.kernels.layer import MOST_CHANNELS
-        from kvcache_plugins.kernels.selection import code_scores as compiled_scores
+    # Kernels are imported late, as they need what may not be there
+    if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
+        from .compiled_tokens import code_scores as compiled_scores
 
-        if query.shape[3] <= MOST_CHANNELS:
-            return compiled_scores(query, codes, scale, length, nbits)
+        return compiled_scores(query, codes, scale, length, nbits)
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
         from kvcache_plugins.triton_kernels.scores import score_codes
@@ -69,9 +69,39 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
     return (products - offset) * scale[:, :, None].to(query.dtype)
 
 
+def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
+    """
+    Multiplies queries with keys in all slots. Elsewhere than on a CPU a group is to `code_scores` what a head is: its
+    steps go into queries of its own.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
+        keys (`KeyGroups`): the keys.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, G, N]`, float32.
+    """
+    if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
+        from .compiled_tokens import grouped_scores as compiled_scores
+
+        return compiled_scores(query, keys)
+    batch_size, num_heads, num_groups = keys.scale.shape[:3]
+    scaled = query[:, :, None] * keys.scale[:, :, :, None].float()  # [B, H, groups, G, D]
+    ones = keys.scale.new_ones(batch_size, num_heads * num_groups, keys.group_size)
+    products = code_scores(
+        scaled.flatten(1, 2), keys.codes.flatten(1, 2), ones, keys.group_size, keys.nbits
+    )  # [B, H * groups, G, T]
+    # What the kernel takes off every code, and what a channel's codes begin at
+    offset = scaled.sum(dim=4) * (2 ** (keys.nbits - 1) - 0.5)
+    offset += (query @ keys.zero.float().transpose(2, 3)).transpose(2, 3)
+    scores = products.unflatten(1, (num_heads, num_groups)) + offset[..., None]
+    places = scores.transpose(2, 3).flatten(3)
+    return torch.cat([places[..., first + shift : stop + shift] for first, stop, shift in keys.runs], dim=-1)
+
+
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The largest numbers of every row, the largest first.
+    Finds the largest numbers of every row, the largest first.
 
     Args:
         numbers (`torch.Tensor` of shape `[..., N]`):
@@ -89,7 +119,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     if kernel != "compiled":
         values, indices = numbers.topk(limit, dim=-1)
         return values, indices
-    from kvcache_plugins.kernels.selection import largest as compiled_largest
+    from .compiled_tokens import largest as compiled_largest
 
     rows = numbers[..., 0]
     least = torch.full_like(rows, -torch.inf) if least is None else least[..., 0].expand_as(rows)
@@ -98,7 +128,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
     """
-    The kernel for attention over chosen rows, `"compiled"` or `"torch"`, and whether that is less than was wanted.
+    Chooses the kernel for chosen rows, `"compiled"` or `"torch"`; tells whether that is less than was wanted.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, G, D]`): the queries.
@@ -108,9 +138,8 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
     kernel, is_fallback = choose_token_kernel(query)
     if kernel != "compiled":
         return "torch", is_fallback
-    from kvcache_plugins.kernels.gather import can_attend_rows
-
-    return ("compiled", False) if can_attend_rows(query.shape[3], value_dim, dtype) else ("torch", True)
+    can_attend = max(query.shape[3], value_dim) <= MOST_CHANNELS and dtype in KINDS
+    return ("compiled", False) if can_attend else ("torch", True)
 
 
 def attend_staged(
@@ -128,7 +157,7 @@ def attend_staged(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attention of one new token over chosen tokens and the window, in PyTorch.
+    Attends over chosen tokens and the window, with the queries of one new token, in PyTorch.
 
     The host need not know how many were chosen: shapes are those of the most that may be, and what is no token counts
     neither as key nor as value, whatever stands there. So how many tokens other sequences chose does not change a bit
@@ -184,7 +213,7 @@ def attend_staged(
 
 def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
     """
-    Copies of rows.
+    Copies rows.
 
     Args:
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, row]`): the rows.
@@ -197,8 +226,7 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mappe
     """
     rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
     if choose_token_kernel(slots)[0] == "compiled":
-        # Imported late, as the kernels' own floor imports this one
-        from kvcache_plugins.kernels.gather import copy_rows
+        from .compiled_tokens import copy_rows
 
         copy_rows(pages, slots, rows, are_mapped=are_mapped)
         return rows

@@ -1,0 +1,209 @@
+"""What is stored of a layer's tokens, as attention takes it: parts that follow each other, and tokens to choose from.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a part, D and E head
+dims of keys and values, R bytes of a row, S sink tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .codec import Codec, Positions
+from .groups import CompressedStates, tile_slices
+from .rows import RowCodec
+
+
+# Dense float32 values of one tile stay within the processor's caches
+TILE_TOKENS = 1024
+# Keys and values `[B, H, tokens, D or E]` and the tokens of a part that they are of, from the one up to the other
+Tile = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DensePart:
+    """
+    Exact states.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, at least T, D or E]`): the states, with capacity for more.
+        length (`int`): tokens in use, T.
+        mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
+            added to the scores. It may have fewer columns, but several: what they do not cover is attended to.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int
+    mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and E."""
+        return self.keys.shape[3], self.values.shape[3]
+
+    def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the tokens in use."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields its states as they are."""
+        yield *self.in_use(), 0, self.length
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CompressedPart:
+    """
+    States in groups.
+
+    Attributes:
+        keys, values (`CompressedStates`): the states; their chunks may have capacity for more tokens.
+        length, mask, num_tokens: as in `DensePart`.
+        kept (`dict[str, Any]`): what a kernel keeps of a step over this very part for the next one.
+    """
+
+    keys: CompressedStates
+    values: CompressedStates
+    length: int
+    mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and E."""
+        return self.keys.head_dim, self.values.head_dim
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields its states tile by tile, dense in float32."""
+        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
+            keys, values = (
+                side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in (self.keys, self.values)
+            )
+            yield keys, values, start, stop
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPart:
+    """
+    Tokens that are rows.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
+        codec (`Codec`): what they mean.
+        positions (`Positions`): of the tokens.
+        length, mask, num_tokens, kept: as in `CompressedPart`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    codec: Codec
+    positions: Positions
+    length: int
+    mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and E."""
+        assert isinstance(self.codec, RowCodec), "only rows of tables have kernels"
+        keys, values = self.codec.tables()
+        return keys.head_dim, values.head_dim
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields its states tile by tile, dense in float32."""
+        for first in range(0, self.length, TILE_TOKENS):
+            last = min(first + TILE_TOKENS, self.length)
+            keys = self.codec.decode_keys(self.keys[:, :, first:last], self.positions.after(first))
+            yield keys, self.codec.decode_values(self.values[:, :, first:last]), first, last
+
+
+Part = DensePart | CompressedPart | CodedPart
+
+
+@dataclass(frozen=True, eq=False)
+class KeyGroups:
+    """
+    Keys in groups of tokens: a number is `zero + scale * code`, both of its channel in its group. One object as long
+    as nothing is added or dropped, so that what was told from it once can be kept beside it.
+
+    The place of a token counts over all groups one behind the other, its slot over all tokens in order.
+
+    Attributes:
+        codes (`torch.Tensor` of shape `[B, H, groups, tokens of a group, bytes]`, uint8): see `quantization.pack`.
+        scale, zero (`torch.Tensor` of shape `[B, H, groups, D]`, float16): a channel's step and minimum.
+        nbits (`int`): bits a code, 2, 4 or 8.
+        runs (`Sequence[tuple[int, int, int]]`): of all tokens in order, those whose place is as far behind their slot:
+            the first slot, the slot behind the last, and how far. No group has tokens of two of them.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    nbits: int
+    runs: Sequence[tuple[int, int, int]]
+
+    @property
+    def group_size(self) -> int:
+        """Tokens of a group."""
+        return self.codes.shape[3]
+
+    def places_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Finds places of the tokens in slots, of the slots' shape."""
+        places = slots + self.runs[0][2]
+        for first, _, shift in self.runs[1:]:
+            places = torch.where(slots >= first, slots + shift, places)
+        return places
+
+
+@dataclass(frozen=True, eq=False)
+class ValuePages:
+    """
+    Rotated values in rows of bytes: a row has codes, then the steps and then the minima of its groups in float16.
+
+    Attributes:
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, bytes]`, uint8): slot `i` is row `i`
+            of all pages one behind the other.
+        head_dim (`int`): E.
+        nbits (`int`): bits a code.
+        group_size (`int`): channels that share a step.
+    """
+
+    pages: Sequence[torch.Tensor]
+    head_dim: int
+    nbits: int
+    group_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class SinkStates:
+    """
+    Tokens that are exact though they are in slots.
+
+    Attributes:
+        first (`torch.Tensor` of shape `[B]`, int64, *optional*): slot of every sequence's first, the others follow;
+            `None` if that is slot 0 of all.
+        keys, values (`torch.Tensor` of shape `[B, H, S, D]`, `[B, H, S, E]`): their states.
+    """
+
+    first: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def is_same(self, other: "SinkStates") -> bool:
+        """Tells whether the same tensors are in both."""
+        return self.first is other.first and self.keys is other.keys and self.values is other.values
+
+
+@dataclass(frozen=True, eq=False)
+class CodedTokens:
+    """Keys and values of the tokens in all slots, and states of those that are exact; one object, as `KeyGroups`."""
+
+    keys: KeyGroups
+    values: ValuePages
+    sinks: SinkStates

@@ -1,0 +1,205 @@
+"""Attention of queries over all parts of a layer, by whatever computes it: once, or prepared for tokens to come.
+
+What is neither compiled nor Triton's is the reference in plain PyTorch, a tile of tokens at a time: a layer's dense
+keys and values are never whole in memory, nor is the matrix of scores.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a tile, D head dim.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_plugins.codecs.parts import DensePart, Part
+
+from .engine import choose_flash
+from .masks import slice_mask
+from .structs import MOST_CHANNELS
+
+
+if TYPE_CHECKING:
+    from .compiled import PreparedCall
+
+
+def attend(
+    query: torch.Tensor,
+    parts: Iterable[Part],
+    num_key_value_heads: int,
+    scale: float | None = None,
+    kernel: str = "torch",
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Attends over all parts of a cache.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`):
+            Queries.
+        parts (`Iterable[DensePart | CompressedPart | CodedPart]`):
+            What is attended to, each token in one part.
+        num_key_value_heads (`int`):
+            H.
+        scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
+            Factor of the scores.
+        kernel (`str`, *optional*, defaults to `"torch"`):
+            What computes: what `engine.choose_kernel` returned.
+        softcap, sinks (*optional*):
+            As in `AttentionCall`, which only PyTorch's kernel knows.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
+    """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Of PyTorch's kernel one after another: a part may come from elsewhere, and not all may fit into memory at once
+    given = [] if kernel == "torch" else list(parts)
+    # Kernels are imported late, as they need what may not be there
+    if kernel == "compiled" and max(given[0].head_dims) <= MOST_CHANNELS:
+        from .compiled import call_of
+
+        return call_of(query, given, num_key_value_heads, scale).run()
+    # Where nothing is coded PyTorch's own steps are the fast ones
+    if kernel == "triton" and any(not isinstance(part, DensePart) for part in given):
+        from .triton import attend as attend_with_triton
+
+        return attend_with_triton(query, given, num_key_value_heads, scale)
+    attention = OnlineAttention(query, num_key_value_heads, scale, softcap, sinks)
+    for part in given or parts:
+        for keys, values, start, stop in part.tiles():
+            attention.add_tile(keys, values, slice_mask(part.mask, start, stop))
+    return attention.result()
+
+
+def prepare_tokens(
+    query: torch.Tensor, parts: Sequence[Part], num_key_value_heads: int, scale: float | None
+) -> "PreparedCall | None":
+    """
+    Prepares compiled attention of tokens to come, whose queries are like `query`, over parts of which the last is
+    exact and grows, and all others stay; `None` if what is stored cannot be read where it is. See `attend`.
+    """
+    from .compiled import call_of
+
+    if max(parts[0].head_dims) > MOST_CHANNELS:
+        return None
+    return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
+
+
+class OnlineAttention:
+    """
+    `softmax(query keys^T * scale + mask) values`, accumulated over tiles: each by itself, and all joined by the
+    logarithms of their sums of weights, so that no tile needs to outlive its turn. Arithmetic is in float32.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`):
+            Queries.
+        num_key_value_heads (`int`):
+            H.
+        scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
+            Factor of the scores.
+        softcap (`float`, *optional*), sinks (`torch.Tensor`, *optional*):
+            As in `AttentionCall`.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        num_key_value_heads: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ):
+        self.dtype, self.scale = query.dtype, query.shape[3] ** -0.5 if scale is None else scale
+        self._softcap, self._sinks = softcap, sinks
+        self._query = query.float().unflatten(1, (num_key_value_heads, -1))  # [B, H, G, Q, D]
+        self._output: torch.Tensor | None = None  # [B, H, G, Q, value head dim]
+        self._log_sum = self._query.new_full((), -torch.inf)  # [B, H, G, Q, 1]
+
+    def add_tile(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """
+        Attends to one more tile.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
+                The tile's states.
+            mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*):
+                Boolean (`True` attends) or added to the scores.
+        """
+        keys, values = keys.float(), values.float()
+        if self._softcap is None and choose_flash(self._query.flatten(1, 2), values.shape[3]):
+            output, log_sum = self._by_flash(keys, values, mask)
+        else:
+            output, log_sum = self._by_products(keys, values, mask)
+        if self._output is None:
+            self._output, self._log_sum = output, log_sum
+            return
+        joined = torch.logaddexp(self._log_sum, log_sum)
+        # Of a row that may attend to nothing so far nothing counts
+        reference = joined.masked_fill(joined == -torch.inf, 0)
+        self._output = torch.addcmul(
+            self._output * (self._log_sum - reference).exp(), output, (log_sum - reference).exp()
+        )
+        self._log_sum = joined
+
+    def result(self) -> torch.Tensor:
+        """
+        Returns the attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may
+        attend to nothing.
+        """
+        assert self._output is not None, "there is nothing to attend to"
+        output = self._output.flatten(1, 2)
+        if self._sinks is not None:
+            # They take the share of the weights that a token with their score would
+            output = output * (self._log_sum.flatten(1, 2) - self._sinks.float()).sigmoid()
+        return output.to(self.dtype)
+
+    def _by_products(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads of a group are further queries of one head."""
+        scores = (self._query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
+        scores = scores.view(*self._query.shape[:4], -1)
+        if self._softcap is not None:
+            scores = (scores / self._softcap).tanh() * self._softcap
+        if mask is not None:
+            by_head = scores.flatten(1, 2)
+            masked = by_head.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_head + mask.float()
+            scores = masked.view(scores.shape)
+        maximum = scores.amax(dim=4, keepdim=True)
+        maximum = maximum.masked_fill(maximum.isinf(), 0)
+        weights = (scores - maximum).exp_()
+        total = weights.sum(dim=4, keepdim=True)
+        sums = (weights.flatten(2, 3) @ values).view(*self._query.shape[:4], -1)
+        return sums / torch.where(total > 0, total, 1), maximum + total.log()
+
+    def _by_flash(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
+        batch_size, num_heads, groups, num_queries, _ = self._query.shape
+        if mask is None or (bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())):
+            output, log_sum = _flash(self._query.flatten(2, 3), keys, values, None, self.scale)
+            return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
+        # Heads of a group are heads, which read the same keys; items and their heads are one dimension
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        mask = mask.float()
+        if mask.shape[0] > 1 or mask.shape[1] > 1:
+            mask = mask.expand(batch_size, num_heads * groups, num_queries, keys.shape[2])
+            mask = mask.reshape(batch_size * num_heads, groups, num_queries, -1)
+        keys, values = (side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (keys, values))
+        output, log_sum = _flash(self._query.flatten(0, 1), keys, values, mask, self.scale)
+        # Rows that are hidden all of the tile come as zeros that weigh 1
+        is_hidden = (mask.amax(dim=3, keepdim=True) == -torch.inf).expand(*output.shape[:3], 1)
+        log_sum = log_sum[..., None].masked_fill(is_hidden, -torch.inf)
+        return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
+
+
+def _flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[B, H, Q, D]`, and the logarithm of the sum of weights `[B, H, Q]`."""
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.contiguous(), keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return output, log_sum

@@ -1,0 +1,462 @@
+"""Attention of a few queries over all parts of a layer by the C kernels: what `cpu/attention.c` is told.
+
+A call is made of a query and its parts. It runs once, or is prepared for queries to come: in a model's step whatever
+Python touches comes from memory, so of a prepared call only addresses and one length are written for a token. Of
+tables C takes what is stored, and believes nothing of it but sizes. What belongs to a model is made once: pairs of
+channels and their angles, and bases of keys in the order in which C reads them.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, D and E channels of keys and values,
+R bytes of a row, P pairs of channels, rounded up to 16.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvcache_plugins.codecs.basis import Basis
+from kvcache_plugins.codecs.groups import CompressedStates
+from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
+from kvcache_plugins.codecs.quantization import packed_size
+from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
+from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rotation import rotation_size
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
+
+from .library import function, level, num_threads, run_at
+from .masks import slice_mask
+from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
+
+
+# A task has at least this many tiles, and there are enough tasks for the threads to end together
+_MIN_TILES_PER_TASK = 8
+_TASKS_PER_THREAD = 4
+# Where in structures is what changes from token to token
+_PART, _EXACT, _CALL, _TASKS = (STRUCTURES[name] for name in ("Part", "Exact", "Call", "Tasks"))
+_NEXT, _ENDED = _TASKS.next.offset // 8, _TASKS.ended.offset // 8
+_QUERY, _RESULT = _CALL.query.offset // 8, _CALL.result.offset // 8
+_LENGTH, _CAPACITY = _PART.length.offset // 8, _EXACT.capacity.offset // 8
+_KEYS, _NEWEST = _EXACT.keys.offset // 8, _EXACT.newest_key.offset // 8
+# As in `rows.c`: tokens from one position to the next that angles are given of, channels that are summed up at a time
+_ANCHOR_TOKENS, _GROUP = 32 * TILE, 4
+# Tokens of a strip at each level of instructions
+_STRIPS = {"avx2": 32, "avx512": 64}
+_NUM_WIDTHS = MAX_WIDTH + 1
+# Bases of keys `[H, P / 2, K, 4]` and means `[H, P, 2]` of tables that live
+_BASES: "WeakKeyDictionary[Basis, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
+# Of states that live, where they are contiguous as they are
+_SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
+
+
+def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> "AttentionCall":
+    """
+    Describes attention of a few queries over all parts, to be run or prepared for others.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        parts (`Sequence[Part]`): what is attended to, exact parts behind the others.
+        num_heads (`int`): H.
+        scale (`float`): factor of the scores.
+
+    Raises:
+        ValueError: if parts do not fit each other, or anything in them is not what its kernel takes it for.
+    """
+    call = AttentionCall(query, num_heads, parts[0].head_dims[1], scale)
+    # The exact part that grows is the last
+    for part in parts:
+        if isinstance(part, CodedPart):
+            call.add_rows(part)
+        elif isinstance(part, CompressedPart):
+            call.add_groups(part)
+        else:
+            call.add_exact(part)
+    return call
+
+
+class AttentionCall:
+    """
+    Attention of queries over parts that are added one by one.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries in float32, bfloat16 or float16.
+        num_heads, value_dim (`int`): H and E.
+        scale (`float`): factor of the scores.
+    """
+
+    def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
+        batch_size, num_query_heads, self.num_queries, head_dim = query.shape
+        if num_query_heads % num_heads or max(head_dim, value_dim) > MOST_CHANNELS:
+            raise ValueError(f"{num_query_heads} query heads of {head_dim} channels over {num_heads} key/value heads")
+        self.query, self.scale, self.groups = query, scale, num_query_heads // num_heads
+        self.sizes = {"batch": batch_size, "heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
+        self.parts: list[Structure] = []
+        # The last exact tokens, as C is told of them: they may grow in a prepared call
+        self.exact: tuple[Structure, DensePart] | None = None
+        # Whether any part reads a copy, which does not see what is written into the storage later
+        self._has_copies = False
+
+    def run(self) -> torch.Tensor:
+        """Attends over all parts, `[B, H * G, Q, E]`, in the queries' dtype."""
+        query = self.query if self.query.dtype in KINDS else self.query.float()
+        return PreparedCall(self, query).attend_now(query.contiguous()).to(self.query.dtype)
+
+    def prepare(self) -> "PreparedCall | None":
+        """Prepares a call for queries to come, over a last part, exact, that grows; `None` if a part is a copy."""
+        if self._has_copies or self.exact is None or self.query.dtype not in KINDS:
+            return None
+        return PreparedCall(self, self.query)
+
+    def add_exact(self, part: DensePart) -> None:
+        """Adds exact tokens."""
+        keys, values = part.keys, part.values
+        if keys.dtype is not values.dtype or keys.dtype not in KINDS:
+            keys, values = keys.float(), values.float()
+            self._has_copies = True
+        keys, values, capacity = self._contiguous(keys), self._contiguous(values), max(keys.shape[2], part.length)
+        stored = make("Exact", sizes=self.sizes, kind=KINDS[keys.dtype], capacity=capacity, keys=keys, values=values)
+        self.exact = stored, DensePart(keys, values, part.length, None)
+        self._add("PART_EXACT", stored, part)
+
+    def add_groups(self, part: CompressedPart) -> None:
+        """Adds tokens in groups."""
+        if part.values.grouping.axis == "channel" or part.keys.is_rotated:
+            raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
+        chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
+        if not 0 <= part.length <= chunks * chunk_length:
+            raise ValueError(f"{part.length} tokens of {chunks} chunks of {chunk_length}")
+        keys, values = self._side(part.keys), self._side(part.values)
+        for side, dim in ((keys, self.sizes["key_dim"]), (values, self.sizes["value_dim"])):
+            wanted = self.sizes["batch"], self.sizes["heads"], chunks, chunk_length, dim
+            own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
+            if own != wanted:
+                raise ValueError(f"compressed keys and values have to be {wanted}, but got {own}")
+        self._add(
+            "PART_GROUPS", make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values), part
+        )
+
+    def add_rows(self, part: CodedPart) -> None:
+        """Adds tokens that are rows."""
+        assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
+        keys, values = part.codec.tables(part.keys.device)
+        stored = self.rows_of(part, keys, values)
+        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part)
+
+    def _add(self, kind: str, stored: Structure, part: Part) -> None:
+        length, mask = part.length, part.mask
+        if mask is not None:
+            # One column, or more than there are tokens, is not the mask of these tokens as it stands
+            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
+                mask = slice_mask(mask, 0, length)
+                assert mask is not None
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            mask = mask.float().contiguous()
+            allowed = (*self.query.shape[:3],)
+            if any(size not in (1, most) for size, most in zip(mask.shape, allowed, strict=False)):
+                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self.query.shape)}")
+        own = make("Part", kind=CONSTANTS[kind], length=length, mask=mask, stored=stored)
+        if mask is not None:
+            own.mask_shape = tuple(mask.shape)
+        self.parts.append(own)
+
+    def _contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.contiguous()
+        self._has_copies |= own is not tensor
+        return own
+
+    def _side(self, states: CompressedStates) -> Structure:
+        """Describes one side of groups."""
+        side = _SIDES.get(states)
+        if side is None:
+            stored = states
+            if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
+                stored = states.map(self._contiguous)
+            side = _group_side(stored)
+            if stored is states:
+                _SIDES[states] = side
+        return side
+
+    def rows_of(self, part: CodedPart, keys: RowTable, values: RowTable) -> Structure:
+        """Describes tokens that are rows, of tables of keys and of values."""
+        layout, sizes = keys.rope, {**self.sizes, "tables": self.sizes["batch"] if keys.basis is None else 1}
+        assert layout is not None and keys.mean is not None
+        if layout.head_dim != self.sizes["key_dim"]:
+            raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
+        of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
+        sides = (
+            self._row_side(part, part.keys, keys, of_keys, "key_dim"),
+            self._row_side(part, part.values, values, of_values, "value_dim"),
+        )
+        pairs, num_pairs = _pairs(layout)
+        strip = _STRIPS.get(level(), 16)
+        offsets, turn = _strip_angles(layout, strip)
+        count = -(-part.length // _ANCHOR_TOKENS)
+        fields: dict[str, Any] = {"keys": sides[0], "values": sides[1], "scales": scales, "multipliers": multipliers}
+        fields |= {"num_pairs": num_pairs, "num_anchors": count, "all_pairs": len(pairs), "strip": strip}
+        fields |= {"pairs": pairs, "offsets": offsets, "turn": turn, "anchors": self._anchors(layout, part, count)}
+        if values.mean is not None:
+            fields["value_mean"] = self._contiguous(values.mean)
+        if keys.basis is None:
+            assert keys.order is not None and keys.deviation is not None and values.deviation is not None
+            fields |= {"order": self._contiguous(keys.order), "is_wide": keys.order.dtype != torch.uint8}
+            fields |= {"mean": self._contiguous(keys.mean), "deviation": self._contiguous(keys.deviation)}
+            fields |= {"value_deviation": self._contiguous(values.deviation)}
+            fields |= {"rotation": rotation_size(values.head_dim)}
+        else:
+            assert values.basis is not None
+            basis, mean = _key_basis(keys.basis, keys.mean, layout)
+            fields |= {"num_components": keys.num_coded, "key_basis": basis, "key_mean": mean}
+            fields |= {"value_basis": values.basis.vectors, "value_steps": values.basis.steps}
+            fields |= {"value_factors": values.basis.factors}
+        return make("Rows", fields, sizes=sizes)
+
+    def _row_side(
+        self, part: CodedPart, rows: torch.Tensor, table: RowTable, coefficients: torch.Tensor, dim_name: str
+    ) -> Structure:
+        rows, widths, dim = self._contiguous(rows), self._contiguous(table.widths), self.sizes[dim_name]
+        blocks, (capacity, size) = widths.shape[2], rows.shape[2:]
+        if (
+            capacity < part.length
+            or not 0 < size <= MOST_CHANNELS + 1
+            or table.head_dim != dim
+            or 8 * (blocks - 1) >= dim
+            # Only components may be fewer than channels
+            or (table.basis is None and 8 * blocks < dim)
+        ):
+            raise ValueError(
+                f"{part.length} rows {tuple(rows.shape)} in blocks {tuple(widths.shape)} of {dim} channels"
+            )
+        fields: dict[str, Any] = {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
+        fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
+        return make("RowSide", fields, sizes=self.sizes)
+
+    def _anchors(self, layout: RotaryLayout, part: CodedPart, count: int) -> torch.Tensor:
+        start, padding = part.positions.first, part.positions.padding
+        if padding is None:
+            return _shared_anchors(layout, start, count).expand(self.sizes["batch"], -1, -1, -1).contiguous()
+        first = start - padding.cpu().long()
+        return _angles_at(layout, first[:, None] + torch.arange(count) * _ANCHOR_TOKENS).contiguous()
+
+
+class PreparedCall:
+    """
+    A call for queries of one shape and dtype, over parts of which only the last, exact one may grow.
+
+    Args:
+        call (`AttentionCall`): says what the parts are.
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries like those to come.
+    """
+
+    def __init__(self, call: AttentionCall, query: torch.Tensor):
+        parts = (_PART * len(call.parts))(*call.parts)
+        self._alive, self._parts = (call, parts), parts
+        self._shape, self._dtype, self._scale = query.shape, query.dtype, call.scale
+        self._threads = num_threads()
+        # What that was of
+        self._origin = torch.get_num_threads(), os.getpid()
+        sizes = call.sizes
+        rows = call.groups * call.num_queries
+        units = sizes["batch"] * sizes["heads"] * -(-rows // ROWS)
+        tiles = sum(-(-part.length // TILE) for part in parts)
+        wanted = -(-self._threads * _TASKS_PER_THREAD // units) if self._threads > 1 else 1
+        runs = max(min(wanted, tiles // _MIN_TILES_PER_TASK), 1)
+        self._call = make(
+            "Call",
+            {name: sizes[name] for name in ("batch", "heads", "key_dim", "value_dim")},
+            {"groups": call.groups, "queries": call.num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
+            {"scale": call.scale, "num_parts": len(parts), "parts": ctypes.addressof(parts)},
+        )
+        self._call.tasks.count = units * runs
+        self._kernel, self._address = function("attend"), self._call.address
+        # Written as numbers, in a third of the time that fields of structures take
+        self._numbers, self._last = _as_numbers(self._call), _as_numbers(parts[-1])
+        self._running = min(self._threads, units * runs)
+        self._result_shape = query.shape[0], query.shape[1], call.num_queries, sizes["value_dim"]
+        self._is_like_query = self._result_shape == query.shape
+        if runs > 1:
+            self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
+            self._call.partial = self._partial.data_ptr()
+        if call.exact is not None:
+            stored, exact = call.exact
+            self._exact = _as_numbers(stored)
+            self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
+            self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._capacity, self._exact_dtype = 0, exact.keys.dtype
+            one = sizes["batch"], sizes["heads"], 1
+            self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
+            self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
+        if (
+            (key.shape, value.shape) == self._newest_shapes
+            and key.dtype is value.dtype is self._exact_dtype
+            and key.is_contiguous()
+            and value.is_contiguous()
+            and key.is_cpu
+            and value.is_cpu
+        ):
+            self._accepted = key, value
+            return self._accepted
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        storage: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor | None:
+        """
+        Attends over all parts.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+            scale (`float`, *optional*): factor of the scores.
+            storage (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
+                now.
+            length (`int`): its tokens in use, T.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
+                written there, as `accept` returned it.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H * G, Q, E]`, in the queries' dtype; `None` if queries, scale or threads are
+            others than the call was prepared for.
+
+        Raises:
+            ValueError: if exact tokens are not of the dtype and sizes that the call was prepared for.
+        """
+        if (
+            query.dtype is not self._dtype
+            or query.shape != self._shape
+            or not query.is_cpu
+            or (query.shape[3] ** -0.5 if scale is None else scale) != self._scale
+            or (torch.get_num_threads(), os.getpid()) != self._origin
+        ):
+            return None
+        stored = self._exact
+        if storage is not self._storage:
+            keys, values = storage
+            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
+                raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
+            stored[_KEYS], stored[_KEYS + 1], stored[_CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+            self._storage, self._capacity = storage, keys.shape[2]
+        if not 0 <= length <= self._capacity:
+            raise ValueError(f"{length} tokens in use of {self._capacity}")
+        if newest is None:
+            stored[_NEWEST] = stored[_NEWEST + 1] = 0
+        elif newest is self._accepted and length > 0:
+            stored[_NEWEST], stored[_NEWEST + 1] = newest[0].data_ptr(), newest[1].data_ptr()
+        else:
+            raise ValueError("the newest token has to be one that the call has accepted")
+        self._last[_LENGTH] = length
+        return self.attend_now(query if query.is_contiguous() else query.contiguous())
+
+    def attend_now(self, query: torch.Tensor) -> torch.Tensor:
+        """Attends with contiguous queries that fit, over the parts as they are."""
+        # What is like another tensor is made in half the time
+        result = torch.empty_like(query) if self._is_like_query else query.new_empty(self._result_shape)
+        numbers = self._numbers
+        numbers[_NEXT] = numbers[_ENDED] = 0
+        numbers[_QUERY], numbers[_RESULT] = query.data_ptr(), result.data_ptr()
+        if self._running == 1:
+            self._kernel(self._address)
+        else:
+            run_at(self._kernel, self._address, self._running)
+        return result
+
+
+def _as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
+    return memoryview(structure).cast("B").cast("q")
+
+
+def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
+    """Lists sizes, dtype and layout of tokens `[B, H, any, D]`: all that is believed of them when they are read."""
+    return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
+
+
+def _group_side(states: CompressedStates) -> Structure:
+    batch_size, num_heads, chunks, length, _ = states.codes.shape
+    dim, scales = states.head_dim, states.scale.shape
+    by_channel = states.grouping.axis == "channel"
+    groups, most = (scales[3], length) if by_channel else (scales[4], dim)
+    if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
+        raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")
+    rows, columns = (groups, dim) if by_channel else (length, groups)
+    fields: dict[str, Any] = dict(states.named_tensors())
+    if states.low_rank_a is not None:
+        fields |= {"a_tokens": states.low_rank_a.shape[3], "rank": states.low_rank_a.shape[4]}
+        if fields["a_tokens"] > length or fields["rank"] > MOST_CHANNELS:
+            raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
+    if states.outlier_indices is not None:
+        fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}
+        fields |= {"is_wide": states.outlier_indices.dtype == torch.int32}
+    fields |= {"dim": dim, "nbits": states.nbits, "row_size": packed_size(dim, states.nbits), "groups": groups}
+    fields |= {"batch": batch_size, "heads": num_heads, "chunks": chunks, "chunk_length": length}
+    fields |= {"by_channel": by_channel, "scale_heads": scales[1], "scale_rows": rows, "scale_columns": columns}
+    fields |= {"rotation_size": rotation_size(dim) if states.is_rotated else 1, "channel_bits": channel_bits(dim)}
+    return make("GroupSide", fields)
+
+
+@cache
+def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int]:
+    """Pairs of channels that are turned together `[P, 2]`, int32, -1 for none; and how many there are."""
+    partners = layout.partners(torch.device("cpu")).tolist()
+    pairs = [[channel, other] for channel, other in enumerate(partners) if other > channel]
+    # Those that are not turned share pairs whose angles are 0
+    alone = [channel for channel, other in enumerate(partners) if other == channel]
+    pairs += [[*alone[i : i + 2], -1][:2] for i in range(0, len(alone), 2)]
+    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), len(pairs)
+
+
+def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
+    """Cosines and signed sines of the first channel of pairs at positions, `[*positions.shape, 2, P]`."""
+    channels = _pairs(layout)[0][:, 0].long()
+    frequencies = layout.channel_frequencies(torch.device("cpu"))[channels.clamp(min=0)]
+    angles = positions.double()[..., None] * torch.where(channels < 0, 0.0, frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
+
+
+@cache
+def _strip_angles(layout: RotaryLayout, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles of the offsets in a strip of `size` tokens, `[P, 2, size]`, and of its length, `[2, P]`."""
+    angles = _angles_at(layout, torch.arange(size + 1))
+    return angles[:-1].permute(2, 1, 0).contiguous(), angles[-1].contiguous()
+
+
+# Layers of a model ask for the same
+@lru_cache(maxsize=64)
+def _shared_anchors(layout: RotaryLayout, start: int, count: int) -> torch.Tensor:
+    return _angles_at(layout, start + torch.arange(count) * _ANCHOR_TOKENS)[None]
+
+
+@cache
+def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
+    coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
+    own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
+    coefficients[:count] = torch.tensor(own.coefficients)
+    if quantizer == "trellis":
+        multipliers[:count] = torch.tensor(own.multipliers)
+    of_values = coefficients.clone()
+    of_values[:count] *= own.gains()[:, None]
+    return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
+
+
+def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the basis that components are multiplied with, and the means `[1, H, D]`, by the channels of pairs."""
+    own = _BASES.setdefault(basis, {})
+    if layout not in own:
+        channels = _pairs(layout)[0].flatten().long()
+        count, has_channel = basis.num_components, channels >= 0
+        channels = channels.clamp(min=0)
+        vectors = basis.vectors[:, :count].float() * basis.steps[:, :count, None] / basis.factors[:, None]
+        vectors = (vectors[:, :, channels] * has_channel).unflatten(2, (-1, _GROUP)).transpose(1, 2).contiguous()
+        own[layout] = vectors, (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
+    return own[layout]

@@ -1,0 +1,542 @@
+"""Tokens coded and decoded, scored, chosen, gathered and attended to by the C kernels: what these are told.
+
+What is said of stored tokens of which some are chosen is checked once and kept beside them: in a model's step all that
+is touched comes from memory.
+
+Legend: B batch, H key/value heads, G queries a head, D and E head dims of keys and values, T tokens, N tokens with
+codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the window.
+"""
+
+import mmap
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
+from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups
+from kvcache_plugins.codecs.quantization import packed_planes, packed_size
+from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout
+from kvcache_plugins.codecs.rotation import rotation_size
+from kvcache_plugins.codecs.rows import RowTable, scale_of
+from kvcache_plugins.files.mapped_files import address_of_advise
+
+from .library import num_threads, run
+from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
+
+
+# As in `coding.h` and `coding.c`
+_NUM_WIDTHS = MAX_WIDTH + 1
+_LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
+_TASK_TOKENS = 128
+_MOST_LANES = 16
+# Minima of a step of the search for a trellis, at most
+_MOST_MINIMA = NUM_STATES // 2
+# Tokens of a task that scores
+_TOKENS_PER_TASK = 2048
+# Of keys and tokens that live
+_KEYS: "WeakKeyDictionary[KeyGroups, Structure]" = WeakKeyDictionary()
+_TOKENS: "WeakKeyDictionary[CodedTokens, Structure]" = WeakKeyDictionary()
+
+
+@torch.compiler.disable
+def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
+    """
+    Codes tokens as `RowTable.encode` does.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, in any floating dtype: components where the
+            table has a basis, and without their mean if they are to be rotated.
+        table (`RowTable`): of their side.
+        positions (`Positions`): of the tokens.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, T, R]`, uint8.
+    """
+    rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
+    fields: dict[str, Any] = {**_table_fields(table, states.shape, positions), "rows": rows, "is_back": True}
+    if table.quantizer == "trellis":
+        size = (num_blocks(table.num_coded) * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+        fields |= {"scratch": torch.empty(num_threads(), size), "threads": num_threads(), "scratch_size": size}
+    _code("encode_rows", (*states.shape[:3], table.num_coded), states=_readable(states), **fields)
+    return rows
+
+
+@torch.compiler.disable
+def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
+    """
+    Decodes rows as `RowTable.decode` does.
+
+    Args:
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): rows.
+        table (`RowTable`): of their side.
+        positions (`Positions`): of the tokens.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, T, D]`, float32: components where the table has a basis, and without their
+        mean if they were rotated.
+    """
+    states = torch.empty(*rows.shape[:3], table.num_coded)
+    fields = _table_fields(table, rows.shape, positions)
+    _code("decode_rows", states.shape, rows=rows.contiguous(), result=states, **fields)
+    return states
+
+
+@torch.compiler.disable
+def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
+    """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
+    keys, turned = _readable(keys), torch.empty(keys.shape)
+    fields = _rope_fields(layout, keys.shape, positions)
+    _code("turn_states", keys.shape, states=keys, result=turned, rotation=1, is_back=is_back, **fields)
+    return turned
+
+
+def _readable(states: torch.Tensor) -> torch.Tensor:
+    return (states if states.dtype in KINDS else states.float()).contiguous()
+
+
+def _code(name: str, shape: Sequence[int], **fields: Any) -> None:
+    """Runs a kernel on tokens of which `[B, H, T, D]` numbers are coded."""
+    if shape[3] > MOST_CHANNELS:
+        raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
+    states = fields.get("states")
+    kind = 0 if states is None else KINDS[states.dtype]
+    call = make("Coding", dict(zip(("batch", "heads", "tokens", "dim"), shape, strict=True)), fields, kind=kind)
+    # Tasks are counted from the start of a tile
+    before = TILE - 1 if call.rotary else 0
+    call.tasks.count = shape[0] * shape[1] * -(-(shape[2] + before) // _TASK_TOKENS)
+    run(name, call)
+
+
+def _table_fields(table: RowTable, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
+    """What C is told of a table for tokens `[B, H, T, ...]`."""
+    heads, deviation, deviations = shape[:2], table.deviation, 1
+    fields: dict[str, Any] = {"row_size": table.row_size, "is_trellis": table.quantizer == "trellis"}
+    fields |= {"is_weighted": table.is_weighted, "by_energy": table.by_energy, "refits": table.num_refits}
+    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1}
+    if table.basis is None:
+        if table.order is not None:
+            fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
+        if table.mean is not None and not table.is_rotated:
+            fields["mean"] = table.mean.contiguous()
+        if table.rope is not None:
+            fields |= _rope_fields(table.rope, (*shape[:3], table.head_dim), positions)
+        if deviation is not None and deviation.shape[2] > 1:
+            deviations = table.head_dim
+    if deviation is None:
+        deviation = torch.ones(*heads, 1, dtype=torch.float16)
+    # Of a model's tables there is one for all sequences
+    widths = table.widths.expand(heads[0], -1, -1) if table.basis is not None else table.widths
+    fields |= {"deviation": deviation.contiguous(), "deviations": deviations, "widths": widths.contiguous()}
+    return fields | {"blocks": num_blocks(table.num_coded), "codebook": _codebook(table.quantizer, table.is_weighted)}
+
+
+def _rope_fields(layout: RotaryLayout, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
+    if not layout.frequencies:
+        return {}
+    # Tiles of positions up to the last token's, and as many below 0, where padding is
+    tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
+    if layout.head_dim != shape[3]:
+        raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
+    padding = None if positions.padding is None else positions.padding.long().contiguous()
+    return {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
+
+
+@cache
+def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
+    """Makes `Codebook` of `coding.h`."""
+    with torch.inference_mode(False):
+        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
+        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
+        coefficients[:count, :3] = torch.tensor(own.coefficients)
+        coefficients[:count, 3] = 1 if is_weighted else own.gains()
+        multipliers[:count] = torch.tensor(own.multipliers)
+        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
+        for width in range(1, _NUM_WIDTHS):
+            half = 2 ** (width - 1)
+            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
+        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
+        scale_bounds = _by_levels(halfway[:15])
+        scale_bounds[15] = halfway[15]
+        points = state_points(bounds.device)
+        parts = (
+            bounds,
+            scale_bounds,
+            scale_of(torch.arange(256)),
+            coefficients,
+            points,
+            multipliers.view(torch.float32),
+        )
+        return torch.cat([part.flatten() for part in parts])
+
+
+def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
+    """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
+    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
+    for level in range(levels):
+        first = 2 ** (levels - 1 - level)
+        placed[_LEVELS[level] : _LEVELS[level] + 2**level] = bounds[first - 1 :: 2 * first]
+    return placed
+
+
+@cache
+def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
+    """Describes a rotary embedding for as many tiles of positions from 0 on as below."""
+    with torch.inference_mode(False):
+        partners = layout.partners(torch.device("cpu"))
+        offsets = torch.stack(layout.angles(torch.arange(TILE))).permute(2, 0, 1)
+        # Lanes may read over the end of a tile
+        offsets = F.pad(offsets, (0, _MOST_LANES)).contiguous()
+        origins = torch.stack(layout.angles(torch.arange(-tiles, tiles) * TILE), dim=2)
+    fields = {"partners": partners, "offsets": offsets, "origins": origins}
+    return make("Rotary", fields, dim=layout.head_dim, tiles=tiles)
+
+
+@torch.compiler.disable
+def code_scores(
+    query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
+) -> torch.Tensor:
+    """Computes `tokens.code_scores` of up to `MOST_CHANNELS` channels."""
+    batch_size, num_heads, groups, head_dim = query.shape
+    capacity, width, runs = codes.shape[2], codes.shape[3], -(-length // _TOKENS_PER_TASK)
+    _check_codes(nbits, head_dim, width)
+    if not 0 <= length <= capacity:
+        raise ValueError(f"`length` has to be from 0 to {capacity}, but got {length}")
+    scores = torch.empty((batch_size, num_heads, groups, length))
+    call = make(
+        "CodeScores",
+        {"batch": batch_size, "heads": num_heads, "groups": groups, "dim": head_dim, "fields": 8 // nbits},
+        {"width": width, "capacity": capacity, "length": length, "runs": runs, "run_tokens": _TOKENS_PER_TASK},
+        {"query": query.float().contiguous(), "codes": codes.contiguous(), "scale": scale.contiguous()},
+        scores=scores,
+    )
+    call.tasks.count = batch_size * num_heads * runs
+    run("code_scores", call)
+    return scores
+
+
+def _check_codes(nbits: int, head_dim: int, width: int) -> None:
+    """Checks that codes of D channels in P bytes are what integer products take."""
+    if nbits not in (2, 4, 8) or head_dim > MOST_CHANNELS or width != packed_size(head_dim, nbits):
+        raise ValueError(
+            f"{width} bytes of codes of {head_dim} channels in `nbits` {nbits}, which has to be 2, 4 or 8"
+        )
+
+
+@torch.compiler.disable
+def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
+    """Computes `tokens.grouped_scores` of up to `MOST_CHANNELS` channels."""
+    table, groups = _key_groups(keys), query.shape[2]
+    at_once = -(-_TOKENS_PER_TASK // keys.group_size)
+    parts = -(-table.num_groups // at_once)
+    scores = torch.empty((table.batch, table.heads, groups, table.num_slots))
+    call = make(
+        "GroupedScores",
+        {"batch": table.batch, "heads": table.heads, "groups": groups, "dim": table.dim, "keys": table},
+        {"num_slots": table.num_slots, "parts": parts, "at_once": at_once},
+        {"query": query.float().contiguous(), "scores": scores},
+    )
+    call.tasks.count = table.batch * table.heads * parts
+    run("grouped_scores", call)
+    return scores
+
+
+def _key_groups(keys: KeyGroups) -> Structure:
+    """
+    Describes keys in groups.
+
+    Raises:
+        ValueError: if any place of a run is beyond the groups, or a slot in no run.
+    """
+    found = _KEYS.get(keys)
+    if found is not None:
+        return found
+    batch_size, num_heads, num_groups, group_size, width = keys.codes.shape
+    head_dim, places = keys.scale.shape[3], num_groups * group_size
+    _check_codes(keys.nbits, head_dim, width)
+    runs = [tuple(map(int, each)) for each in keys.runs]
+    follow = all(before[1] == after[0] for before, after in pairwise(runs))
+    if not follow or runs[0][0] or any(not 0 <= a + shift <= b + shift <= places for a, b, shift in runs):
+        raise ValueError(f"`runs` {runs} of slots do not follow each other within {places} places")
+    table = _KEYS[keys] = make(
+        "KeyGroups",
+        {"batch": batch_size, "heads": num_heads, "dim": head_dim, "nbits": keys.nbits, "width": width},
+        {"num_groups": num_groups, "group_size": group_size, "num_runs": len(runs), "num_slots": runs[-1][1]},
+        {"codes": keys.codes.contiguous(), "scale": keys.scale.contiguous(), "zero": keys.zero.contiguous()},
+        runs=torch.tensor(runs),
+    )
+    return table
+
+
+@torch.compiler.disable
+def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `tokens.largest`; `least` has as many numbers as there are rows."""
+    length, num_rows, threads = numbers.shape[-1], least.numel(), num_threads()
+    shape = (num_rows, limit)
+    values, places = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    call = make(
+        "Largest",
+        {"rows": num_rows, "length": length, "limit": limit, "most_threads": threads},
+        {"numbers": numbers.contiguous().view(num_rows, length), "least": least.contiguous().view(num_rows)},
+        {"values": values, "places": places, "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64)},
+    )
+    call.tasks.count = num_rows
+    run("largest", call)
+    return values.view(*numbers.shape[:-1], limit), places.view(*numbers.shape[:-1], limit)
+
+
+@torch.compiler.disable
+def choose_heaviest(
+    scores: torch.Tensor,
+    resident_scores: torch.Tensor,
+    forced: tuple[int, int],
+    least: float,
+    cap: int,
+    limit: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
+
+    Args:
+        scores (`torch.Tensor` of shape `[B, H, G, N]`):
+            Scores of the tokens, float32.
+        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`):
+            The same of the tokens that are attended to anyway; there may be none.
+        forced (`tuple[int, int]`):
+            The tokens before the first number, and from the second on, are chosen whatever they weigh.
+        least (`float`):
+            The least weight of others.
+        cap (`int`):
+            The most that are chosen, unless more are forced.
+        limit (`int`):
+            The most that there is room for.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
+        most, with zeros behind them; and how many they are, `[B, H]`, int64.
+    """
+    batch_size, num_heads, groups, length = scores.shape
+    slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64)
+    count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64), num_threads()
+    # Two rows of floats in whole vectors, two of pairs
+    scratch_size = 8 * (length + _MOST_LANES) + 16 * (length + 1)
+    call = make(
+        "Choice",
+        {"batch": batch_size, "heads": num_heads, "groups": groups, "length": length, "most_threads": threads},
+        {"num_resident": resident_scores.shape[3], "first": max(forced[0], 0), "newest": max(forced[1], 0)},
+        {"cap": cap, "limit": limit, "least": least, "slots": slots, "counts": count, "scratch_size": scratch_size},
+        {"scores": scores.contiguous(), "resident": resident_scores.contiguous()},
+        scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
+    )
+    call.tasks.count = batch_size * num_heads
+    run("choose_heaviest", call)
+    return slots, count
+
+
+@torch.compiler.disable
+def attend_rows(
+    query: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    count: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    window_start: int,
+) -> torch.Tensor:
+    """
+    Attends over chosen rows where they stand, and the window: see `tokens.attend_staged`.
+
+    Args:
+        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
+            side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows: slot `i` is row `i` of all pages one behind the
+            other; of those beyond all, the last one counts.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
+            tokens have; by default the slots.
+        query, count, window_keys, window_values, scale, window_start: as there.
+    """
+    sizes, value_dim, num_slots = _sizes_of(query), window_values.shape[3], slots.shape[2]
+    slots, dtype = slots.contiguous(), pages[0].dtype
+    result = torch.empty((*query.shape[:3], value_dim))
+    columns = slots if mask is None or positions is None else positions[:, :, :num_slots].contiguous()
+    call = make(
+        "Gathered",
+        {**sizes, "value_dim": value_dim, "kind": KINDS[dtype], "num_slots": num_slots, "scale": scale},
+        {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
+        {"query": query.float().contiguous(), "result": result, "slots": slots, "columns": columns},
+        {"counts": count.contiguous(), "window": _window(query, window_keys, window_values, dtype, window_start)},
+        mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
+    )
+    call.tasks.count = _num_units(query)
+    run("attend_gathered", call)
+    return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+
+@torch.compiler.disable
+def copy_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor, *, are_mapped: bool) -> None:
+    """Copies the rows that `tokens.gather_rows` returns into a tensor; the last one for slots beyond all."""
+    batch_size, num_heads, page_tokens, row_dim = pages[0].shape
+    if slots.numel() and not page_tokens * len(pages):
+        raise ValueError(f"pages without rows for {slots.shape[2]} slots")
+    call = make(
+        "Copies",
+        {"batch": batch_size, "heads": num_heads, "num_slots": slots.shape[2], "num_pages": len(pages)},
+        {"page_tokens": page_tokens, "row_dim": row_dim, "row_size": row_dim * out.element_size()},
+        {"pages": _pages(pages), "slots": slots.contiguous(), "result": out, "block": mmap.PAGESIZE},
+        advise=address_of_advise() if are_mapped else 0,
+        let_go=int(mmap.MADV_DONTNEED) if are_mapped else 0,
+    )
+    if out.dtype != pages[0].dtype:
+        raise ValueError(f"rows of {pages[0].dtype} cannot be copied into {out.dtype}")
+    call.tasks.count = batch_size * num_heads
+    run("copy_rows", call)
+
+
+def _sizes_of(query: torch.Tensor) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "groups", "key_dim"), query.shape, strict=True))
+
+
+def _num_units(query: torch.Tensor) -> int:
+    """Counts units of queries `[B, H, G, D]`, see `layer.h`."""
+    batch_size, num_heads, groups, _ = query.shape
+    return batch_size * num_heads * -(-groups // ROWS)
+
+
+def _pages(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes pages readable, which have to be of one dtype."""
+    if any(page.dtype != pages[0].dtype for page in pages):
+        raise ValueError(f"`pages` have to be of one dtype, but are of {[page.dtype for page in pages]}")
+    return [page.contiguous() for page in pages]
+
+
+def _window(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, start: int
+) -> Structure:
+    """
+    Describes the newest tokens `[B, H, W, D or E]`, which follow each other in every head; heads may be strides apart,
+    within the tensor's own memory. `start` is the first one's column of the mask.
+
+    Raises:
+        ValueError: if they are of another shape, or not on the CPU.
+    """
+    shape = *query.shape[:2], keys.shape[2]
+    strides: dict[str, Any] = {}
+    alive = []
+    for name, states, dim in (("key", keys, query.shape[3]), ("value", values, values.shape[3])):
+        if states.shape != (*shape, dim) or not states.is_cpu:
+            wanted = f"`window_{name}s` has to be {(*shape, dim)} on the CPU"
+            raise ValueError(f"{wanted}, but got {tuple(states.shape)} on {states.device}")
+        states = states if states.dtype is dtype else states.to(dtype)
+        states = states if states.stride()[2:] == (dim, 1) else states.contiguous()
+        strides[f"{name}_strides"] = tuple(stride * states.element_size() for stride in states.stride()[:2])
+        strides[f"{name}s"] = states.data_ptr()
+        alive.append(states)
+    window = make("Window", strides, length=keys.shape[2], kind=KINDS[dtype], start=start)
+    window.alive = alive
+    return window
+
+
+def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
+    """Describes a mask `[B, tokens]`, boolean or added to scores, which has to have columns up to `stop`."""
+    if mask is None:
+        return make("Mask")
+    mask = (mask if mask.dtype == torch.bool else mask.float()).contiguous()
+    if mask.shape[1] < max(stop, 1):
+        raise ValueError(f"`mask` has to have at least {max(stop, 1)} columns, but got {mask.shape[1]}")
+    is_boolean = mask.dtype == torch.bool
+    return make("Mask", sizes={"batch": batch_size}, columns=mask.shape[1], is_boolean=is_boolean, numbers=mask)
+
+
+@torch.compiler.disable
+def attend_chosen(
+    query: torch.Tensor,
+    tokens: CodedTokens,
+    slots: torch.Tensor,
+    count: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    window_start: int,
+) -> torch.Tensor:
+    """
+    Attends over chosen tokens and the window, with the queries of one new token.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+        tokens (`CodedTokens`): the tokens in all slots; exact ones are in the window's dtype.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen; of those beyond all,
+            the last one counts.
+        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
+        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens, of a
+            kind that `tokens.choose_rows_kernel` says is compiled.
+        scale (`float`): factor of the scores.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask, boolean or added to the
+            scores; slots are columns of it.
+        window_start (`int`): column of the window's first token.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
+    """
+    stored, sizes, threads, num_chosen = _coded_tokens(tokens), _sizes_of(query), num_threads(), slots.shape[2]
+    result = torch.empty((*query.shape[:3], tokens.values.head_dim))
+    window = _window(query, window_keys, window_values, tokens.sinks.keys.dtype, window_start)
+    call = make(
+        "Chosen",
+        {**sizes, "value_dim": stored.value_dim, "num_groups": stored.num_groups, "num_chosen": num_chosen},
+        {"scale": scale, "most_threads": threads, "window": window, "result": result},
+        {"query": query.float().contiguous(), "slots": slots.contiguous(), "counts": count.contiguous()},
+        {name: getattr(stored, name) for name in _STORED},
+        # Slots, places and groups of tokens, twice, and ends of groups
+        coded=torch.empty((threads, 2, num_chosen, 3), dtype=torch.int64),
+        ends=torch.empty((threads, stored.num_groups), dtype=torch.int64),
+        mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
+    )
+    if (call.batch, call.heads, call.key_dim) != (stored.batch, stored.heads, stored.key_dim):
+        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
+    call.tasks.count = _num_units(query)
+    run("attend_chosen", call)
+    return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+
+# What of `Chosen` is known of stored tokens, whatever is asked of them
+_STORED = (
+    *("keys", "num_planes", "planes", "code_bytes", "row_bytes", "num_value_groups", "rotation"),
+    *("num_pages", "page_tokens", "num_sinks", "pages", "first_sinks", "sink_keys", "sink_values"),
+)
+
+
+def _coded_tokens(tokens: CodedTokens) -> Structure:
+    """Describes stored tokens: a call without what is of a step."""
+    found = _TOKENS.get(tokens)
+    if found is not None:
+        return found
+    values, sinks, keys = tokens.values, tokens.sinks, _key_groups(tokens.keys)
+    first = torch.zeros(keys.batch, dtype=torch.int64) if sinks.first is None else sinks.first.cpu()
+    num_groups, planes = values.head_dim // values.group_size, packed_planes(values.head_dim, values.nbits)
+    if values.head_dim > MOST_CHANNELS or num_groups * values.group_size != values.head_dim:
+        raise ValueError(f"values of {values.head_dim} channels in groups of {values.group_size}")
+    if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
+        raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
+    code_bytes, plane = packed_size(values.head_dim, values.nbits), STRUCTURES["Plane"]
+    table = (plane * CONSTANTS["MOST_PLANES"])(*[plane(*each) for each in planes])
+    stored = _TOKENS[tokens] = make(
+        "Chosen",
+        {"keys": keys, "batch": keys.batch, "heads": keys.heads, "key_dim": keys.dim, "value_dim": values.head_dim},
+        {"num_groups": keys.num_groups, "num_planes": len(planes), "planes": table},
+        {"code_bytes": code_bytes, "row_bytes": code_bytes + 4 * num_groups, "num_value_groups": num_groups},
+        {"rotation": rotation_size(values.head_dim), "page_tokens": values.pages[0].shape[2]},
+        {"num_pages": len(values.pages), "pages": _pages(values.pages), "num_sinks": sinks.keys.shape[2]},
+        {"first_sinks": first.contiguous(), "sink_keys": sinks.keys.contiguous()},
+        sink_values=sinks.values.contiguous(),
+    )
+    return stored

@@ -1,0 +1,264 @@
+/* Everything that Python hands to a kernel. `structs.py` reads these declarations, makes ctypes structures of them, and
+   checks every tensor before its address goes into one: its dtype is the C type (of halves uint16_t) or what stands in
+   front of the shape, and its shape is what stands in brackets, of fields of the structure or sizes of the call; `any`
+   is any size. Where no shape stands the address is none of a tensor. Fields are numbers of 8 bytes and addresses. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640, MOST_PLANES = 2 };
+/* Kinds of numbers, and of parts of a layer */
+enum { NO_KIND, FLOATS, BFLOATS, HALVES };
+enum { PART_EXACT, PART_ROWS, PART_BASIS_ROWS, PART_GROUPS };
+
+/* Tasks that threads share: the next one, how many there are, and how many have ended */
+typedef struct { int64_t next, count, ended; } Tasks;
+
+/* ---- attention over the parts of a layer ---- */
+typedef struct {
+    int64_t kind;
+    int64_t length;                 /* tokens in use */
+    const float *mask;              /* [any, any, any, any]; added to the scores; sizes are 1 or those of batch, query heads, queries; fewer columns than tokens hide nothing of the others */
+    int64_t mask_shape[4];
+    const void *stored;             /* of its kind */
+} Part;
+
+typedef struct {
+    Tasks tasks;
+    int64_t batch, heads, groups, queries, key_dim, value_dim;
+    int64_t runs;                   /* of a unit */
+    int64_t states_kind;            /* of queries and result */
+    double scale;
+    const void *query;              /* [batch, heads * groups, queries, key_dim] */
+    void *result;                   /* [batch, heads * groups, queries, value_dim] */
+    float *partial;                 /* [units, runs, ROWS, value_dim + 2] */
+    int64_t num_parts;
+    const Part *parts;
+} Call;
+
+typedef struct {
+    int64_t kind, capacity;
+    const void *keys;               /* float32 or bfloat16 or float16 [batch, heads, capacity, key_dim] */
+    const void *values;             /* float32 or bfloat16 or float16 [batch, heads, capacity, value_dim] */
+    const void *newest_key, *newest_value; /* to be written as the last token in use, or 0 */
+} Exact;
+
+typedef struct {
+    const uint8_t *rows;            /* [batch, heads, capacity, size] */
+    int64_t capacity, size;
+    const uint8_t *widths;          /* [tables, heads, blocks] */
+    int64_t blocks, tables;         /* blocks of a row; sequences that have tables, one if it serves all */
+    const float *coefficients;      /* [9, 3]; of points */
+} RowSide;
+
+typedef struct {
+    RowSide keys, values;
+    const int64_t *multipliers;     /* [9]; of states, 0 for codes */
+    const float *scales;            /* [256]; of all bytes */
+    /* Pairs of channels, some of them -1, for no channel; cosines and signed sines of offsets in a strip, of its length,
+       and of every 32nd tile's position */
+    int64_t num_pairs, num_anchors, all_pairs, strip;
+    const int32_t *pairs;           /* [all_pairs, 2] */
+    const float *offsets;           /* [all_pairs, 2, strip] */
+    const float *turn;              /* [2, all_pairs] */
+    const float *anchors;           /* [batch, num_anchors, 2, all_pairs] */
+    /* Prompt tables: means and deviations are halves, of values one deviation a head */
+    const void *order;              /* uint8 or int16 [batch, heads, key_dim] */
+    int64_t is_wide;
+    const uint16_t *mean;           /* [batch, heads, key_dim] */
+    const uint16_t *deviation;      /* [batch, heads, key_dim] */
+    const uint16_t *value_deviation; /* [batch, heads, 1] */
+    int64_t rotation, num_components;
+    /* Bases: of keys by four channels of pairs, of values as they are stored */
+    const float *key_basis;         /* [heads, all_pairs // 2, num_components, 4] */
+    const float *key_mean;          /* [heads, all_pairs, 2] */
+    const int8_t *value_basis;      /* [heads, value_dim, value_dim] */
+    const float *value_steps;       /* [heads, value_dim] */
+    const float *value_factors;     /* [heads, value_dim] */
+    const uint16_t *value_mean;     /* [tables, heads, value_dim] */
+} Rows;
+
+typedef struct {
+    const uint8_t *codes;           /* [batch, heads, chunks, chunk_length, row_size] */
+    const uint16_t *scale, *zero;   /* [batch, scale_heads, chunks, scale_rows, scale_columns] */
+    const uint16_t *low_rank_a;     /* [batch, heads, chunks, a_tokens, rank] */
+    const uint16_t *low_rank_b;     /* [batch, heads, chunks, dim, rank] */
+    const void *outlier_indices;    /* int16 or int32 [batch, 1, chunks, num_outliers] */
+    const uint16_t *outlier_values; /* [batch, 1, chunks, num_outliers] */
+    const int32_t *outlier_offsets; /* [batch, 1, chunks, num_offsets] */
+    int64_t dim, nbits, row_size, by_channel, groups, scale_heads, rotation_size, rank, a_tokens;
+    int64_t num_outliers, num_offsets, is_wide, channel_bits;
+    int64_t batch, heads, chunks, chunk_length, scale_rows, scale_columns;
+} GroupSide;
+typedef struct {
+    int64_t chunks, chunk_length;
+    const GroupSide *keys, *values;
+} Groups;
+
+/* Scores of a layer's rows, where they stand */
+typedef struct {
+    Tasks tasks;                    /* runs of units */
+    int64_t batch, heads, groups, queries, key_dim, runs;
+    double scale;
+    const float *query;             /* [batch, heads, groups, key_dim] */
+    float *scores;                  /* [batch, heads, groups, length] */
+    int64_t length;
+    const Part *part;
+} RowScores;
+
+/* ---- rows coded and decoded ---- */
+/* A rotary embedding: cosine and signed sine of places in a tile, and of the first positions of tiles from -tiles on */
+typedef struct {
+    const int64_t *partners;        /* [dim] */
+    const float *offsets;           /* [dim, 2, TILE + 16] */
+    const float *origins;           /* [2 * tiles, dim, 2] */
+    int64_t dim, tiles;
+} Rotary;
+
+typedef struct {
+    Tasks tasks;
+    int64_t batch, heads, tokens, dim, row_size;
+    int64_t kind;                   /* of states that are read; FLOATS are written */
+    const void *states;             /* float32 or bfloat16 or float16 [batch, heads, tokens, dim]; read */
+    float *result;                  /* [batch, heads, tokens, dim]; written */
+    uint8_t *rows;                  /* [batch, heads, tokens, row_size] */
+    const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
+    int64_t order_size;
+    const uint16_t *mean;           /* [batch, heads, dim]; or 0 */
+    const uint16_t *deviation;      /* [batch, heads, deviations] */
+    int64_t deviations, blocks;
+    const uint8_t *widths;          /* [batch, heads, blocks] */
+    int64_t is_trellis, is_weighted, by_energy, refits;
+    const void *codebook;           /* float32 [any]; see `Codebook` */
+    int64_t rotation;               /* channels that are rotated together, or 1 */
+    const Rotary *rotary;           /* or 0 */
+    int64_t start;                  /* index of the first token */
+    const int64_t *padding;         /* [batch]; or 0 */
+    int64_t is_back;
+    float *scratch;                 /* [threads, scratch_size]; of trellises */
+    int64_t threads, scratch_size, entered;
+} Coding;
+
+/* ---- tokens of which some are chosen ---- */
+/* The newest tokens, which follow each other in every head */
+typedef struct {
+    int64_t length, kind, start;    /* and the column of the mask of the first */
+    int64_t key_strides[2], value_strides[2]; /* over items and heads, in bytes */
+    const char *keys, *values;
+} Window;
+
+/* A row of a mask for every item; `numbers` may be 0 */
+typedef struct {
+    int64_t columns, is_boolean;
+    const void *numbers;            /* bool or float32 [batch, columns]; floats are added */
+} Mask;
+
+typedef struct {
+    Tasks tasks;                    /* units */
+    int64_t batch, heads, groups, key_dim, value_dim, kind;
+    int64_t num_slots, num_pages, page_tokens;
+    double scale;
+    const float *query;             /* [batch, heads, groups, key_dim] */
+    float *result;                  /* [batch, heads, groups, value_dim] */
+    const char *const *pages;       /* each [batch, heads, page_tokens, key_dim + value_dim] */
+    const int64_t *slots;           /* [batch, heads, num_slots] */
+    const int64_t *counts;          /* [batch, heads] */
+    const int64_t *columns;         /* [batch, heads, num_slots]; of the mask */
+    Window window;
+    Mask mask;
+} Gathered;
+
+typedef struct {
+    Tasks tasks;                    /* heads of all items */
+    int64_t batch, heads, num_slots, num_pages, page_tokens, row_dim, row_size; /* numbers and bytes of a row */
+    const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
+    const int64_t *slots;           /* [batch, heads, num_slots] */
+    char *result;                   /* [batch, heads, num_slots, row_dim] */
+    int (*advise)(void *, size_t, int); /* `madvise`, if pages are to be let go of, or 0 */
+    int64_t let_go, block;          /* what it is told, and the size of a block of memory */
+} Copies;
+
+/* Keys in groups of tokens, whose steps and minima are those of a channel in a group */
+typedef struct {
+    int64_t batch, heads, dim, nbits, width; /* bytes of a token's codes */
+    int64_t num_groups, group_size; /* there is room for, and tokens of one */
+    int64_t num_runs, num_slots;
+    const uint8_t *codes;           /* [batch, heads, num_groups, group_size, width] */
+    const uint16_t *scale, *zero;   /* [batch, heads, num_groups, dim] */
+    const int64_t (*runs)[3];       /* [num_runs, 3]; first slot, slot behind the last, and how far places are behind slots */
+} KeyGroups;
+
+typedef struct {
+    Tasks tasks;                    /* runs of groups of all heads */
+    KeyGroups keys;
+    int64_t batch, heads, groups, parts, at_once, dim, num_slots; /* tasks of a head, and groups of one */
+    const float *query;             /* [batch, heads, groups, dim] */
+    float *scores;                  /* [batch, heads, groups, num_slots] */
+} GroupedScores;
+
+/* Planes that codes are packed in, see `codecs.quantization` */
+typedef struct { int64_t bits, shift, size; } Plane;
+
+typedef struct {
+    Tasks tasks;                    /* units */
+    int64_t threads;                /* that have come */
+    KeyGroups keys;
+    int64_t batch, heads, groups, key_dim, value_dim;
+    int64_t num_planes;             /* of values */
+    Plane planes[MOST_PLANES];
+    int64_t code_bytes, row_bytes;  /* of a value: its codes; with steps and minima of its groups behind them */
+    int64_t num_value_groups, rotation; /* groups of its channels; how many are rotated together */
+    int64_t num_pages, page_tokens;
+    int64_t num_sinks, num_chosen, most_threads;
+    double scale;
+    const char *const *pages;       /* each [batch, heads, page_tokens, row_bytes] */
+    const int64_t *first_sinks;     /* [batch]; slot of every item's first */
+    const char *sink_keys;          /* [batch, heads, num_sinks, key_dim]; as the window's */
+    const char *sink_values;        /* [batch, heads, num_sinks, value_dim] */
+    const float *query;             /* [batch, heads, groups, key_dim] */
+    float *result;                  /* [batch, heads, groups, value_dim] */
+    const int64_t *slots;           /* [batch, heads, num_chosen] */
+    const int64_t *counts;          /* [batch, heads] */
+    int64_t *coded;                 /* [most_threads, 2, num_chosen, 3]; see `Coded` */
+    int64_t *ends;                  /* [most_threads, num_groups] */
+    int64_t num_groups;             /* of keys */
+    Window window;
+    Mask mask;
+} Chosen;
+
+/* ---- choosing ---- */
+typedef struct {
+    Tasks tasks;                    /* runs of all heads */
+    int64_t batch, heads, groups, dim, fields, width, capacity, length; /* fields of a byte, bytes of a token */
+    int64_t runs, run_tokens;       /* of a head, and tokens of one: whole tiles */
+    const float *query;             /* [batch, heads, groups, dim] */
+    const uint8_t *codes;           /* [batch, heads, capacity, width] */
+    const uint16_t *scale;          /* [batch, heads, capacity] */
+    float *scores;                  /* [batch, heads, groups, length] */
+} CodeScores;
+
+typedef struct {
+    Tasks tasks;                    /* rows */
+    int64_t threads;                /* that have come */
+    int64_t rows, length, limit, most_threads; /* numbers of a row, and how many are asked for */
+    const float *numbers;           /* [rows, length] */
+    const float *least;             /* [rows] */
+    float *values;                  /* [rows, limit] */
+    int64_t *places;                /* [rows, limit] */
+    int64_t *pairs;                 /* [most_threads, 2, length + 1]; see `Pair` */
+} Largest;
+
+typedef struct {
+    Tasks tasks;                    /* heads of all items */
+    int64_t threads;                /* that have come */
+    int64_t batch, heads, groups, length, num_resident, most_threads;
+    int64_t first, newest;          /* tokens before the one and from the other on are forced */
+    int64_t cap, limit;             /* the most that are chosen unless more are forced, and that there is room for */
+    double least;                   /* weight of what is not forced */
+    const float *scores;            /* [batch, heads, groups, length] */
+    const float *resident;          /* [batch, heads, groups, num_resident] */
+    int64_t *slots;                 /* [batch, heads, limit] */
+    int64_t *counts;                /* [batch, heads] */
+    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs */
+    int64_t scratch_size;
+} Choice;
