@@ -278,10 +278,20 @@ class OffloadedTokens:
         assert pool is not None and window is not None
         newest, slots, count = (window.keys, window.values), selection.slots, selection.count
         positions = None if mask is None else pool.positions_of(slots)
-        options = scale, mask, positions, self.num_pooled, softcap, sinks
         if staged is not None:
             with staged as rows:
-                output = attend_staged(query, *self.dense(rows, slots), count, *newest, *options)
+                output = attend_staged(
+                    query,
+                    *self.dense(rows, slots),
+                    count,
+                    *newest,
+                    scale,
+                    mask,
+                    positions,
+                    self.num_pooled,
+                    softcap,
+                    sinks,
+                )
             return output, None, False
         kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
         is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
@@ -289,7 +299,8 @@ class OffloadedTokens:
             output = self._attend_compiled(query, selection, None if mask is None else mask[:, 0, 0], scale)
             return output, kernel, is_fallback
         dense = self.dense(pool.gather(slots), slots)
-        return attend_staged(query, *dense, count, *newest, *options), "torch", is_fallback
+        output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks)
+        return output, "torch", is_fallback
 
     def _attend_compiled(
         self, query: torch.Tensor, selection: Selection, mask: torch.Tensor | None, scale: float
