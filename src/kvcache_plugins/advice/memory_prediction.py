@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.models.reference_model import resolve_model

@@ -11,8 +11,7 @@ import torch
 from transformers import Cache
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.lazy_states import LazyLayer, stored_states
 
 from .fixed_storage import FixedForm
 from .fixed_window import FixedWindow

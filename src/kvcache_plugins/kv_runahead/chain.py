@@ -22,8 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import LazyStates
+from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 
 from .attention import attend_behind_prefix

@@ -16,8 +16,7 @@ from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .index_states import IndexedLayerMixin, IndexStates
-from .lazy_layer import LazyLayer
-from .lazy_states import stored_states
+from .lazy_states import LazyLayer, stored_states
 from .left_padding import LeftPadding
 
 
