@@ -24,6 +24,7 @@ from kvcache_plugins.gear.cache import GEARCache
 from kvcache_plugins.gear.captured_steps import CapturedSteps
 from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close_layers, require_same_rows
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
@@ -185,7 +186,7 @@ def _fill_layer(
     keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
     layer.update(keys, values)
     query = torch.randn(1, config.num_attention_heads, *size[1:], device=device).to(DTYPE)
-    layer.on_exact_attention(query, None, is_causal=True, scale=None)
+    layer.on_exact_attention(AttentionCall(query, is_causal=True))
     layer.settle_prompt()
     return layer, keys, values
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from kvcache_plugins.baselines import attention_weights
 from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
 from kvcache_plugins.baselines.slot_mask import SlotMask
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
 B, H, G, Q, L, D = 2, 2, 3, 7, 19, 8
@@ -50,7 +51,7 @@ def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
         counted = weights if real_queries is None else weights * real[:, None, :, None]
         expected = counted.unflatten(1, (H, G)).sum(dim=(2, 3))
         slot_mask = SlotMask(mask, is_causal=kind == "causal", length=L)
-        assert torch.allclose(sum_weights(query, keys, slot_mask, None, real_queries), expected, atol=1e-5)
+        assert torch.allclose(sum_weights(AttentionCall(query), keys, slot_mask, real_queries), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile_numbers", [1, 1 << 24], ids=["row", "whole"])
@@ -69,7 +70,7 @@ def test_attention_over_slots(monkeypatch, kind, tile_numbers):
 
     weights = plain(query, keys, mask, kind == "causal", allowed)
     slot_mask = SlotMask(mask, is_causal=kind == "causal", length=L, positions=positions)
-    tiles = list(attend_and_weigh(query, *slots, slot_mask, None))
+    tiles = list(attend_and_weigh(AttentionCall(query), *slots, slot_mask))
     output, seen = (torch.cat(parts, dim=2) for parts in list(zip(*tiles, strict=True))[1:])
     assert torch.allclose(output, weights @ values.repeat_interleave(G, dim=1), atol=1e-5)
     by_position = weights.unflatten(1, (H, G)).sum(dim=2)
@@ -81,7 +82,7 @@ def test_attention_over_slots(monkeypatch, kind, tile_numbers):
 def test_output_has_the_dtype_of_the_query(dtype):
     query, keys, values = (torch.randn(B, H, 5, D).to(dtype) for _ in range(3))
     mask = SlotMask(None, is_causal=True, length=5)
-    ((_, output, weights),) = attend_and_weigh(query, keys, values, mask, 0.5)
+    ((_, output, weights),) = attend_and_weigh(AttentionCall(query, scale=0.5), keys, values, mask)
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.5)
     assert output.dtype == dtype
     assert weights.dtype == torch.float32

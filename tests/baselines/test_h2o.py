@@ -288,7 +288,7 @@ def test_attention_that_shows_no_weights_is_refused_when_tokens_would_be_dropped
 
 
 @pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
-def test_attention_that_is_written_out_drops_the_same_tokens(tiny_model, padding):
+def test_eager_attention_drops_the_same_tokens(tiny_model, padding):
     model = tiny_model("llama")
     caches = H2OCache(model.config, **SMALL), H2OCache(model.config, **SMALL)
     expected = run(model, caches[0], padding)
@@ -301,9 +301,17 @@ def test_attention_that_is_written_out_drops_the_same_tokens(tiny_model, padding
         assert torch.equal(one.kept.positions.sort().values, other.kept.positions.sort().values)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "jetmoe", "bloom"])
+def test_attention_that_a_model_writes_out_itself_is_refused_when_tokens_would_be_dropped():
+    model, tokens = build_family("bloom"), torch.randint(5, 90, (2, 60))
+    cache = H2OCache(model.config, **SMALL)
+    feed(model, cache, tokens)
+    with pytest.raises(ValueError, match="does not show them to the cache: .*writes attention out"):
+        feed(model, cache, tokens[:, :1])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss"])
 def test_tokens_are_dropped_whatever_attention_is_over(family):
-    """Of latent states, of heads that are repeated in another order, of items and heads in one dimension."""
+    """Of latent states, and with softcaps and sinks."""
     model, tokens = build_family(family), torch.randint(5, 90, (2, 60))
     cache = H2OCache(model.config, **SMALL)
     logits = [feed(model, cache, tokens)]

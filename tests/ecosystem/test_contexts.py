@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache, list_caches
-from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyLayer
 
 
 Context = Callable[[], AbstractContextManager[object]]

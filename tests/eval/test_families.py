@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.eval import families as survey
 from kvcache_plugins.eval.families import (
     Case,
@@ -28,26 +28,30 @@ from kvcache_plugins.eval.families import (
     try_family,
 )
 from kvcache_plugins.eval.tables import render_families
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # fmt: off
 USED = [
-    "bloom", "deepseek_v2", "deepseek_v32", "falcon_h1", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama",
+    "deepseek_v2", "deepseek_v32", "falcon_h1", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama",
     "llama4_text", "opt", "qwen3_moe", "qwen3_next", "whisper",
 ]
 # Like one of those
 ALSO_USED = [
     "cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt_neox", "granite", "jamba", "lfm2_moe", "mixtral",
-    "mpt", "nemotron", "olmo2", "phi", "qwen2",
+    "nemotron", "olmo2", "phi", "qwen2",
 ]
 # fmt: on
-# The values themselves go into its mask
-READ_DENSE = {"doge"}
-# Their cache has layers of its own; attends to padding when it decodes
-REFUSED = {"deepseek_v4", "git"}
-# The least share of families that each cache works on, without a layer made dense
-SHARES = {"gear": 0.95, "infinigen": 0.85, "h2o": 0.85}
+# Their own code writes attention out; DOGE's values themselves go into its mask
+# fmt: off
+READ_DENSE = {
+    "big_bird", "bloom", "doge", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert",
+    "roformer", "trocr", "xglm",
+}
+# fmt: on
+# Their cache has layers of its own
+REFUSED = {"deepseek_v4"}
+# The least share of families that each cache answers: works on, or reads dense where it is one of those
+SHARES = {"gear": 0.98, "infinigen": 0.95, "h2o": 0.95}
 
 
 class ShiftedLayer(DynamicLayer):
@@ -154,18 +158,16 @@ def test_families_that_people_use(family: str) -> None:
     assert set(words.values()) == {("works", "")}, words
 
 
-@pytest.mark.parametrize("family", ["bloom", "gemma2", "gpt_oss", "gptj"])
-def test_attention_that_only_exists_written_out_is_answered(family: str) -> None:
+@pytest.mark.parametrize("name", ["gear-4bit", "infinigen", "h2o", "turboquant-4bit"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_softcaps_and_sinks_are_answered_from_what_is_stored(family: str, name: str) -> None:
     model = build_family(family)
-    if model.config._attn_implementation == "sdpa":
-        pytest.skip("fused in this release of Transformers")
-    cache = GEARCache(model.config, nbits=2, residual_length=16)
-    generate(model, cache, prompt(model, 80, 1), None, 20, None)
+    options = {"full_layers": ()} if name == "infinigen" else {}
+    cache = create_cache(name, model, **options)
+    run = generate(model, cache, prompt(model, 80, 1), None, 20, None)
     stats = cache.stats()
-    assert stats["dense_reads"] == 0
-    assert stats["tokens_compressed"] > 0
-    own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    assert stats["written_out_calls"] == 19 * len(own)
+    assert run.dense_reads == stats["dense_reads"] == 0
+    assert stats["attend_calls"] > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4", "gpt_neox", "mixtral", "olmo2", "opt"])
@@ -187,32 +189,14 @@ def test_written_out_attention_says_what_fused_attention_does(family: str) -> No
     assert torch.allclose(*logits, atol=2e-3 * float(logits[0].std()))
 
 
-def test_padding_that_a_model_attends_to_is_refused_unless_it_is_kept() -> None:
-    """GIT hides padding from its prompt and, without an image, attends to it when it decodes."""
-    model = build_family("git")
-    tokens = prompt(model, 80, 1).repeat(2, 1)
-    mask = torch.ones_like(tokens)
-    mask[1, :13] = 0
-    other = tokens.masked_fill(mask == 0, 9)
-    both = [generate(model, DynamicCache(config=model.config), each, mask, 6, tokens) for each in (tokens, other)]
-    if torch.allclose(both[0].logits, both[1].logits, atol=1e-5):
-        pytest.skip("hidden in both, in this release of Transformers")
-    with pytest.raises(ValueError, match="attends to padding when it decodes"):
-        generate(model, GEARCache(model.config, nbits=8), tokens, mask, 6, None)
-    dense = generate(model, DynamicCache(config=model.config), tokens, mask, 6, None)
-    cache = GEARCache(model.config, nbits=8, attention_mask=torch.ones_like(tokens))
-    run = generate(model, cache, tokens, mask, 6, dense.tokens)
-    assert torch.allclose(run.logits, dense.logits, atol=0.1 * float(dense.logits.std()))
-    assert cache.stats()["tokens_compressed"] > 0
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_all_families() -> None:
     results = [result for result in try_families(family_names(), own_cases()) if not result.dense]
     assert len(results) >= 110
     for name, share in SHARES.items():
-        assert Counter(result.outcomes[name].status for result in results)["works"] >= share * len(results), name
+        counts = Counter(result.outcomes[name].status for result in results)
+        assert counts["works"] + counts["reads dense"] >= share * len(results), name
     words = {result.family: result.outcomes["gear"].status for result in results}
     assert {family for family, status in words.items() if status == "reads dense"} <= READ_DENSE
     assert {family for family, status in words.items() if status == "refuses"} <= REFUSED

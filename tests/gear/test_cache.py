@@ -151,12 +151,11 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     assert stats["attend_calls"] == 2 * 79
     assert stats["prompts_without_mask"] == 0
     assert stats["layers_compressing"] == 2
-    # The same tokens through the same cache, read dense by the model's own eager attention
+    # The same tokens through the same cache, by its answer to eager attention
     logits = forced_logits(model, output, mask, GEARCache(model.config, nbits=8))
     model.set_attn_implementation("eager")
     dense = GEARCache(model.config, nbits=8, attention_mask=mask)
     assert torch.allclose(logits, forced_logits(model, output, mask, dense), atol=0.02 * logits.std().item())
-    assert dense.stats()["attend_calls"] == 0
 
 
 def test_eager_attention_reads_nothing_dense(tiny_model):
@@ -166,7 +165,7 @@ def test_eager_attention_reads_nothing_dense(tiny_model):
     output = generate(model, input_ids, cache)
     stats = cache.stats()
     assert stats["dense_reads"] == stats["prompts_without_mask"] == 0
-    assert stats["written_out_calls"] == 2 * 79
+    assert stats["attend_calls"] == 2 * 79
     lazy = GEARCache(model.config, nbits=2)
     model.set_attn_implementation("sdpa")
     assert torch.equal(output, generate(model, input_ids, lazy))

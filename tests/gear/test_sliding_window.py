@@ -70,22 +70,6 @@ def test_attention_is_that_of_the_dense_sliding_layer(window, padding):
         assert (dense - expected).abs().max() < 0.1
 
 
-def test_written_out_attention_sees_the_window_alone():
-    torch.manual_seed(1)
-    window, padding = 70, (0, 20)
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
-    for num_new in (130, *[1] * 20):
-        new, query = states(2, num_new), torch.randn(2, NUM_HEADS, num_new, HEAD_DIM)
-        outputs = []
-        for layer in layers:
-            mask = window_mask(layer, window, num_new, padding)
-            keys, values = layer.update(*new)
-            scores = (query @ keys.transpose(2, 3)).masked_fill(~mask, torch.finfo(torch.float32).min)
-            outputs.append((scores / HEAD_DIM**0.5).softmax(dim=-1) @ values)
-        assert ((outputs[1] - outputs[0])[:, :, -10:]).abs().max() < 0.03
-    assert layers[1].stats()["written_out_calls"] == 20
-
-
 def test_memory_is_bounded_and_counted():
     window = 70
     layer = make_layer(window)

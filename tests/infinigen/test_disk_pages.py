@@ -21,6 +21,7 @@ from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.kernels import compiled_tokens
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import gather_rows
 
 
@@ -91,7 +92,7 @@ def decode_states(folder, keys, values, queries) -> torch.Tensor:
     for query in queries:
         new = query[:, : keys.shape[1]]
         layer.update(new, new)
-        outputs.append(layer.attend(query, None, is_causal=False, scale=None))
+        outputs.append(layer.attend(AttentionCall(query)))
     return torch.cat(outputs)
 
 

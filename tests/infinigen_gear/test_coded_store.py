@@ -14,6 +14,7 @@ from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen_gear.coded_store import CodedTokens, ValueRows
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
 def states(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -268,7 +269,7 @@ def test_what_a_step_fetches_are_codes_of_values() -> None:
     layer = make_layer(share=0.25, max_fetch_ratio=0.25)
     layer.take_prompt(states(1, 2, 400, 64), states(1, 2, 400, 64, seed=1), None)
     layer.update(states(1, 2, 1, 64, seed=2), states(1, 2, 1, 64, seed=3))
-    layer.attend(states(1, 4, 1, 64, seed=4), None, is_causal=False, scale=None)
+    layer.attend(AttentionCall(states(1, 4, 1, 64, seed=4)))
     stats = layer.stats()
     assert stats["tokens_fetched"] == 2 * 100
     # 32 bytes of codes, a step and a minimum

@@ -7,6 +7,7 @@ import torch
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.kernels import engine, library
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import choose_rows_kernel
 
 
@@ -95,10 +96,10 @@ def test_without_the_library_it_warns_once_and_counts(monkeypatch):
     cache.update(states, states, 0)
     cache.layers[0].settle_prompt()
     with pytest.warns(UserWarning, match="plain PyTorch.*C kernels are not compiled"):
-        cache.layers[0].attend(torch.randn(1, 4, 1, 32), None, is_causal=False, scale=None)
+        cache.layers[0].attend(AttentionCall(torch.randn(1, 4, 1, 32)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache.layers[0].attend(torch.randn(1, 4, 1, 32), None, is_causal=False, scale=None)
+        cache.layers[0].attend(AttentionCall(torch.randn(1, 4, 1, 32)))
         assert choose_rows_kernel(ONE_TOKEN, 8, torch.float32) == ("torch", True)
     stats = cache.stats()
     assert (stats["attend_calls"], stats["fused_calls"], stats["kernel_fallbacks"]) == (2, 0, 2)

@@ -25,7 +25,4 @@ def test_it_listens_and_changes_nothing(tiny_model, architecture, implementation
         )
         assert torch.equal(logits * mask[:, part, None], expected * mask[:, part, None])
         for layer in listening:
-            if implementation == "eager":
-                assert layer.queries is None
-            else:
-                assert layer.queries.shape == (2, 4, min(256, part.stop - part.start), layer.keys.shape[3])
+            assert layer.queries.shape == (2, 4, min(256, part.stop - part.start), layer.keys.shape[3])

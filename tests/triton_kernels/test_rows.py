@@ -22,6 +22,7 @@ from kvcache_plugins.codecs.statistics import make_key_table, make_value_table
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.triton import codebook_of
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
@@ -277,10 +278,10 @@ def test_layer_attends_with_it(monkeypatch):
     for count in (90, 1):
         query = torch.randn(2, 4, count, 16, device=DEVICE)
         layer.update(*torch.randn(2, 2, 2, count, 16, device=DEVICE))
-        output = layer.attend(query, None, is_causal=count > 1, scale=None)
+        output = layer.attend(AttentionCall(query, is_causal=count > 1))
     assert layer.stats()["fused_calls"] == 1 and layer.stats()["tokens_exact"] == 5
     with plain_pytorch():
-        expected = layer.attend(query, None, is_causal=False, scale=None)
+        expected = layer.attend(AttentionCall(query))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
     error = require_close_layers("gear-t22", Cache(layers=[layer]), 4)
     assert error is not None and error < 1e-5

@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.gear.transform.calibrations import find_calibration
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import as_argument
@@ -231,7 +232,7 @@ def _take_prefix(
         # Tables are made of queries too: as if attention had just computed with them
         own.update(layer.keys, layer.values)
         own.padding = within
-        own.on_exact_attention(queries, None, is_causal=True, scale=None)
+        own.on_exact_attention(AttentionCall(queries, is_causal=True))
     else:
         own.take_prompt(layer.keys, layer.values, within)
     # Of a short item padding may go on behind the prefix

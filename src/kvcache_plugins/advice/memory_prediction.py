@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_states import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.models.reference_model import resolve_model
@@ -116,9 +117,9 @@ class RecordedCall:
             return
         # As attention does. Its queries have as many heads as the keys here: none are stored.
         if is_first:
-            layer.on_exact_attention(given[0], None, is_causal=True, scale=None)
+            layer.on_exact_attention(AttentionCall(given[0], is_causal=True))
         elif layer.stores_attention:
-            layer.attend(given[0], None, is_causal=False, scale=None)
+            layer.attend(AttentionCall(given[0]))
 
 
 class _ListeningCache(DynamicCache):

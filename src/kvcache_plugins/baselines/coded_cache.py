@@ -42,9 +42,8 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
         Returns:
             `dict[str, int]`: `num_layers` and, of those, `layers_compressing` that hold coded tokens; `tokens_cached`
             (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once,
-            however many items the batch has), `attend_calls` (attentions over coded tokens), `written_out_calls`
-            (those that the model computes itself), `prompts_without_mask` and `dense_reads` (times a side of a layer
-            was made dense for something other than attention).
+            however many items the batch has), `attend_calls` (attentions over coded tokens), `prompts_without_mask`
+            and `dense_reads` (times a side of a layer was made dense for something other than attention).
         """
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         total: Counter[str] = Counter()

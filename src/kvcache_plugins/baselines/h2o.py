@@ -27,8 +27,9 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
     beyond it, tokens are dropped at the beginning of the next update (and of a prompt in chunks, between the chunks).
     Lengths, positions and masks are those of the whole sequence.
 
-    Weights are seen under `sdpa` attention and where a model writes attention out, as `eager` does. Under any other
-    implementation the first update that would have to drop a token raises a `ValueError`.
+    Weights are computed from queries and keys under `sdpa`, `eager`, `flex_attention` and flash attention. Under any
+    other implementation, and of families that write attention out in their own code, the first update that would have
+    to drop a token raises a `ValueError`.
 
     A `crop` of up to 32 tokens of the newest update, as in assisted decoding, leaves no trace, unless that update was
     the prompt. Any other `crop` removes what it is asked to remove, but the weights that the removed queries gave

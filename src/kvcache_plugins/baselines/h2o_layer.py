@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcache_plugins.kernels.attention import gather_weights, multiply_heads, scatter_scores
-from kvcache_plugins.layers.lazy_views import View
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 
-from .attention_weights import attend_and_weigh, sum_given_weights, sum_weights
+from .attention_weights import attend_and_weigh, sum_weights
 from .h2o_config import H2OConfig
 from .kept_tokens import FREE, KeptTokens
 from .slot_mask import SlotMask
@@ -39,7 +38,6 @@ class H2OLayer(PromptLayer):
 
     needs_prompt_attention = True
     stores_attention = True
-    attends_by_heads = True
 
     def __init__(self, config: H2OConfig, layer_idx: int):
         self.config = config
@@ -59,58 +57,29 @@ class H2OLayer(PromptLayer):
         # Whether every query's weights could be counted
         self._all_weighed = True
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
+    def on_exact_attention(self, call: AttentionCall) -> None:
         # Where layers share their states, the first one's attention counts
         if self._pending is None:
             return
-        self._weigh_prompt(query, self._pending[0], attn_mask, is_causal=is_causal, scale=scale)
-
-    def on_viewed_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        if self._pending is None:
-            return
-        # All query heads are of the one head, however many its states are projected to
-        is_shared = keys is not None and self._shapes["keys"][1] == self._shapes["values"][1] == 1
-        self._weigh_prompt(query, keys if is_shared else None, attn_mask, is_causal=is_causal, scale=scale)
-
-    def _weigh_prompt(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        """Stores a prompt with the weights of its queries, if their keys are known."""
         if self._length > 1:
-            self._learn_padding(attn_mask)
+            self._learn_padding(call.mask)
         self._mask_seen = True
-        if keys is not None:
-            mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length)
-            num_queries = query.shape[2]
+        keys, values = self._pending
+        if call.project is not None:
+            # All query heads are of the one head, however many its states are projected to
+            keys = call.project({"keys": keys, "values": values})[0]
+        if call.project is None or self._has_one_head:
+            mask = SlotMask(call.mask, is_causal=call.is_causal, length=self._length)
+            num_queries = call.query.shape[2]
             real = self._valid_tokens(self._length - num_queries, num_queries)
             with torch.no_grad():
-                weights = sum_weights(query, keys, mask, scale, real)
-            self._prompt_weights = weights if weights.shape[1] == self._shapes["keys"][1] else weights.sum(1, True)
+                weights = sum_weights(call, keys, mask, real)
+            self._prompt_weights = weights if call.project is None else weights.sum(1, True)
         self.settle_prompt()
 
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        self._note_weights(weights)
-        if self._pending is None:
-            return
-        if by_heads is not None:
-            self._prompt_weights = sum_given_weights(by_heads, self._valid_tokens(0, self._length))
-        self.settle_prompt()
+    @property
+    def _has_one_head(self) -> bool:
+        return self._shapes["keys"][1] == self._shapes["values"][1] == 1
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         weights, self._prompt_weights = self._prompt_weights, None
@@ -129,78 +98,37 @@ class H2OLayer(PromptLayer):
         if self.kept.num_slots == self._length:
             self.kept.own()
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         self.settle_prompt()
         assert self.kept is not None, "nothing was stored"
-        return self._attend(query, self.kept.keys, self.kept.values, attn_mask, is_causal=is_causal, scale=scale)
+        return self._attend(call, self.kept.keys, self.kept.values)
 
-    def attend_views(
-        self,
-        query: torch.Tensor,
-        keys: View,
-        values: View,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor | None:
+    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
         self.settle_prompt()
-        kept = self.kept
-        assert kept is not None, "nothing was stored"
-        # Of several heads each has tokens of its own, which a view may mix
-        if kept.keys.shape[1] != 1 or kept.values.shape[1] != 1:
-            return None
-        tile, done = {"keys": kept.keys, "values": kept.values}, dict[View, torch.Tensor]()
-        states = keys.of(tile, done), values.of(tile, done)
-        return self._attend(query, *states, attn_mask, is_causal=is_causal, scale=scale)
+        assert self.kept is not None and call.project is not None, "nothing was stored"
+        # Of several heads each has tokens of its own, which a projection may mix
+        if not self._has_one_head:
+            return super().attend_projected(call)
+        return self._attend(call, *call.project({"keys": self.kept.keys, "values": self.kept.values}))
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        """Attention over the states in all slots, of the heads that are stored or of views of the only one."""
+    def _attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention over the states in all slots, of the heads that are stored or of what the only one projects to."""
         kept, num_new = self.kept, self._num_latest
         assert kept is not None
         if num_new > 1:
-            self._learn_padding(attn_mask)
+            self._learn_padding(call.mask)
         # Transformers hands one token's query heads over as rows of their key/value head
-        counts = not self._attended and (num_new == 1 or num_new == query.shape[2])
+        counts = not self._attended and (num_new == 1 or num_new == call.query.shape[2])
         positions = kept.positions.expand(-1, keys.shape[1], -1)
-        mask = SlotMask(attn_mask, is_causal=is_causal, length=self._length, positions=positions)
+        mask = SlotMask(call.mask, is_causal=call.is_causal, length=self._length, positions=positions)
         outputs = []
-        for rows, output, weights in attend_and_weigh(query, keys, values, mask, scale):
+        for rows, output, weights in attend_and_weigh(call, keys, values, mask):
             outputs.append(output)
             if counts:
-                is_view = weights.shape[1] != kept.keys.shape[1]
-                self._count_weights(rows, weights.detach().sum(1, True) if is_view else weights.detach())
+                self._count_weights(rows, weights.detach().sum(1, True) if call.project else weights.detach())
         self._attended = self._attended or counts
         self._counters["attend_calls"] += 1
         return torch.cat(outputs, dim=2)
-
-    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
-        self.settle_prompt()
-        kept = self.kept
-        assert kept is not None, "nothing was stored"
-        scores = multiply_heads(query, kept.keys.transpose(2, 3))
-        return self._left_padding.let_through(scatter_scores(scores, kept.positions, self._length))
-
-    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
-        kept = self.kept
-        assert kept is not None, "nothing was stored"
-        weights = gather_weights(weights, kept.positions)
-        if not self._attended and weights.shape[3] == self._num_latest:
-            self._count_weights(slice(0, self._num_latest), weights.detach().float().sum(dim=2))
-            self._attended = True
-        self._counters["attend_calls"] += 1
-        return multiply_heads(weights, kept.values)
 
     def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
         """
@@ -254,8 +182,8 @@ class H2OLayer(PromptLayer):
             raise ValueError(
                 f"layer {self.layer_idx} holds {self._length} tokens and has to drop some, but which ones only "
                 "attention weights tell, and the model's attention does not show them to the cache: set "
-                "`attn_implementation` to `sdpa` or `eager`, where that is not so already, or let `heavy_ratio` and "
-                "`recent_ratio` add up to 1"
+                "`attn_implementation` to `sdpa` or `eager`, where that is not so already; for a model that writes "
+                "attention out in its own code let `heavy_ratio` and `recent_ratio` add up to 1"
             )
         if self.kept.is_within(min(totals)):
             return

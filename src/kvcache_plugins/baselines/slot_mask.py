@@ -35,7 +35,7 @@ class SlotMask:
         """How many of the first slots the queries before `stop` can attend to; `None` for all of them."""
         return min(stop, self.length) if self.is_causal and self.positions is None else None
 
-    def softmax(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
+    def softmax(self, scores: torch.Tensor, rows: slice, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """
         The weights that scores `[B, H, G, queries, S]` of the queries `rows`, over `num_slots(rows.stop)` slots, stand
         for: all zero where a query may attend to nothing. The scores are used up.
@@ -49,6 +49,12 @@ class SlotMask:
                 mask = used if mask is None else mask & used
             else:
                 scores.masked_fill_(~used, -torch.inf)
+        if sinks is not None:
+            if mask is not None and mask.dtype == torch.bool:
+                scores.masked_fill_(~mask, -torch.inf)
+            elif mask is not None:
+                scores.add_(mask)
+            return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
         if mask is None:
             return scores.softmax(dim=-1)
         if mask.dtype == torch.bool:

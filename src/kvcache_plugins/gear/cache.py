@@ -57,9 +57,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     LLM](https://huggingface.co/papers/2403.05527), and transform coding, which keeps more for the same bytes and is
     what a cache without options does, the same as `create_cache("gear")`. GEAR's form is taken when one of its options
     is given: `nbits`, `rank`, `sparsity`, ... The prompt is compressed right after its attention, decoded tokens
-    in chunks; nothing is compressed twice. Under `sdpa` attention, and where a model writes its attention out
-    (`eager`), the cache is read tile by tile and never made dense; under any other implementation it is made dense a
-    layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
+    in chunks; nothing is compressed twice. Under `sdpa`, `eager`, `flex_attention` and
+    flash attention the cache is read tile by tile and never made dense; under any other implementation it is made
+    dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
@@ -238,7 +238,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     @property
     def learns_from_queries(self) -> bool:
-        """Whether what is stored of a prompt depends on its queries, which no attention but `sdpa` shows."""
+        """Tells whether what is stored of a prompt depends on its queries, so that attention has to show them."""
         return isinstance(self.gear_config, TransformConfig)
 
     def stats(self) -> dict[str, StatValue]:
@@ -250,12 +250,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `layers_windowed` that are compressed and attend to a window, and `layers_left` as Transformers' own;
             `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
             (each token once, however many items the batch has), `chunks_compressed`, `attend_calls`
-            (attentions over compressed states), `fused_calls` (those of them by a fused kernel), `written_out_calls`
-            (attentions over compressed states that the model computes itself), `kernel_fallbacks` (those for which the
-            kernel that was wanted could not be had), `dense_reads` (sides made dense for something other than
-            attention) and `prompts_without_mask` (prompts compressed without having seen a mask). Only of a chosen
-            cache `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset` of all that were
-            tried.
+            (attentions over compressed states), `fused_calls` (those of them by a fused kernel), `kernel_fallbacks`
+            (those for which the kernel that was wanted could not be had), `dense_reads` (sides made dense for
+            something other than attention) and `prompts_without_mask` (prompts compressed without having seen a mask).
+            Only of a chosen cache `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset`
+            of all that were tried.
             Only with a calibration `calibration_bytes`, which `memory()` has apart as `shared`.
         """
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]

@@ -25,6 +25,7 @@ from transformers.utils.generic import ModelOutput
 
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import (
     MAX_NUM_QUERIES,
     choose_kernel,
@@ -34,8 +35,7 @@ from kvcache_plugins.kernels.engine import (
 )
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.lazy_states import LazyLayer, stored_states
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 
@@ -260,13 +260,11 @@ class StepLayer(LazyLayer):
         shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self._length, self.dtype, self.device)
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `LazyLayer.attend`."""
-        if attn_mask is not None:
+        if call.mask is not None or not call.is_plain:
             raise ValueError("`captured_steps` is not for models that add to the scores of attention")
-        return self._form.attend(query, self._parts, scale)
+        return self._form.attend(call.query, self._parts, call.scale)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """See `LazyLayer.states_shape`."""

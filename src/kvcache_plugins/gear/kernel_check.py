@@ -9,6 +9,7 @@ import torch
 from transformers import Cache
 
 from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
@@ -100,8 +101,8 @@ def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float
         probed = copy.copy(layer)
         batch_size, _, _, head_dim = layer.states_shape("keys")
         query = torch.randn(batch_size, num_query_heads, 1, head_dim, device=layer.device, dtype=layer.dtype)
-        output = probed.attend(query, None, is_causal=False, scale=None)
+        output = probed.attend(AttentionCall(query))
         with plain_pytorch():
-            expected = probed.attend(query.float(), None, is_causal=False, scale=None)
+            expected = probed.attend(AttentionCall(query.float()))
         errors.append(require_close(f"{name}, layer {index}", output, expected))
     return max(errors, default=None)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import key_value_heads
@@ -119,11 +120,11 @@ def exercise(
             query = states(count, sizes.key_dim, sizes.num_query_heads)
             if layer.get_seq_length() == count:
                 hidden = mask(count, count)
-                layer.on_exact_attention(query, hidden, is_causal=hidden is None, scale=None)
-        layer.attend(query, mask(1, layer.get_seq_length()), is_causal=False, scale=None)
+                layer.on_exact_attention(AttentionCall(query, hidden, is_causal=hidden is None))
+        layer.attend(AttentionCall(query, mask(1, layer.get_seq_length())))
         if is_captured:
             form, numbers = FixedForm(layer, 1), StepNumbers(sizes.device)
             numbers.set(form.numbers())
             step: Any = StepLayer(form, numbers)
             step.update(states(1, sizes.key_dim), states(1, sizes.value_dim))
-            step.attend(query, None, is_causal=False, scale=None)
+            step.attend(AttentionCall(query))

@@ -54,7 +54,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
     next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
     and fetched. A model on a CPU has nothing to fetch: a layer chooses by its own query there (see `speculate`).
-    Attention is over those and the newest tokens, be it `sdpa`'s or written out by the model. Several new tokens at
+    Attention is over those and the newest tokens, be it `sdpa`'s or `eager`. Several new tokens at
     once, and latent attention, attend to everything: exact, and slower.
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so

@@ -19,6 +19,7 @@ import torch
 
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.user_warnings import warn_user
@@ -174,15 +175,15 @@ class InfiniGenLayer(PromptLayer):
             if "tokens_fetched" not in self._sums:
                 self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        if self.check_queries is not None:
-            check, self.check_queries = self.check_queries, None
-            check(query)
-        if self.needs_prompt_attention:
-            self._prompt_queries = query
-        super().on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        # Queries of what is projected are of other heads
+        if call.project is None:
+            if self.check_queries is not None:
+                check, self.check_queries = self.check_queries, None
+                check(call.query)
+            if self.needs_prompt_attention:
+                self._prompt_queries = call.query
+        super().on_exact_attention(call)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         self._refuse_evicted()
@@ -230,22 +231,19 @@ class InfiniGenLayer(PromptLayer):
         pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        query, attn_mask = call.query, call.mask
+        scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
         self._counters["attend_calls"] += 1
         # Queries of a group may come as tokens, under a mask that all heads share
         is_shared = attn_mask is None or attn_mask.shape[:-2][-1:] in ((), (1,))
         if self._num_new == 1 and self.wants_speculation and (is_shared or query.shape[2] == 1):
-            return self._attend_selected(query, attn_mask, scale)
-        if is_causal:
-            shape = (query.shape[2], self._length)
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+            return self._attend_selected(call, scale)
         num_heads = self._shapes["keys"][1]
-        output = attend(query, self._parts(attn_mask, query.shape[1] // num_heads), num_heads, scale)
+        parts = self._parts(call.full_mask(self._length), query.shape[1] // num_heads)
+        output = attend(query, parts, num_heads, scale, softcap=call.softcap, sinks=call.sinks)
         self._counters["exact_calls"] += 1
-        self._learn_padding(None if is_causal else attn_mask)
+        self._learn_padding(attn_mask)
         self.settle_prompt()
         return output
 
@@ -256,9 +254,9 @@ class InfiniGenLayer(PromptLayer):
             keys, values = self._pending
             yield DensePart(keys, values, keys.shape[2], attn_mask)
 
-    def _attend_selected(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
         """Attention of one new token over what was fetched for it and the window."""
-        pool = self.pool
+        query, attn_mask, pool = call.query, call.mask, self.pool
         assert pool is not None
         by_heads = self.batch_size, pool.num_heads, -1
         mask = attn_mask
@@ -274,7 +272,12 @@ class InfiniGenLayer(PromptLayer):
         rows = query.reshape(*by_heads, query.shape[3])
         # A copy of a fetch has its choice and no rows
         staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
-        output, kernel, is_fallback = self.tokens.attend(rows, fetch.selection, staged, mask, scale)
+        sinks = (
+            None if call.sinks is None else call.sinks.reshape(-1, pool.num_heads, query.shape[1] // pool.num_heads, 1)
+        )
+        output, kernel, is_fallback = self.tokens.attend(
+            rows, fetch.selection, staged, mask, scale, call.softcap, sinks
+        )
         if kernel is not None:
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback

@@ -254,6 +254,8 @@ class OffloadedTokens:
         staged: StagedRows | None,
         mask: torch.Tensor | None,
         scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, str | None, bool]:
         """
         Attention of one new token over the tokens that were chosen for it and the window.
@@ -265,6 +267,8 @@ class OffloadedTokens:
             mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): rows of the mask, boolean or
                 added to the scores.
             scale (`float`): factor of the scores.
+            softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
+                `AttentionCall`.
 
         Returns:
             The output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
@@ -276,15 +280,26 @@ class OffloadedTokens:
         positions = None if mask is None else pool.positions_of(slots)
         if staged is not None:
             with staged as rows:
-                dense = self.dense(rows, slots)
-                output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled)
+                output = attend_staged(
+                    query,
+                    *self.dense(rows, slots),
+                    count,
+                    *newest,
+                    scale,
+                    mask,
+                    positions,
+                    self.num_pooled,
+                    softcap,
+                    sinks,
+                )
             return output, None, False
         kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
-        if kernel == "compiled" and (mask is None or mask.shape[1:3] == (1, 1)):
+        is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
+        if kernel == "compiled" and is_plain:
             output = self._attend_compiled(query, selection, None if mask is None else mask[:, 0, 0], scale)
             return output, kernel, is_fallback
         dense = self.dense(pool.gather(slots), slots)
-        output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled)
+        output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks)
         return output, "torch", is_fallback
 
     def _attend_compiled(

@@ -28,6 +28,8 @@ def attend(
     num_key_value_heads: int,
     scale: float | None = None,
     kernel: str = "torch",
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attends over all parts of a cache.
@@ -43,6 +45,8 @@ def attend(
             Factor of the scores.
         kernel (`str`, *optional*, defaults to `"torch"`):
             What computes: what `engine.choose_kernel` returned.
+        softcap, sinks (*optional*):
+            As in `AttentionCall`, which only PyTorch's kernel knows.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
@@ -60,7 +64,7 @@ def attend(
         from .triton import attend as attend_with_triton
 
         return attend_with_triton(query, given, num_key_value_heads, scale)
-    attention = OnlineAttention(query, num_key_value_heads, scale)
+    attention = OnlineAttention(query, num_key_value_heads, scale, softcap, sinks)
     for part in given or parts:
         for keys, values, start, stop in part.tiles():
             attention.add_tile(keys, values, slice_mask(part.mask, start, stop))
@@ -93,10 +97,20 @@ class OnlineAttention:
             H.
         scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
             Factor of the scores.
+        softcap (`float`, *optional*), sinks (`torch.Tensor`, *optional*):
+            As in `AttentionCall`.
     """
 
-    def __init__(self, query: torch.Tensor, num_key_value_heads: int, scale: float | None = None):
+    def __init__(
+        self,
+        query: torch.Tensor,
+        num_key_value_heads: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ):
         self.dtype, self.scale = query.dtype, query.shape[3] ** -0.5 if scale is None else scale
+        self._softcap, self._sinks = softcap, sinks
         self._query = query.float().unflatten(1, (num_key_value_heads, -1))  # [B, H, G, Q, D]
         self._output: torch.Tensor | None = None  # [B, H, G, Q, value head dim]
         self._log_sum = self._query.new_full((), -torch.inf)  # [B, H, G, Q, 1]
@@ -112,7 +126,7 @@ class OnlineAttention:
                 Boolean (`True` attends) or added to the scores.
         """
         keys, values = keys.float(), values.float()
-        if choose_flash(self._query.flatten(1, 2), values.shape[3]):
+        if self._softcap is None and choose_flash(self._query.flatten(1, 2), values.shape[3]):
             output, log_sum = self._by_flash(keys, values, mask)
         else:
             output, log_sum = self._by_products(keys, values, mask)
@@ -133,7 +147,11 @@ class OnlineAttention:
         attend to nothing.
         """
         assert self._output is not None, "there is nothing to attend to"
-        return self._output.flatten(1, 2).to(self.dtype)
+        output = self._output.flatten(1, 2)
+        if self._sinks is not None:
+            # They take the share of the weights that a token with their score would
+            output = output * (self._log_sum.flatten(1, 2) - self._sinks.float()).sigmoid()
+        return output.to(self.dtype)
 
     def _by_products(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -141,6 +159,8 @@ class OnlineAttention:
         """Heads of a group are further queries of one head."""
         scores = (self._query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
         scores = scores.view(*self._query.shape[:4], -1)
+        if self._softcap is not None:
+            scores = (scores / self._softcap).tanh() * self._softcap
         if mask is not None:
             by_head = scores.flatten(1, 2)
             masked = by_head.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_head + mask.float()
@@ -183,33 +203,3 @@ def _flash(
         query.contiguous(), keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
     return output, log_sum
-
-
-def scatter_scores(scores: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """
-    Brings scores of slots into the order of the tokens that a model knows, -inf where there is no slot.
-
-    Args:
-        scores (`torch.Tensor` of shape `[B, H, G, Q, S]`): products with the keys in slots.
-        positions (`torch.Tensor` of shape `[B, H, S]`): tokens in the slots, negative where there is none.
-        num_tokens (`int`): T.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, Q, T]`.
-    """
-    # A slot without a token has a column of its own, behind all others
-    index = positions.long().masked_fill(positions < 0, num_tokens)[:, :, None, None].expand_as(scores)
-    all_scores = scores.new_full((*scores.shape[:4], num_tokens + 1), -torch.inf)
-    return all_scores.scatter_(4, index, scores)[..., :num_tokens]
-
-
-def gather_weights(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Takes weights of slots, `[B, H, G, Q, S]`, from those of all tokens `[B, H, G, Q, T]`; 0 without a token."""
-    index = positions.long().clamp(min=0)[:, :, None, None].expand(*weights.shape[:4], -1)
-    return weights.gather(4, index).masked_fill((positions < 0)[:, :, None, None], 0)
-
-
-def multiply_heads(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiplies `[B, H, G, Q, n]` of every query head with `[B, H, n, m]` of its key/value head, in float32."""
-    product = left.flatten(2, 3).float() @ right.float()
-    return product.view(*left.shape[:4], right.shape[3])

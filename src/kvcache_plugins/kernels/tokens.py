@@ -237,6 +237,8 @@ def attend_staged(
     mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     window_start: int = 0,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attends over chosen tokens and the window, with the queries of one new token, in PyTorch.
@@ -262,6 +264,8 @@ def attend_staged(
             Columns of the mask that chosen tokens have, negative where there is no token; needed with a mask.
         window_start (`int`, *optional*, defaults to 0):
             Column of the window's first token.
+        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*):
+            As in `AttentionCall`.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
@@ -271,8 +275,10 @@ def attend_staged(
     # Zero times NaN is NaN: a weight of zero alone would not do
     values = values.float().masked_fill(is_filling[..., None], 0.0)
     scaled = query.float() * scale
-    chosen = (scaled @ keys.float().transpose(2, 3)).masked_fill(is_filling[:, :, None], -torch.inf)
-    scores = torch.cat([chosen, scaled @ window_keys.float().transpose(2, 3)], dim=3)  # [B, H, G, K + W]
+    chosen, newest = (scaled @ each.float().transpose(2, 3) for each in (keys, window_keys))
+    if softcap is not None:
+        chosen, newest = ((each / softcap).tanh() * softcap for each in (chosen, newest))
+    scores = torch.cat([chosen.masked_fill(is_filling[:, :, None], -torch.inf), newest], dim=3)  # [B, H, G, K + W]
     if mask is not None:
         assert positions is not None
         columns = mask.expand(-1, num_heads, -1, -1)
@@ -280,9 +286,12 @@ def attend_staged(
         places = positions.clamp(min=0)[:, :, None].expand(-1, -1, columns.shape[2], -1)
         seen = torch.cat([columns.gather(3, places), own], dim=3)
         scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.float()
+    num_tokens = scores.shape[3]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=3)
     # Of nothing but -inf softmax would make NaN
     is_empty = (scores == -torch.inf).all(dim=3, keepdim=True)
-    weights = scores.softmax(dim=3).masked_fill(is_empty, 0.0)
+    weights = scores.softmax(dim=3).masked_fill(is_empty, 0.0)[..., :num_tokens]
     return (weights[..., :most] @ values + weights[..., most:] @ window_values.float()).to(query.dtype)
 
 

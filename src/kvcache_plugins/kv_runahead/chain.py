@@ -21,8 +21,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import LazyStates
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 
 from .attention import attend_behind_prefix
@@ -203,12 +203,10 @@ class RunaheadLayer(LazyLayer):
         )
         return lazy_keys, lazy_values
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         assert self._states is not None
-        part, (keys, values) = self._slice, self._states
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
+        query, part, (keys, values) = call.query, self._slice, self._states
+        if call.mask is not None and call.mask.dtype != torch.bool:
             raise ValueError(
                 "`model`: attention adds a bias to its scores, which is not known for the tokens of other ranks; "
                 "`model.set_attn_implementation('eager')` takes the exact way"
@@ -222,7 +220,7 @@ class RunaheadLayer(LazyLayer):
             rows,
             keys,
             values,
-            scale=scale,
+            scale=call.scale,
             padding=None if padding is None else [max(count - first, 0) for count in padding],
             window=self.window,
         )

@@ -1,22 +1,29 @@
 """Attention functions of Transformers' table, over lazy states.
 
-`flex_attention` compiles what it is given, and a kernel of flash attention reads it: neither asks lazy states.
-Importing this module wraps their entries of the table. States of other caches go on to what was there; to lazy states
-the layer that stores them attends, as under `sdpa` and with the same tokens hidden, and so learns padding and queries.
-A table's entry is looked up at each call: a model may change its implementation between two steps of one cache.
+`sdpa` asks lazy states by itself. `eager` is written out, `flex_attention` compiles what it is given, and a kernel of
+flash attention reads it: importing this module puts functions of ours into their places of the table. States of other
+caches go on to what was there, for `eager` to the module's own function; to lazy states the layer that stores them
+attends, with the same tokens hidden, and so learns padding and queries. A table's entry is looked up at each call: a
+model may change its implementation between two steps of one cache.
 """
 
+import inspect
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, partial, wraps
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .lazy_states import LazyStates
+from kvcache_plugins.kernels.attention import OnlineAttention
+from kvcache_plugins.kernels.attention_call import AttentionCall
+
+from .lazy_states import LazyStates, attend_lazily
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -28,6 +35,113 @@ _MaskReader = Callable[..., _Mask | None]
 _DENSE_MASKS: WeakKeyDictionary[BlockMask, _Mask] = WeakKeyDictionary()
 # Rows of a mask that are made at once: a causal mask need never be there whole
 _NUM_ROWS = 256
+# What Transformers' functions of `eager` attention are made of: softmax, softcap, bias, mask, sinks, dropout. One that
+# asks for anything else is something else
+_EAGER_NAMES = (
+    "F cat contiguous device device_type dropout dtype enabled expand finfo float float32 functional getattr hasattr "
+    "head_dim logsumexp matmul max maybe_autocast min nn num_key_value_groups num_key_value_heads repeat_kv reshape "
+    "shape sigmoid sinks size softmax tanh to torch training transpose type unsqueeze values view"
+)
+# By class of attention modules: where its function is, and how it is called
+_EAGER_FUNCTIONS: dict[type[torch.nn.Module], tuple[str, str] | None] = {}
+_EAGER_OPTIONS = "scaling dropout softcap position_bias sinks s_aux sliding_window kwargs"
+
+
+def attend_eagerly(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Attend as the module's own function for `eager`, which computes where states are dense or exact, or weights are
+    asked for. To those that a layer stores the layer attends, and there are no weights.
+    """
+    place, name = _find_eager_function(type(module))
+    attend: Attention = getattr(sys.modules[place], name)
+    if isinstance(key, LazyStates) and isinstance(value, LazyStates) and _asks_as_ever(attend):
+        output = _attend_stored(attend, module, query, key, value, attention_mask, options)
+        if output is not None:
+            return output
+    return attend(module, query, key, value, attention_mask, **options)
+
+
+# Nothing that `torch.compile` could trace
+@torch.compiler.assume_constant_result
+def _find_eager_function(kind: type[torch.nn.Module]) -> tuple[str, str]:
+    """
+    Name the module and the function that a class of attention modules has for `eager`, as its methods use it.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if kind not in _EAGER_FUNCTIONS:
+        methods = (inspect.unwrap(each) for base in kind.__mro__ for each in vars(base).values() if callable(each))
+        used = (
+            (method.__module__, name)
+            for method in filter(inspect.isfunction, methods)
+            for name in method.__code__.co_names
+            if name.endswith("eager_attention_forward") and name in method.__globals__
+        )
+        usual = (
+            (base.__module__, "eager_attention_forward")
+            for base in kind.__mro__
+            if hasattr(sys.modules.get(base.__module__), "eager_attention_forward")
+        )
+        _EAGER_FUNCTIONS[kind] = next(chain(used, usual), None)
+    found = _EAGER_FUNCTIONS[kind]
+    if found is None:
+        raise ValueError(
+            f"`attn_implementation` is `eager`, but `{kind.__module__}` has no `eager_attention_forward` that "
+            f"`{kind.__name__}` uses: set it to `sdpa`"
+        )
+    return found
+
+
+@cache
+def _asks_as_ever(attend: Attention) -> bool:
+    """Tell whether a function for `eager` computes nothing but what an `AttentionCall` can say."""
+    function = inspect.unwrap(attend)
+    code = getattr(function, "__code__", None)
+    options = list(inspect.signature(function).parameters)[5:]
+    return code is not None and {*code.co_names} <= {*_EAGER_NAMES.split()} and {*options} <= {*_EAGER_OPTIONS.split()}
+
+
+@torch.compiler.disable
+def _attend_stored(
+    attend: Attention,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyStates,
+    value: LazyStates,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Have the layer attend; `None` if weights are asked for, or it cannot."""
+    wants_weights = options.get("output_attentions", getattr(module.config, "output_attentions", False))
+    if options.get("dropout") or (wants_weights and key.exact is None):
+        return None
+    bias = options.get("position_bias")
+    if bias is not None:
+        mask = bias if mask is None else bias + mask
+    # A new token that nothing is hidden from needs no mask, which kernels are faster without
+    if mask is not None and query.shape[2] == 1 and mask.device.type == "cpu" and not bool(mask.any()):
+        mask = None
+    call = AttentionCall(
+        query, mask, scale=options.get("scaling"), softcap=options.get("softcap"), sinks=_sinks_of(module, options)
+    )
+    output = attend_lazily(call, key, value, lambda *dense: attend(module, query, *dense, mask, **options))
+    return (output.transpose(1, 2).contiguous(), None) if isinstance(output, torch.Tensor) else output
+
+
+def _sinks_of(module: torch.nn.Module, options: dict[str, Any]) -> torch.Tensor | None:
+    """Find scores of sinks, one a head or one a query, as `AttentionCall` has them."""
+    for sinks in (options.get("sinks"), options.get("s_aux"), getattr(module, "sinks", None)):
+        if isinstance(sinks, torch.Tensor):
+            return sinks.detach() if sinks.dim() == 4 else sinks.detach().reshape(1, -1, 1, 1)
+    return None
 
 
 def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
@@ -44,11 +158,11 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(key, LazyStates) or isinstance(value, LazyStates):
-            return attend_lazily(module, query, key, value, attention_mask, *args, **options)
+            return attend_to_lazy(module, query, key, value, attention_mask, *args, **options)
         return attend(module, query, key, value, attention_mask, *args, **options)
 
     @torch.compiler.disable
-    def attend_lazily(
+    def attend_to_lazy(
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -61,41 +175,27 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
             # Not hidden by a mask, but by what only this implementation understands
             return attend(module, query, key + 0, value + 0, attention_mask, **options)
         mask, options["is_causal"] = found
-        if options.get("softcap") is None and options.get("s_aux") is None:
+        softcap, sinks = options.get("softcap"), options.get("s_aux")
+        if softcap is None and sinks is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        return _attend_eagerly(query, key, value, mask, **options), None
+        # Which `scaled_dot_product_attention` does not have
+        call = AttentionCall(
+            query, mask, options["is_causal"], options.get("scaling"), softcap, _sinks_of(module, options)
+        )
+        output = None
+        if isinstance(key, LazyStates) and isinstance(value, LazyStates):
+            output = attend_lazily(call, key, value, partial(_attend_densely, call))
+        if output is None:
+            output = _attend_densely(call, key + 0, value + 0)
+        return output.transpose(1, 2).contiguous(), None
 
     return forward
 
 
-def _attend_eagerly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    is_causal: bool,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
-) -> torch.Tensor:
-    """Attend with a softcap or sinks, which `scaled_dot_product_attention` does not have, `[B, Q, H, D]`."""
-    num_groups = query.shape[1] // key.shape[1]
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, repeat_kv(key, num_groups).transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if is_causal:
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        is_hiding = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if is_hiding else scores + mask
-    if s_aux is not None:
-        sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    return torch.matmul(weights, repeat_kv(value, num_groups)).transpose(1, 2).contiguous()
+def _attend_densely(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    attention = OnlineAttention(call.query, key.shape[1], call.scale, call.softcap, call.sinks)
+    attention.add_tile(key, value, call.full_mask(key.shape[2]))
+    return attention.result()
 
 
 def _read_block_mask(
@@ -184,6 +284,7 @@ def _register() -> None:
             AttentionInterface.register(name, _wrap(attend, _read_padding_mask))
         elif name.startswith("paged|"):
             AttentionInterface.register(name, _wrap(attend, _refuse(name)))
+    AttentionInterface.register("eager", attend_eagerly)
 
 
 _register()

@@ -24,6 +24,7 @@ import torch
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
 from .contexts import in_own_context
@@ -73,7 +74,6 @@ class CompressedLayer(PromptLayer):
         "chunks_compressed",
         "attend_calls",
         "fused_calls",
-        "written_out_calls",
         "kernel_fallbacks",
         "prompts_without_mask",
     )
@@ -423,24 +423,20 @@ class CompressedLayer(PromptLayer):
         moments = QueryMoments.of(query, self._shapes["keys"][1], self._unfitted.layouts, valid)
         self._moments = moments if self._moments is None else self._moments.plus(moments)
 
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         if not self.packing.residual_length:
             # What attention is over is packed
-            self._learn_padding(None if is_causal else attn_mask)
+            self._learn_padding(call.mask)
             self.settle_prompt()
-        if is_causal:
-            shape = (query.shape[2], self.lazy_length())
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-        kernel, is_fallback = self.packing.choose(self._unfitted, query)
-        output = attend(query, self._parts(attn_mask), self._shapes["keys"][1], scale, kernel)
+        query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
+        kernel, is_fallback = self.packing.choose(self._unfitted, query) if call.is_plain else ("torch", False)
+        output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
         self._counters["attend_calls"] += 1
         self._counters["fused_calls"] += kernel != "torch"
         self._counters["kernel_fallbacks"] += is_fallback
-        self._after_attention(query, attn_mask, is_causal=is_causal)
-        if attn_mask is None and kernel == "compiled":
-            self._prepare_call(query, scale)
+        self.on_exact_attention(call)
+        if mask is None and kernel == "compiled":
+            self._prepare_call(query, call.scale)
         return output
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
@@ -467,15 +463,11 @@ class CompressedLayer(PromptLayer):
             parts = [*prepared.parts, DensePart(*buffer.tensors(), buffer.length, None)]
             prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        self._after_attention(query, attn_mask, is_causal=is_causal)
-
-    def _after_attention(self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool) -> None:
-        self._learn_padding(None if is_causal else attn_mask)
-        if self._pending is not None or self._needs_queries:
-            self._note_queries(query)
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        self._learn_padding(call.mask)
+        # Queries of what is projected are of other heads
+        if call.project is None and (self._pending is not None or self._needs_queries):
+            self._note_queries(call.query)
         if self._pending is not None:
             self.settle_prompt()
 

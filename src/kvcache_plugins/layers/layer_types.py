@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from kvcache_plugins.user_warnings import warn_user
 
-from .lazy_layer import LazyLayer
+from .lazy_states import LazyLayer
 from .recurrent_states import with_recurrent_states
 
 

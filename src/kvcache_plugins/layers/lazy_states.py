@@ -2,45 +2,59 @@
 
 `Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back
 dense tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device
-but only refers to its layer. It is asked through two doors:
+but only refers to its layer. Given to `torch.nn.functional.scaled_dot_product_attention`, or to a function of
+`attention_functions`, it has the layer attend: nothing is made dense.
 
-- Given to `torch.nn.functional.scaled_dot_product_attention`, it calls the layer's `attend`: nothing is made dense.
-- Where attention is written out, as softcaps, sinks and biases need it, the product with keys is the scores, and the
-  product of weights with values their sum, made a tile of tokens at a time: see `lazy_products`.
-
-What models do to states on the way (transposing, repeating heads, splitting, projecting) is carried along as a view,
-see `view_steps`. Anything else (a user's own attention) gets the dense tensor: right, and slower.
-
-What a layer has to offer for that is `StatesSource`; `lazy_layer.LazyLayer` is the base of every layer that does.
+What models do to states before that is recorded where it leaves every token by itself (`recorded_operations`): heads
+that are repeated are still attended to as they are stored, and of what is projected, as in latent attention, a tile of
+tokens is made at a time. Anything else, such as attention that a model writes out in its own code, gets the dense
+tensor: right, and slower.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from kvcache_plugins.kernels.attention import OnlineAttention
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.masks import slice_mask
 
 from .contexts import in_own_context, is_foreign_context, without_gradients
-from .lazy_products import ADDING, FACTORS, attend_views, multiply
-from .lazy_views import Blank, BlankPart, Step, StoredSide, View
-from .states_source import StatesSource
-from .view_steps import Layout, TokenStep, find_steps
+from .recorded_operations import (
+    RECORDABLE,
+    STORED,
+    STORED_KEYS,
+    STORED_VALUES,
+    Operation,
+    Sample,
+    map_nested,
+    record,
+    sample_stored,
+)
 
 
+# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
+_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
-_STORED_KEYS, _STORED_VALUES = StoredSide("keys"), StoredSide("values")
-_STORED_SIDES: dict[str, View] = {"keys": _STORED_KEYS, "values": _STORED_VALUES}
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
 class LazyStates(torch.Tensor):
     """
-    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, or a view of them, that become dense only
-    when something needs them to.
+    Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, or what has been made of them, that become
+    dense only when something needs them to.
 
     Attributes:
-        layer (`StatesSource`): the layer they belong to.
-        origin (`View`): what they are of what the layer stores.
+        layer (`LazyLayer`): the layer they belong to.
+        operation (`Operation`): what they are of what the layer stores.
         token_dim (`int`): the dimension that tokens are in.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
             compression).
@@ -48,30 +62,31 @@ class LazyStates(torch.Tensor):
             layer's `attend` is over.
     """
 
-    layer: StatesSource
-    origin: View
+    layer: "LazyLayer"
+    operation: Operation
     token_dim: int = 2
     exact: torch.Tensor | None = None
     num_repeats: int = 1
     _size: torch.Size
+    _sample: Sample | None = None
 
     @staticmethod
     def __new__(
         cls,
-        layer: StatesSource,
-        origin: str | View,
-        shape: tuple[int, ...],
+        layer: "LazyLayer",
+        operation: str | Operation,
+        shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
         exact: torch.Tensor | None = None,
         num_repeats: int = 1,
         token_dim: int = 2,
     ) -> "LazyStates":
-        origin = _STORED_SIDES[origin] if isinstance(origin, str) else origin
         size = torch.Size(shape)
         states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
-        states.layer, states.origin, states._size = layer, origin, size
-        states.exact, states.num_repeats, states.token_dim = exact, num_repeats, token_dim
+        states.layer, states._size, states.token_dim = layer, size, token_dim
+        states.operation = STORED[operation] if isinstance(operation, str) else operation
+        states.exact, states.num_repeats = exact, num_repeats
         return states
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,30 +101,28 @@ class LazyStates(torch.Tensor):
     def num_tokens(self) -> int:
         return self._size[self.token_dim]
 
-    def step_layout(self) -> Layout:
-        """What steps ask of them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Layout(tuple(self._size), self.dtype, self.device, self.token_dim)
-
-    def seen_through(self, step: TokenStep, origin: View | None = None) -> "LazyStates":
-        """What a step makes of them; its view can be given."""
-        layout = self.step_layout()
-        exact = None if self.exact is None else step.function(self.exact)
-        shape, dtype = step.shape, layout.dtype
-        if exact is not None:
-            shape, dtype = tuple(exact.shape), exact.dtype
-        elif shape is None:
-            seen = step.function(torch.empty(layout.shape, dtype=dtype, device="meta"))
-            shape, dtype = tuple(seen.shape), seen.dtype
-        view = Step(step.function, self.origin, only_moves=step.only_moves) if origin is None else origin
-        return LazyStates(self.layer, view, shape, dtype, layout.device, exact, 0, step.token_dim)
+    def sample(self) -> Sample:
+        """Make what operations are recorded on."""
+        if self._sample is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                dtype = self.dtype
+            stored = {
+                operation: sample_stored(operation, (*shape[:2], self.num_tokens, shape[3]), dtype)
+                for operation, shape in ((STORED[side], self.layer.states_shape(side)) for side in STORED)
+            }
+            tensors = [
+                self.operation.compute({each: sample.tensors[number] for each, sample in stored.items()}, count)
+                for number, count in enumerate((self.num_tokens + 1, self.num_tokens + 2))
+            ]
+            self._sample = Sample(self.operation, (tensors[0], tensors[1]), self.token_dim)
+        return self._sample
 
     def densify(self) -> torch.Tensor:
         """The dense states, in the shape reported."""
         if self.exact is not None:
             return self.exact
-        sides = sorted(self.origin.sides)
-        dense = self.origin.of({side: self._newest(self.layer.materialize(side)) for side in sides})
+        tile = {STORED[side]: self._newest(self.layer.materialize(side)) for side in sorted(self.operation.sides())}
+        dense = self.operation.compute(tile, self.num_tokens)
         return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
 
     def _newest(self, dense: torch.Tensor) -> torch.Tensor:
@@ -119,7 +132,7 @@ class LazyStates(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            sides = " and ".join(sorted(self.origin.sides))
+            sides = " and ".join(sorted(self.operation.sides()))
             return f"LazyStates({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
@@ -149,7 +162,7 @@ class LazyStates(torch.Tensor):
 
 
 def stored_states(
-    layer: StatesSource,
+    layer: "LazyLayer",
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     num_tokens: int,
@@ -169,68 +182,58 @@ def stored_states(
         value_size = torch.Size((batch_size, value_shape[1], num_tokens, value_shape[3]))
     keys: LazyStates = make(LazyStates, key_size, dtype=dtype, device=device)
     values: LazyStates = make(LazyStates, value_size, dtype=dtype, device=device)
-    keys.layer, keys.origin, keys._size = layer, _STORED_KEYS, key_size
-    values.layer, values.origin, values._size = layer, _STORED_VALUES, value_size
+    keys.layer, keys.operation, keys._size = layer, STORED_KEYS, key_size
+    values.layer, values.operation, values._size = layer, STORED_VALUES, value_size
     if exact is not None:
         keys.exact, values.exact = exact
     return keys, values
 
 
-def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function makes of lazy states."""
-    if func is F.scaled_dot_product_attention:
-        return _scaled_dot_product_attention(*args, **kwargs)
-    if func in FACTORS or func in ADDING:
-        product = _product(func, args, kwargs)
-        if product is not None:
-            return product
-    elif isinstance(args[0], LazyStates):
-        seen = _see(func, args[0], args[1:], kwargs)
-        if seen is not None:
-            return seen
-    elif func in _JOINING:
-        joined = _join(args[0], **kwargs) if len(args) == 1 else _join(*args, **kwargs)
-        if joined is not None:
-            return joined
-    if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    _refuse_access(func, args)
-    return func(*_densify(args), **_densify(kwargs))
+def attend_lazily(
+    call: AttentionCall, key: LazyStates, value: LazyStates, attend_exactly: Callable[[Any, Any], Any]
+) -> Any | None:
+    """
+    Have the layer of keys and values answer a call.
+
+    Args:
+        call (`AttentionCall`): the call, without `project`.
+        key, value (`LazyStates`): what is attended to.
+        attend_exactly (`Callable`): attends to dense keys and values, where the layer has all at hand.
+
+    Returns:
+        What `attend_exactly` returned, or attention `[batch_size, num_heads, num_queries, value_head_dim]`; `None` if
+        these are not the newest states of one layer, or not of that form.
+    """
+    layer = key.layer
+    if layer is not value.layer:
+        return None
+    if key.num_repeats == 0 or value.num_repeats == 0:
+        if not all(len(each.shape) == 4 and each.token_dim == 2 for each in (key, value)):
+            return None
+        call = replace(call, project=partial(_project, key.operation, value.operation))
+    if key.exact is not None and value.exact is not None:
+        output = attend_exactly(key.exact, value.exact)
+        layer.on_exact_attention(call)
+        return output
+    if key.num_tokens != layer.lazy_length() or value.num_tokens != key.num_tokens:
+        return None
+    attend = layer.attend if call.project is None else layer.attend_projected
+    if is_foreign_context():
+        attend = in_own_context(attend)
+    if not torch.is_grad_enabled():
+        return attend(call)
+    with torch.no_grad():
+        output = attend(call)
+    return without_gradients(output) if call.query.requires_grad else output
 
 
-_answer_outside_of_graphs = torch.compiler.disable(_answer)
-
-
-def _is_metadata_getter(func: Callable[..., Any]) -> bool:
-    """Whether `func` reads an attribute such as `shape` or `dtype`, and none that holds the states themselves."""
-    return (
-        func.__name__ == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
-    )
-
-
-def _densify(value: Any) -> Any:
-    """`value` with every lazy tensor in it made dense, and the layers told so."""
-    if isinstance(value, LazyStates):
-        dense = value.densify()
-        for side in sorted(value.origin.sides):
-            value.layer.on_dense_read(side)
-        return dense
-    if isinstance(value, (list, tuple)):
-        return type(value)(_densify(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _densify(item) for key, item in value.items()}
-    return value
-
-
-def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse writing into a dense copy, where it would be lost, and its address, which would be of freed memory."""
-    name = func.__name__
-    is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if (is_writing or name == "data_ptr") and args and isinstance(args[0], LazyStates) and args[0].exact is None:
-        access = "writes into" if is_writing else "asks for the address of"
-        message = f"the model {access} the keys or values that a cache returned (`{name}`), stored compressed"
-        raise (NotImplementedError if is_writing else ValueError)(message)
+def _project(
+    keys: Operation, values: Operation, tile: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make keys and values that are attended to of a tile of those stored."""
+    stored = {STORED[side]: states for side, states in tile.items()}
+    num_tokens = next(iter(tile.values())).shape[2]
+    return keys.compute(stored, num_tokens), values.compute(stored, num_tokens)
 
 
 def _scaled_dot_product_attention(
@@ -250,13 +253,19 @@ def _scaled_dot_product_attention(
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
-        if key.layer is value.layer:
-            is_stored = key.num_repeats > 0 and value.num_repeats > 0
-            if is_stored and attn_mask is None and not is_causal and key.exact is None:
-                output = key.layer.attend_again(query, key._size[key.token_dim], scale)
-            if output is None:
-                attend = _attend if is_stored else attend_views
-                output = attend(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        is_stored = key.layer is value.layer and key.num_repeats > 0 and value.num_repeats > 0
+        if is_stored and attn_mask is None and not is_causal and key.exact is None:
+            output = key.layer.attend_again(query, key._size[key.token_dim], scale)
+        if output is None:
+            attend_exactly = partial(
+                F.scaled_dot_product_attention,
+                query,
+                attn_mask=attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            output = attend_lazily(AttentionCall(query, attn_mask, is_causal, scale), key, value, attend_exactly)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
@@ -264,141 +273,122 @@ def _scaled_dot_product_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
-def _attend(
-    query: torch.Tensor,
-    key: LazyStates,
-    value: LazyStates,
-    attn_mask: torch.Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor | None:
-    """Attention over what a layer stores; `None` if these are not its newest states."""
-    layer = key.layer
-    if key.exact is not None and value.exact is not None:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        output = F.scaled_dot_product_attention(query, key.exact, value.exact, attn_mask=attn_mask, **options)
-        layer.on_exact_attention(query, attn_mask, is_causal=is_causal, scale=scale)
-        return output
-    if key.num_tokens != layer.lazy_length():
-        return None
-    attend = in_own_context(layer.attend) if is_foreign_context() else layer.attend
-    if not torch.is_grad_enabled():
-        return attend(query, attn_mask, is_causal=is_causal, scale=scale)
-    with torch.no_grad():
-        output = attend(query, attn_mask, is_causal=is_causal, scale=scale)
-    return without_gradients(output) if query.requires_grad else output
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function makes of lazy states."""
+    if func is F.scaled_dot_product_attention:
+        return _scaled_dot_product_attention(*args, **kwargs)
+    if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    made = _repeat_heads(func, args)
+    if made is None:
+        made = _record(func, args, kwargs)
+    if made is not None:
+        return made
+    _refuse_access(func, args)
+    return func(*_densify(args), **_densify(kwargs))
 
 
-def _product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """A product of attention; `None` if it is another."""
-    if func in ADDING:
-        return _adding_product(*args, **kwargs)
-    left, right = FACTORS[func](*args, **kwargs)
-    if isinstance(left, LazyStates) or not isinstance(right, LazyStates):
-        return None
-    return multiply(left, right)
+_answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
-def _adding_product(
-    bias: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor | None:
-    if isinstance(batch1, LazyStates) or not isinstance(batch2, LazyStates):
-        return None
-    product = multiply(batch1, batch2)
-    if product is None:
-        return None
-    product = product * alpha
-    # As PyTorch: what is multiplied by 0 may be anything
-    return product if beta == 0 else product + beta * bias
+def _is_metadata_getter(func: Callable[..., Any]) -> bool:
+    """Whether `func` reads an attribute such as `shape` or `dtype`, and none that holds the states themselves."""
+    return (
+        func.__name__ == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
+    )
 
 
-def _see(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation that leaves every token by itself makes of states; `None` if it is another."""
-    if func is torch.Tensor.new_empty:
-        return _new_empty(states, *args, **kwargs)
-    if func is torch.Tensor.copy_:
-        return _copy_into(states, *args)
-    if any(isinstance(each, LazyStates) for each in (*args, *kwargs.values())):
-        return None
-    steps = find_steps(func, states.step_layout(), args, kwargs)
-    if isinstance(steps, list):
-        return tuple(states.seen_through(step) for step in steps)
-    return None if steps is None else _seen_once(func, states, args, steps)
+def _densify(value: Any) -> Any:
+    """`value` with every lazy tensor in it made dense, and the layers told so."""
+
+    def make_dense(each: Any) -> Any:
+        if not isinstance(each, LazyStates):
+            return each
+        dense = each.densify()
+        for side in sorted(each.operation.sides()):
+            each.layer.on_dense_read(side)
+        return dense
+
+    return map_nested(make_dense, value)
 
 
-def _seen_once(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], step: TokenStep) -> LazyStates:
-    if isinstance(states.origin, Blank) and func is torch.Tensor.__getitem__:
-        return states.seen_through(step, BlankPart(states.origin, args[0]))
-    seen = states.seen_through(step)
-    if seen.shape == states.shape and seen.dtype == states.step_layout().dtype and func in _KEEPING:
-        return states
-    seen.num_repeats = _num_repeats(func, states, args, seen)
-    return seen
+def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse writing into a dense copy, where it would be lost, and its address, which would be of freed memory."""
+    name = func.__name__
+    is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if (is_writing or name == "data_ptr") and args and isinstance(args[0], LazyStates) and args[0].exact is None:
+        access = "writes into" if is_writing else "asks for the address of"
+        message = f"the model {access} the keys or values that a cache returned (`{name}`), stored compressed"
+        raise (NotImplementedError if is_writing else ValueError)(message)
 
 
-def _num_repeats(func: Callable[..., Any], states: LazyStates, args: tuple[Any, ...], seen: LazyStates) -> int:
+def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates | None:
     """
-    To how many query heads each head is expanded now. The three steps by which Transformers repeats grouped heads
-    (index with `None`, expand, reshape) leave what the layer attends to; others do not.
+    Answer the three steps by which Transformers repeats grouped heads (index with `None`, expand, reshape): the layer
+    still attends to what they make; `None` of anything else.
     """
-    before, after = tuple(states.shape), tuple(seen.shape)
-    if states.num_repeats == 0:
-        return 0
-    if func is torch.Tensor.__getitem__:
-        return int(len(before) == 4 and states.num_repeats == 1 and args[0] == _REPEAT_INDEX)
-    if func is torch.Tensor.expand and len(before) == len(after) == 5 and before[2] == 1:
-        return after[2] if after[:2] == before[:2] and after[3:] == before[3:] else 0
-    if func is torch.Tensor.reshape and len(before) == 5:
-        return states.num_repeats if after == (before[0], before[1] * before[2], *before[3:]) else 0
-    return 0
-
-
-def _new_empty(states: LazyStates, *sizes: Any, **options: Any) -> LazyStates | None:
-    """Room for what is made of the same tokens."""
-    shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    layout = states.step_layout()
-    if options or len(shape) <= layout.token_dim or shape[layout.token_dim] != layout.num_tokens:
+    states = args[0]
+    if not isinstance(states, LazyStates) or states.num_repeats == 0:
         return None
-    exact = None if states.exact is None else states.exact.new_empty(shape)
-    blank = Blank(shape, layout.token_dim, layout.dtype, layout.device)
-    return LazyStates(states.layer, blank, shape, layout.dtype, layout.device, exact, 0, layout.token_dim)
+    size, sizes = states._size, args[1:]
+    if func is torch.Tensor.__getitem__ and len(size) == 4 and states.num_repeats == 1 and sizes == (_REPEAT_INDEX,):
+        return _repeated(func, states, (*size[:2], 1, *size[2:]), 1, _REPEAT_INDEX)
+    if func is torch.Tensor.expand and len(size) == len(sizes) == 5 and sizes == (*size[:2], sizes[2], *size[3:]):
+        return _repeated(func, states, sizes, sizes[2], *size[:2], sizes[2], -1, size[4])
+    if func is torch.Tensor.reshape and len(size) == 5 and sizes == (size[0], size[1] * size[2], *size[3:]):
+        return _repeated(func, states, sizes, states.num_repeats, size[0], size[1] * size[2], -1, size[4])
+    return None
 
 
-def _copy_into(room: LazyStates, source: torch.Tensor) -> LazyStates | None:
-    if not isinstance(source, LazyStates) or not isinstance(room.origin, BlankPart) or source.layer is not room.layer:
+def _repeated(
+    func: Callable[..., Any], states: LazyStates, shape: Sequence[int], num_repeats: int, *args: Any
+) -> LazyStates:
+    operation = Operation(func, (states.operation, *args))
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype, device = states.dtype, states.device
+    exact = None if states.exact is None else func(states.exact, *args)
+    return LazyStates(states.layer, operation, shape, dtype, device, exact, num_repeats, len(shape) - 2)
+
+
+def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """Answer an operation that leaves every token by itself; `None` of another."""
+    if func not in RECORDABLE:
         return None
-    if room.exact is not None:
-        room.exact.copy_(source.densify())
-    room.origin.copy_(source.origin)
-    return room
+    sources: list[LazyStates] = []
+    map_nested(lambda each: sources.append(each) if isinstance(each, LazyStates) else None, (args, kwargs))
+    first, num_exact = sources[0], sum(each.exact is not None for each in sources)
+    if any(each.layer is not first.layer for each in sources) or num_exact not in (0, len(sources)):
+        return None
+
+    def sample_of(value: Any) -> Any:
+        return value.sample() if isinstance(value, LazyStates) else value
+
+    def exact_of(value: Any) -> Any:
+        return value.exact if isinstance(value, LazyStates) else value
+
+    made = record(func, map_nested(sample_of, args), map_nested(sample_of, kwargs))
+    if made is None:
+        return None
+    exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
+    if isinstance(made, list):
+        return tuple(
+            _recorded(first, each, None if exact is None else exact[number]) for number, each in enumerate(made)
+        )
+    known = next((each for each in sources if each.sample().tensors[0] is made.tensors[0]), None)
+    return _recorded(first, made, exact) if known is None else known
 
 
-def _join(parts: Any, dim: int = 0) -> LazyStates | None:
-    """States of one layer side by side, not one after another."""
-    first = parts[0]
-    if not all(isinstance(part, LazyStates) and part.layer is first.layer for part in parts):
-        return None
-    layouts = [part.step_layout() for part in parts]
-    if len({(each.token_dim, each.num_tokens, each.dtype) for each in layouts}) > 1:
-        return None
-    place = dim % len(layouts[0].shape)
-    if place == first.token_dim:
-        return None
-    has_exact = all(part.exact is not None for part in parts)
-    if not has_exact and any(part.exact is not None for part in parts):
-        return None
-    shape = list(layouts[0].shape)
-    shape[place] = sum(each.shape[place] for each in layouts)
-    exact = torch.cat([part.exact for part in parts], dim=place) if has_exact else None
-    view = Step(lambda *tiles: torch.cat(tiles, dim=place), *(part.origin for part in parts))
-    return LazyStates(first.layer, view, tuple(shape), layouts[0].dtype, layouts[0].device, exact, 0, first.token_dim)
+def _recorded(states: LazyStates, sample: Sample, exact: torch.Tensor | None) -> LazyStates:
+    with torch._C.DisableTorchFunctionSubclass():
+        device = states.device
+    made = LazyStates(
+        states.layer, sample.operation, sample.shape, sample.tensors[0].dtype, device, exact, 0, sample.token_dim
+    )
+    made._sample = sample
+    return made
 
 
-# What changes nothing of states that are in the right form already
-_KEEPING = {torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.float, torch.Tensor.detach}
-_JOINING = {torch.cat, torch.concat}
 _METADATA_FUNCTIONS = {
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -409,3 +399,204 @@ _METADATA_FUNCTIONS = {
     torch.Tensor.__hash__,
     torch.is_floating_point,
 }
+
+
+class LazyLayer(CacheLayerMixin):
+    """
+    Base of the layers that hand out `LazyStates`.
+
+    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
+    lists its tensors once (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow
+    from that.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    # Whether attention over one new token adds to what is stored, beside what `update` stores
+    stores_attention = False
+    # Set from the first states, in `lazy_initialization`
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(self) -> None:
+        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
+        self.is_initialized = False
+        self.dense_reads = 0
+        # Whether autograd records the newest states
+        self.has_gradients = False
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
+        raise AttributeError(
+            f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
+            "their own: make the cache for the model's config, which says whether it can be used"
+        )
+
+    @in_own_context
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """
+        Attend to everything the layer holds, as it is stored.
+
+        Args:
+            call (`AttentionCall`): the call, without `project`.
+
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
+        """
+
+    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
+        """
+        Attend to what a call projects of everything the layer holds, a tile of tokens at a time.
+
+        Args:
+            call (`AttentionCall`): the call, with `project`.
+
+        Returns:
+            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
+        """
+        assert call.project is not None
+        attention: OnlineAttention | None = None
+        mask = call.full_mask(self.lazy_length())
+        for tokens, tile in self.dense_tiles(("keys", "values")):
+            keys, values = call.project(tile)
+            if attention is None:
+                attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
+            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
+        assert attention is not None, "nothing is stored"
+        return attention.result()
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """
+        Attention of `query` over everything as of the token before, with nothing hidden, in any context of PyTorch.
+
+        Args:
+            query, scale: as in `AttentionCall`.
+            num_tokens (`int`): tokens that the lazy states which are attended to report.
+
+        Returns:
+            `torch.Tensor` as `attend` returns it; `None` if nothing is prepared for that.
+        """
+        return None
+
+    @abstractmethod
+    def materialize(self, side: str) -> torch.Tensor:
+        """
+        All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype.
+        """
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+        """
+        Sides as `materialize` has them, some tokens at a time and all of them in order, for attention over what is
+        projected. A layer that need not make them whole overrides this; here they are, and that is counted.
+
+        Yields:
+            Which tokens, and by side their states `[batch_size, num_heads, tokens, head_dim]` in the layer's dtype.
+        """
+        whole = {side: self.materialize(side) for side in sides}
+        for side in whole:
+            self.on_dense_read(side)
+        yield slice(0, self.get_seq_length()), whole
+
+    @abstractmethod
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
+
+    @abstractmethod
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What of the same stands in host memory, wherever the model computes; nothing by default."""
+        return iter(())
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of what all caches of the model share, which is none of the above; nothing by default."""
+        return iter(())
+
+    @abstractmethod
+    def num_values(self) -> int:
+        """How many key and value numbers a dense cache of the same tokens would hold."""
+
+    @abstractmethod
+    def stats(self) -> Mapping[str, float]:
+        """Counters that prove the layer was exercised."""
+
+    @abstractmethod
+    def crop_tokens(self, count: int) -> None:
+        """Removes the newest `count` tokens, at least 1 and at most all of them."""
+
+    def lazy_length(self) -> int:
+        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
+        return self.get_seq_length()
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """
+        Called after attention over exact states that `update` handed out: the place to store them, queries and mask
+        being known.
+        """
+
+    def on_dense_read(self, side: str) -> None:
+        """Called when something other than attention has made one side dense."""
+        self.dense_reads += 1
+
+    @property
+    def keys(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("keys")
+
+    @property
+    def values(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("values")
+
+    def _stored_states(self, side: str) -> LazyStates | None:
+        if not self.is_initialized:
+            return None
+        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
+
+    @abstractmethod
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """The shape that the dense states of one side have."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # The name of `get_max_length` in earlier releases of Transformers 5
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
+        if tokens_to_remove > 0:
+            if not _CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
+        count = min(-tokens_to_remove, self.get_seq_length())
+        if count > 0:
+            self.crop_tokens(count)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))

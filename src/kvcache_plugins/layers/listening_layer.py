@@ -1,13 +1,12 @@
 """A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
 
-from collections.abc import Collection, Iterator, Mapping
-
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
+
 from .lazy_states import LazyStates
-from .lazy_views import View
 
 
 # As many of the newest as any cache looks at
@@ -24,7 +23,6 @@ class ListeningLayer(DynamicLayer):
     """
 
     has_gradients = False
-    attends_by_heads = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,71 +39,19 @@ class ListeningLayer(DynamicLayer):
         )
         return keys, values
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        self.queries = query[:, :, -_NUM_QUERIES:].clone()
-
-    def attend_views(
-        self,
-        query: torch.Tensor,
-        keys: View,
-        values: View,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor | None:
-        raise AssertionError("its states are exact")
-
-    def on_viewed_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        """Says nothing of queries."""
-
-    def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        batch_size, num_heads, num_tokens, head_dim = self.materialize(side).shape
-        return batch_size, num_heads, num_tokens, head_dim
-
-    def head_scores(self, query: torch.Tensor) -> torch.Tensor | None:
-        raise AssertionError("its states are exact")
-
-    def head_sums(self, weights: torch.Tensor) -> torch.Tensor | None:
-        raise AssertionError("its states are exact")
-
-    def on_exact_scores(self, query: torch.Tensor, scores: torch.Tensor) -> None:
-        """Says nothing of queries."""
-
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        """Says nothing of queries."""
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """Keep the newest queries, if they are of the heads that are stored."""
+        if call.project is None:
+            self.queries = call.query[:, :, -_NUM_QUERIES:].clone()
 
     def on_dense_read(self, side: str) -> None:
-        """Nothing to be done: it is dense."""
+        """Do nothing: it is dense."""
 
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
-        yield slice(0, self.get_seq_length()), {side: self.materialize(side) for side in sides}
-
-    def attend(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        raise AssertionError("its states are exact")
-
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        raise AssertionError("its states are exact")
-
-    def materialize(self, side: str) -> torch.Tensor:
+    def states_shape(self, side: str) -> torch.Size:
+        """Tell the shape of one side."""
         states = self.keys if side == "keys" else self.values
         assert states is not None
-        return states
-
-    def lazy_length(self) -> int:
-        return self.get_seq_length()
+        return states.shape
 
 
 def listen(cache: DynamicCache, *, of_windows: bool = False) -> None:

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 import torch
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .index_states import IndexStates
-from .lazy_layer import LazyLayer
-from .lazy_states import stored_states
+from .lazy_states import LazyLayer, stored_states
 from .left_padding import LeftPadding
 
 
@@ -274,44 +274,15 @@ class PromptLayer(LazyLayer):
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of everything stored, the padding aside; the batch is the first dimension of the first."""
 
-    def on_exact_attention(
-        self, query: torch.Tensor, attn_mask: torch.Tensor | None, *, is_causal: bool, scale: float | None
-    ) -> None:
-        self._learn_padding(attn_mask)
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        self._learn_padding(call.mask)
         self.settle_prompt()
 
-    def on_viewed_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        *,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        self._count_written_out()
-        self._learn_padding(None if is_causal else attn_mask)
+    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
+        output = super().attend_projected(call)
+        self._learn_padding(call.mask)
         self.settle_prompt()
-
-    def on_weighted_sum(self, weights: torch.Tensor, by_heads: torch.Tensor | None) -> None:
-        self._count_written_out()
-        self._note_weights(weights)
-        self.settle_prompt()
-
-    def _note_weights(self, weights: torch.Tensor) -> None:
-        """Weights of a first prompt tell its padding, those of a token after it whether that was right."""
-        if self._pending is None:
-            if self._left_padding.is_doubted and self._num_new == 1:
-                self._left_padding.check_hidden(weights, self.batch_size, self._first_visible, self.layer_idx)
-        # What is given also knows of padding that goes on behind the prompt
-        elif not self._mask_seen and self._given_mask is None:
-            self._mask_seen = self._left_padding.learn(weights, self.batch_size, self._length)
-
-    def _count_written_out(self) -> None:
-        """Of a first prompt attention is over exact states, whoever computes it."""
-        is_first = self._pending is not None and self._pending[0].shape[2] == self._length
-        if "written_out_calls" in self._counters and not is_first:
-            self._counters["written_out_calls"] += 1
+        return output
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from .lazy_layer import LazyLayer
+from .lazy_states import LazyLayer
 
 
 def with_recurrent_states(layer: LazyLayer, number_of_states: int) -> LazyLayer:

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyLayer
 
 from .html import render_memory
 

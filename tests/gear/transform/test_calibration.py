@@ -15,6 +15,7 @@ from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
@@ -248,7 +249,7 @@ def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(mode
         each.update(*(torch.randn(1, 2, count, 20) for _ in range(2)))
         hidden = each.lazy_length() - count
         mask = torch.ones(count, hidden + count, dtype=torch.bool).tril(hidden).triu(max(hidden - 99, 0))
-        return each.attend(torch.randn(1, 4, count, 20), mask[None, None], is_causal=False, scale=None)
+        return each.attend(AttentionCall(torch.randn(1, 4, count, 20), mask[None, None]))
 
     for step, count in enumerate((prompt, *[1] * num_decoded)):
         attend(layer, count, step)

@@ -8,6 +8,7 @@ import torch
 from kvcache_plugins import GEARCache
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
 
@@ -26,7 +27,7 @@ def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, freque
         layer.update(*(torch.randn(shape).to(dtype) for _ in range(2)))
         mask = torch.arange(layer.get_seq_length()) >= padding[:, None]
         mask = mask[:, None, None].expand(-1, 1, count, -1).tril(layer.get_seq_length() - count)
-        layer.attend(torch.randn(len(lengths), 4, count, HEAD_DIM).to(dtype), mask, is_causal=False, scale=None)
+        layer.attend(AttentionCall(torch.randn(len(lengths), 4, count, HEAD_DIM).to(dtype), mask))
     return layer
 
 
@@ -58,7 +59,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
             outputs = []
             for each in (layer, twin):
                 each.update(*new)
-                outputs.append(each.attend(query, None, is_causal=False, scale=None))
+                outputs.append(each.attend(AttentionCall(query)))
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
             assert torch.equal(layer.materialize(side), twin.materialize(side))

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from kvcache_plugins import create_cache
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
 
@@ -38,7 +39,7 @@ def feed(layer, keys, values, query=None, padding=None):
     if padding is not None:
         mask = mask & (torch.arange(length) >= torch.tensor(padding)[:, None])[:, None, None]
     query = torch.randn(keys.shape[0], 4, count, HEAD_DIM).to(keys.dtype) if query is None else query
-    return layer.attend(query, mask, is_causal=False, scale=None)
+    return layer.attend(AttentionCall(query, mask))
 
 
 def randn(length, batch_size=1):

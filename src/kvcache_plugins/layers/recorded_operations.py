@@ -1,0 +1,242 @@
+"""Operations of a model on stored states before attention, recorded to be done to a tile of tokens at a time.
+
+Latent attention projects what it caches to keys and values of all heads. Recorded, that is done to a tile of the
+states, so that nothing has to be whole. An operation can be recorded if it leaves every token by itself, which shapes
+tell: done to states without data of two lengths, it gives tensors that differ in the tokens' dimension alone.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+# In the place of a number of tokens among recorded arguments
+_TOKENS = object()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """
+    A function and its arguments, of which some are results of others; the two without a function are what is stored.
+
+    Attributes:
+        effects (`list[Operation]`): what is written into its result afterwards.
+    """
+
+    function: Callable[..., Any] | None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effects: list["Operation"] = field(default_factory=list)
+
+    def compute(self, tile: Mapping["Operation", torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """
+        Do the operation, and all that it is made of, to a tile.
+
+        Args:
+            tile (`Mapping[Operation, torch.Tensor]`): what `STORED_KEYS` and `STORED_VALUES` are, `[B, H, tokens, D]`.
+            num_tokens (`int`): tokens of the tile.
+        """
+        return self._compute(dict(tile), num_tokens)
+
+    def _compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
+        if self not in done:
+
+            def fill(value: Any) -> Any:
+                if isinstance(value, Operation):
+                    return value._compute(done, num_tokens)
+                return num_tokens if value is _TOKENS else value
+
+            assert self.function is not None
+            args, kwargs = map_nested(fill, self.args), map_nested(fill, self.kwargs)
+            done[self] = self.function(*args, **kwargs)
+            for effect in self.effects:
+                effect._compute(done, num_tokens)
+        return done[self]
+
+    def sides(self) -> set[str]:
+        """Name what it is made of: `"keys"`, `"values"` or both."""
+        found, waiting = set[Operation](), [self]
+        while waiting:
+            each = waiting.pop()
+            if each not in found:
+                found.add(each)
+                map_nested(lambda value: waiting.append(value) if isinstance(value, Operation) else None, each.args)
+                waiting.extend(each.effects)
+        return {side for side, stored in STORED.items() if stored in found}
+
+
+STORED_KEYS, STORED_VALUES = Operation(None), Operation(None)
+STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
+
+
+class Sample(NamedTuple):
+    """
+    States without data, of which nothing is known but what shapes tell.
+
+    Attributes:
+        operation (`Operation`): what they are of what is stored.
+        tensors (two `torch.Tensor`): with one and with two tokens more than there are.
+        token_dim (`int`): the dimension that tokens are in.
+    """
+
+    operation: Operation
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    token_dim: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tensors[0].shape[self.token_dim]) - 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Tell the shape of all tokens."""
+        shape = list(self.tensors[0].shape)
+        shape[self.token_dim] -= 1
+        return tuple(shape)
+
+
+def sample_stored(operation: Operation, shape: Sequence[int], dtype: torch.dtype) -> Sample:
+    """Make the sample of stored states `[B, H, tokens, D]`."""
+    batch_size, num_heads, num_tokens, head_dim = shape
+    first, second = (
+        torch.empty(batch_size, num_heads, num_tokens + more, head_dim, dtype=dtype, device="meta") for more in (1, 2)
+    )
+    return Sample(operation, (first, second), 2)
+
+
+def record(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sample | list[Sample] | None:
+    """
+    Record an operation on samples.
+
+    Args:
+        function (`Callable`): one of those `RECORDABLE`.
+        args, kwargs: its arguments, with samples in the place of states.
+
+    Returns:
+        `Sample`, or a list of them for an operation that returns several tensors; `None` if it does not leave every
+        token by itself. Of one that writes into its first argument that argument.
+    """
+    samples: list[Sample] = []
+    map_nested(lambda value: samples.append(value) if isinstance(value, Sample) else None, (args, kwargs))
+    if len({each.num_tokens for each in samples}) != 1:
+        return None
+    args = _mark_tokens(function, samples[0], args)
+    operation = Operation(function, *(map_nested(_operation_of, each) for each in (args, kwargs)))
+    try:
+        first, second = (
+            function(*_fill(args, samples[0], each), **_fill(kwargs, samples[0], each)) for each in (0, 1)
+        )
+    except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    if function is torch.Tensor.copy_:
+        return _write(args[0], operation)
+    if isinstance(first, torch.Tensor):
+        return _sample(function, samples[0], operation, first, second)
+    made = [
+        _sample(function, samples[0], Operation(operator.getitem, (operation, number)), *pair)
+        for number, pair in enumerate(zip(first, second, strict=True))
+    ]
+    return [each for each in made if each is not None] if None not in made else None
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what tuples, lists and dictionaries hold."""
+    if isinstance(value, tuple | list) and not isinstance(value, Sample):
+        return (
+            [map_nested(function, each) for each in value]
+            if isinstance(value, list)
+            else tuple(map_nested(function, each) for each in value)
+        )
+    if isinstance(value, dict):
+        return {name: map_nested(function, each) for name, each in value.items()}
+    return function(value)
+
+
+def _operation_of(value: Any) -> Any:
+    return value.operation if isinstance(value, Sample) else value
+
+
+def _fill(arguments: Any, sample: Sample, number: int) -> Any:
+    """Give the arguments for the first or the second of each sample's tensors."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Sample):
+            return value.tensors[number]
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return sample.num_tokens + 1 + number if value is _TOKENS else value
+
+    return map_nested(fill, arguments)
+
+
+def _mark_tokens(function: Callable[..., Any], states: Sample, args: Sequence[Any]) -> Sequence[Any]:
+    """Put `_TOKENS` in the place of the tokens' number among sizes, where it stands for them."""
+    if function not in _SIZED or not isinstance(args[0], Sample):
+        return args
+    sizes = list(args[1]) if len(args) == 2 and isinstance(args[1], tuple | list) else list(args[1:])
+    before = math.prod(states.shape[: states.token_dim])
+    if function in _RESHAPING and -1 in sizes:
+        sizes[sizes.index(-1)] = math.prod(states.shape) // max(-math.prod(sizes), 1)
+    for place, size in enumerate(sizes):
+        if size != states.num_tokens:
+            continue
+        if function in _RESHAPING:
+            is_tokens = math.prod(sizes[:place]) == before
+        else:
+            is_tokens = place == states.token_dim + (len(sizes) - len(states.shape)) * (function not in _EMPTY)
+        if is_tokens:
+            sizes[place] = _TOKENS
+            break
+    return args[0], tuple(sizes)
+
+
+def _sample(
+    function: Callable[..., Any], states: Sample, operation: Operation, first: torch.Tensor, second: torch.Tensor
+) -> Sample | None:
+    """Make the sample of a result, if tokens are in one dimension of it, and are in order."""
+    if first.dim() != second.dim():
+        return None
+    sizes = tuple(zip(first.shape, second.shape, strict=True))
+    other = [dim for dim, (one, two) in enumerate(sizes) if one != two]
+    if len(other) != 1 or sizes[other[0]] != (states.num_tokens + 1, states.num_tokens + 2):
+        return None
+    token_dim = other[0]
+    if function in _RESHAPING and math.prod(first.shape[:token_dim]) != math.prod(states.shape[: states.token_dim]):
+        return None
+    return Sample(operation, (first, second), token_dim)
+
+
+def _write(part: Any, operation: Operation) -> Sample | None:
+    """Record a copy into a part of an empty tensor; what is stored cannot be written to."""
+    if not isinstance(part, Sample):
+        return None
+    base = part.operation
+    while base.function is not None and base.function not in _EMPTY:
+        base = base.args[0]
+    if base.function is None:
+        return None
+    base.effects.append(operation)
+    return part
+
+
+def _functions(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
+
+
+_RESHAPING = _functions("view", "reshape", "flatten", "unflatten")
+_EMPTY = _functions("new_empty")
+_SIZED = _functions("view", "reshape", "expand", "new_empty")
+RECORDABLE = (
+    _RESHAPING
+    | _SIZED
+    | _functions("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
+    | _functions("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
+    | _functions("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
+)
