@@ -13,10 +13,7 @@ from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention import (
     OnlineAttention,
     attend,
-    gather_weights,
-    multiply_heads,
     prepare_tokens,
-    scatter_scores,
 )
 from kvcache_plugins.kernels.compiled import call_of
 from kvcache_plugins.kernels.engine import choose_flash
@@ -367,16 +364,3 @@ class TestMasks:
         allowed = torch.tensor([[True, False], [True, True]])
         assert not combine_masks(gathered, allowed)[0, :, :, 1].any()
         assert combine_masks(torch.zeros(2, 1, 3, 2), allowed)[0, 0, 0].tolist() == [0, -torch.inf]
-
-
-def test_products_over_tokens_in_slots_are_those_of_dense_tokens():
-    """Out of order, with free slots, and with other tokens in every head; nothing of tokens that are in no slot."""
-    positions = torch.tensor([[[4, 0, -1, 5], [1, -1, -1, 3]]])
-    keys, values, query, weights = (torch.randn(1, 2, *size) for size in ((6, 8), (6, 8), (3, 2, 8), (3, 2, 6)))
-    in_slots = [each.gather(2, positions.clamp(min=0)[..., None].expand(-1, -1, -1, 8)) for each in (keys, values)]
-    is_held = torch.zeros(1, 2, 1, 1, 6, dtype=torch.bool)
-    is_held[0, 0, ..., [4, 0, 5]] = is_held[0, 1, ..., [1, 3]] = True
-    scores = scatter_scores(multiply_heads(query, in_slots[0].transpose(2, 3)), positions, 6)
-    torch.testing.assert_close(scores, (query @ keys[:, :, None].transpose(3, 4)).masked_fill(~is_held, -torch.inf))
-    total = multiply_heads(gather_weights(weights, positions), in_slots[1])
-    torch.testing.assert_close(total, weights.masked_fill(~is_held, 0) @ values[:, :, None])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -168,7 +169,8 @@ def test_a_turn_is_told_by_the_position_alone(levels):
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rows_are_told_by_their_token_alone(monkeypatch, levels, quantizer):
+def test_rows_are_told_by_their_token_alone(levels, quantizer, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     table = make_table(quantizer, 48, is_key=True, batch_size=3, rope=LAYOUT)
     states, padding = torch.randn(3, 2, 300, 48), torch.tensor([0, 3, 17])
     positions = Positions(4, padding)
@@ -178,10 +180,23 @@ def test_rows_are_told_by_their_token_alone(monkeypatch, levels, quantizer):
         part = encode_rows(states[2:, :, 101:], one, Positions(105, padding[2:]))
         assert torch.equal(part, rows[2:, :, 101:])
         dense = decode_rows(rows, table, positions)
-        monkeypatch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 2)
+        torch.set_num_threads(2)
         assert torch.equal(encode_rows(states, table, positions), rows)
         assert torch.equal(decode_rows(rows, table, positions), dense)
-        monkeypatch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 1)
+        torch.set_num_threads(1)
+
+
+def test_no_more_threads_run_than_there_is_scratch_for(monkeypatch, levels, request):
+    """Another thread of the program may ask for more of them between two lines."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    table, states = make_table("trellis", 48, is_key=False), torch.randn(1, 2, 900, 48)
+    for _ in levels():
+        torch.set_num_threads(1)
+        rows = encode_rows(states, table)
+        torch.set_num_threads(4)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 1)
+            assert torch.equal(encode_rows(states, table), rows)
 
 
 def test_forged_tables_read_and_write_what_there_is(levels):

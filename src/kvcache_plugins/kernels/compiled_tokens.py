@@ -62,8 +62,8 @@ def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = ST
     rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
     fields: dict[str, Any] = {**_table_fields(table, states.shape, positions), "rows": rows, "is_back": True}
     if table.quantizer == "trellis":
-        size = (num_blocks(table.num_coded) * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
-        fields |= {"scratch": torch.empty(num_threads(), size), "threads": num_threads(), "scratch_size": size}
+        size, threads = (num_blocks(table.num_coded) * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES, num_threads()
+        fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
     _code("encode_rows", (*states.shape[:3], table.num_coded), states=_readable(states), **fields)
     return rows
 
@@ -111,7 +111,7 @@ def _code(name: str, shape: Sequence[int], **fields: Any) -> None:
     # Tasks are counted from the start of a tile
     before = TILE - 1 if call.rotary else 0
     call.tasks.count = shape[0] * shape[1] * -(-(shape[2] + before) // _TASK_TOKENS)
-    run(name, call)
+    run(name, call, call.threads or None)
 
 
 def _table_fields(table: RowTable, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[tor
         {"values": values, "places": places, "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64)},
     )
     call.tasks.count = num_rows
-    run("largest", call)
+    run("largest", call, threads)
     return values.view(*numbers.shape[:-1], limit), places.view(*numbers.shape[:-1], limit)
 
 
@@ -356,7 +356,7 @@ def choose_heaviest(
         scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
     )
     call.tasks.count = batch_size * num_heads
-    run("choose_heaviest", call)
+    run("choose_heaviest", call, threads)
     return slots, count
 
 
@@ -529,7 +529,7 @@ def attend_chosen(
         mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
     )
     call.tasks.count = _num_units(query)
-    run("attend_chosen", call)
+    run("attend_chosen", call, threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 

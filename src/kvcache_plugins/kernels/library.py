@@ -84,9 +84,17 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def run(name: str, call: Structure) -> None:
-    """Runs the kernel of a name on its structure, on as many threads as there are, and tasks for; waits for all."""
-    threads, tasks = num_threads(), call.tasks
+def run(name: str, call: Structure, most_threads: int | None = None) -> None:
+    """
+    Runs the kernel of a name on its structure; returns when all tasks are done.
+
+    Args:
+        name (`str`): the kernel.
+        call (`Structure`): its structure.
+        most_threads (`int`, *optional*): threads that there is scratch for; by default as many as there are. They are
+            asked for once, as another thread of the program may ask PyTorch for more between two lines.
+    """
+    threads, tasks = num_threads() if most_threads is None else most_threads, call.tasks
     run_at(function(name), call.address, threads if threads < tasks.count else max(tasks.count, 1))
 
 

@@ -1,5 +1,7 @@
 """Layers of a window in a calibration: what is asked of them, what they share, and what a file has of them."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -37,6 +39,12 @@ def make_cache(
     return GEARCache(model, backbone="transform", nbits=3.0, sliding=sliding, calibration=calibration, **options)
 
 
+def of_window(calibration: TransformCalibration, seen: int | None) -> TransformCalibration:
+    """The layers alone that see so many tokens."""
+    layers = [layer for layer in calibration.content.layers if layer.window == seen]
+    return TransformCalibration(dataclasses.replace(calibration.content, layers=layers))
+
+
 def test_layers_of_a_window_take_part(model, calibration, tmp_path):
     assert [layer.window for layer in calibration.layers.values()] == [WINDOW, None, WINDOW, None]
     path = tmp_path / "calibration.safetensors"
@@ -64,8 +72,7 @@ def test_what_no_query_sees_does_not_count(model, random_windows):
 def test_layers_share_bytes_with_those_that_see_as_much(model, calibration, quantizer, seen):
     """At every length of a text they hold the bytes that were asked for."""
     own = [index for index, layer in calibration.layers.items() if layer.window == seen]
-    layers = {index: calibration.layers[index] for index in own}
-    alone = TransformCalibration(calibration.config, calibration.weights, layers)
+    alone = of_window(calibration, seen)
     sizes = [
         [each.codec(index, 3.0, quantizer, rotary_frequencies(model.config, index)).row_sizes for index in own]
         for each in (calibration, alone)
@@ -77,11 +84,7 @@ def test_layers_share_bytes_with_those_that_see_as_much(model, calibration, quan
 
 
 def test_it_is_nearer_to_dense_than_by_prompts_alone(model, calibration, window, divergence):
-    full_only = TransformCalibration(
-        calibration.config,
-        calibration.weights,
-        {index: layer for index, layer in calibration.layers.items() if layer.window is None},
-    )
+    full_only = of_window(calibration, None)
     by_all, by_full, by_none = (
         divergence(model, make_cache(model, each), window) for each in (calibration, full_only, None)
     )
@@ -107,6 +110,5 @@ def test_a_saved_cache_goes_on_when_windows_have_let_go(model, calibration, wind
 
 
 def test_it_is_compiled_before_the_first_token(model, calibration):
-    full_only = {index: layer for index, layer in calibration.layers.items() if layer.window is None}
-    for each in (calibration, TransformCalibration(calibration.config, calibration.weights, full_only)):
+    for each in (calibration, of_window(calibration, None)):
         make_cache(model, each).warm_up(model)
