@@ -4,7 +4,13 @@
 says who may do what when and which blocks go when the folder is full, `inspection` lists what is there.
 """
 
+from typing import TYPE_CHECKING
+
 from kvcache_plugins.lazy_imports import lazy_attributes
+
+
+if TYPE_CHECKING:
+    from .store import PromptStore
 
 
 __all__ = ["PromptStore"]
