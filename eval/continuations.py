@@ -227,7 +227,7 @@ class _RunningScore:
 def _group_by_fed(
     context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Groups continuations by the tokens fed behind a cache: the last of `context`, and all of their own but the last."""
+    """Groups continuations by what is fed: the last token of `context`, and all of their own but the last."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, each in enumerate(continuations):
         groups.setdefault((context[-1], *each[:-1]), []).append(number)
