@@ -168,8 +168,8 @@ def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | Non
     """
     Rounds heads otherwise whose tokens would all be rounded to the same side, as where a text repeats a token.
 
-
-    a head is shared, its numbers are rounded up and down in turns, by how near they are: to the next number above a
+    Attention averages over tokens, and so over their errors, unless they share them. Where a good part of the errors
+    of a head is shared, its numbers are rounded up and down in turns, by how near they are: to the next number above a
     threshold of each token and channel, which are spread evenly. Thresholds are counted from the end of a chunk, where
     sequences of a batch end together.
     """
