@@ -227,7 +227,7 @@ class _RunningScore:
 def _group_by_fed(
     context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """What is fed after a filled cache, and which continuations it scores: those that differ in their last token."""
+    """Groups continuations by what is fed: the last token of `context`, and all of their own but the last."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, each in enumerate(continuations):
         groups.setdefault((context[-1], *each[:-1]), []).append(number)

@@ -103,7 +103,7 @@ def _add_legend(axes: Axes) -> None:
 
 
 def _score(content: Content) -> tuple[str, float, float]:
-    """What a result is judged by: its name, value and standard error."""
+    """Picks the measure that a result's `content` is judged by: its name, value and standard error."""
     result, kind = content["result"], content["settings"]["kind"]
     if kind == "task":
         metric = next(iter(result["metrics"]))
@@ -127,7 +127,7 @@ def _percent_held(content: Content) -> float:
 
 
 def _percent_shared(content: Content) -> float:
-    """What all caches of the model share, in the same percent."""
+    """Sums the bytes that all caches of the model share, in percent as above."""
     memory = content["result"].get("memory_after_prefix", content["memory"])
     return float(memory.get("kv_percent_with_shared", memory["kv_percent"]) - memory["kv_percent"])
 

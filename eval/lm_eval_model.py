@@ -221,7 +221,7 @@ class KVCacheLM(HFLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What stands in the results beside the model: the cache, how it was used and what it held."""
+        """Describes, for the results, the cache beside the model: how it was used and the bytes that it held."""
         record = self._record
         cache = {
             **self._describe_setting(),

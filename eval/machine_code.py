@@ -1,4 +1,4 @@
-"""What kernels ask of a GPU that need not be there: what they are compiled to, and what launchers ask its driver for.
+"""Machine code of kernels, and the calls of launchers to a driver, for a GPU that need not be there.
 
 Kernels are compiled with the assembler that Triton brings, their instructions counted by kind in its disassembly. The
 stand-in for a driver counts launches, which run nothing, and names kernels, which are not compiled: how often Triton

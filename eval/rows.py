@@ -12,7 +12,7 @@ class Failure(NamedTuple):
 
 
 class Settings(dict[str, Any]):
-    """What rows were measured with, beside the options of the command."""
+    """Settings that rows were measured with, beside the options of the command."""
 
 
 class Content(dict[str, Any]):

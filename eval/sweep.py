@@ -247,7 +247,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What `--only` is held against."""
+        """Names the run, for `--only` to be compared with."""
         return f"{self.name}/{self.model}/{self.cache}"
 
     def settings(self) -> dict[str, Any]:

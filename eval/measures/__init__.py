@@ -1,1 +1,1 @@
-"""What is measured of a cache's answers: divergence, perplexity, retrieval, and texts side by side."""
+"""Measures of a cache's answers: divergence, perplexity, retrieval, and texts side by side."""

@@ -145,7 +145,7 @@ def generate_with(
 
 
 def generation_fields(generation: Generation) -> dict[str, object]:
-    """What a generation is in JSON, but for its text."""
+    """Lists the fields of a generation for JSON, all but its text."""
     return {
         "token_ids": list(generation.token_ids),
         "memory": memory_fields(generation.memory),

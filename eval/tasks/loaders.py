@@ -231,6 +231,6 @@ def detokenize(row: Row) -> str:
 
 
 def perplexities(row: Row, results: tuple[float]) -> Row:
-    """What lm-eval makes of a page's log-likelihood: per word and byte of the page as it was."""
+    """Divides a page's log-likelihood as lm-eval does: per word and byte of the page as it was."""
     scores: Row = preprocess_wikitext.process_results(row, results)
     return scores

@@ -31,7 +31,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheGeneration:
-    """What `generate_with` returns: see there."""
+    """Result of `generate_with`: see there."""
 
     name: str
     options: Mapping[str, object] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class CacheGeneration:
     def __call__(
         self, model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **arguments: Any
     ) -> Any:
-        """What `model.generate` calls in place of its own decoding."""
+        """Decodes in place of `model.generate`, which calls this."""
         mode = generation_config.get_generation_mode().value
         if mode not in _METHODS:
             raise ValueError(
@@ -87,7 +87,7 @@ def generate_with(name: str, **options: object) -> CacheGeneration:
 
 
 def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
-    """What `generate` has prepared by itself is an empty `DynamicCache`; anything else was asked for."""
+    """Refuses a cache among `arguments` but the empty `DynamicCache` that `generate` prepares by itself."""
     from transformers import DynamicCache
 
     if not arguments.get("use_cache", True):

@@ -102,3 +102,38 @@ def test_groups_of_nothing_finite_are_told(bad):
     keep = torch.ones_like(states, dtype=torch.bool)
     _, *exceeding = quantize(states, keep, 4, GROUPINGS["kivi-keys"])
     assert not are_in_range(*exceeding)
+
+
+@pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
+def test_constants_are_right_on_average(nbits):
+    """All tokens would be rounded to the same side, which no average over them mends."""
+    constant = torch.randn(2, 2, 1, 1, 64)
+    states = constant.expand(-1, -1, 3, 200, -1)
+    grouping = Grouping("token", 64)
+    codes, scale, zero = quantize(states, None, nbits, grouping, spread_errors=True)
+    errors = dequantize(codes, scale, zero, grouping) - states
+    # Scales and zeros are of float16
+    step, rounding = scale.float().amax(), 1e-3 * constant.abs().max()
+    assert errors.abs().max() <= step + rounding
+    assert errors.mean(dim=3).abs().max() <= 0.02 * step + rounding
+    # Weights that fall with the distance, as attention's do
+    weights = torch.linspace(0, 1, 200)[:, None]
+    assert ((errors * weights).sum(dim=3) / weights.sum()).abs().max() <= 0.03 * step + rounding
+
+
+def test_states_that_differ_are_rounded_to_the_nearest():
+    states, grouping = torch.randn(2, 3, 2, 100, 32), Grouping("token", 32)
+    nearest = quantize(states, None, 3, grouping)
+    assert all(map(torch.equal, quantize(states, None, 3, grouping, spread_errors=True), nearest))
+    # Of two heads one is constant
+    states[:, 1] = states[:, 1, :1, :1]
+    codes, nearest = (quantize(states, None, 3, grouping, spread_errors=each)[0] for each in (True, False))
+    assert torch.equal(codes[:, ::2], nearest[:, ::2]) and not torch.equal(codes[:, 1], nearest[:, 1])
+
+
+def test_padding_changes_nothing_of_constants():
+    alone, grouping = torch.randn(1, 2, 1, 1, 32).repeat(1, 1, 1, 60, 1), Grouping("token", 32)
+    padded = torch.cat([1e3 * torch.randn(1, 2, 1, 20, 32), alone], dim=3)
+    keep = (torch.arange(80) >= 20)[None, None, None, :, None]
+    codes = quantize(torch.where(keep, padded, 0), keep, 3, grouping, spread_errors=True)[0]
+    assert torch.equal(codes[:, :, :, 20:], quantize(alone, None, 3, grouping, spread_errors=True)[0])

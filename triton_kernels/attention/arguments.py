@@ -39,7 +39,7 @@ def side_arguments(name: str, side: CompressedTensors, head_dim: int) -> dict[st
 
 
 def side_layout(side: CompressedTensors, head_dim: int) -> SideLayout:
-    """What the kernel is compiled for."""
+    """Makes the constants that a kernel is compiled for of a side's tensors."""
     packing = side_packing(side, head_dim)
     by_channel = side.axis == "channel"
     covered, rank = _low_rank_size(side)

@@ -260,7 +260,7 @@ def prepare_combination(
 
 
 def _parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
-    """Those of all exact parts; one that is alone is given twice, and counts once."""
+    """Lists the launch's arguments of all exact parts; one that is alone is given twice, and counts once."""
     if not parts:
         return {**part_arguments(0, None, num_heads, num_rows), **part_arguments(1, None, num_heads, num_rows)}
     # With its length on the device it is the second, as it is beside another: that is one kernel

@@ -77,6 +77,6 @@ def score_codes(
 
 @triton.constexpr_function
 def _weight(side, piece, field):
-    """What the codes of a field count, a quarter at most, so that no scale of float16 overflows."""
+    """Returns the weight of a field's codes, a quarter at most, so that no scale of float16 overflows."""
     own = side.pieces[piece].fields[field]
     return 2.0 ** (own.shift - own.bit - 2)

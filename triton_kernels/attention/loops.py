@@ -1,4 +1,4 @@
-"""What a loop does to registers: the compiler takes out of it what is the same in every turn, and keeps it."""
+"""Barriers in loops: the compiler takes values out that are the same in every turn, and keeps them in registers."""
 
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
@@ -20,5 +20,5 @@ def same_number(number, PACKED: tl.constexpr):
 
 @triton.jit
 def same_halves(numbers):
-    """The same of float16: what they become for tensor cores, which is little work."""
+    """Keeps float16 numbers in the loop: for tensor cores they become others, which is little work."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)

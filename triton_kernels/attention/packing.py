@@ -73,7 +73,7 @@ def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool
 def _fields(
     plane: int, nbits: int, first: int, slab: int, unit: int, head_dim: int, channels_per_group: int
 ) -> tuple[Field, ...]:
-    """What words are taken apart into that begin at byte `first` of a plane's slab."""
+    """Lists the fields that words are taken apart into, from byte `first` of a plane's slab on."""
     width, shift = _PLANES[nbits][plane]
     fields = []
     for byte in range(unit):

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, of keys or values: one constant instead of fourteen.
+"""Layout of keys or of values that a kernel is compiled for: one constant instead of fourteen.
 
 Legend as in `attend.py`.
 """

@@ -23,13 +23,13 @@ _BOOST = tl.constexpr(2.0**14)
 
 @triton.constexpr_function
 def field_unit(side, piece, field):
-    """What a 1 of a field's output stands for, times the reference that scales per token are relative to."""
+    """Returns the size of a 1 in a field's output, times the reference that scales per token are relative to."""
     return 1.0 if side.by_channel else _code_unit(side, piece, field)
 
 
 @triton.constexpr_function
 def _code_unit(side, piece, field):
-    """What boosted weights times a field's codes, as float16, have to be multiplied by."""
+    """Returns the factor of boosted weights times a field's codes, as float16."""
     own = side.pieces[piece].fields[field]
     return 2.0 ** (24 - 14 + own.shift - own.bit)
 

@@ -1,4 +1,4 @@
-"""What the kernels that code do with a tile of tokens: states are loaded, numbers become codes, and these rows.
+"""Tiles of the coding kernels: states are loaded, numbers become codes, and codes rows.
 
 A number's code is how many bounds of its block's width lie below it. Its cell of a grid says how many lie below all
 of the cell, and which one lies in it: two loads, where looking for it among all bounds would take eight.

@@ -1,4 +1,4 @@
-"""What kernels over rows take beside tables of `kvcache_plugins.codecs.rows`, and a launch that codes.
+"""Launches of kernels over rows: their arguments beside tables of `kvcache_plugins.codecs.rows`, and coding.
 
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """

@@ -1,4 +1,4 @@
-"""What `attend_kernel` does with a tile: scores from keys, weights, and what they add to the output.
+"""Tiles of `attend_kernel`: scores from keys, weights, and their sum with values.
 
 Legend as in `attend.py`; a tile is `[BLOCK_T tokens, BLOCK channels]` of one head.
 """
@@ -132,7 +132,7 @@ def store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals):
 
 @triton.jit
 def store_nothing(output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, channels, row_in_use, DIM: tl.constexpr):
-    """What a split is that has no tokens."""
+    """Stores the partial result of a split that has no tokens."""
     places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
     nothing = tl.zeros_like(places).to(tl.float32)
     tl.store(maximum_ptr + places, nothing - float("inf"), mask=row_in_use)

@@ -323,7 +323,9 @@ class SideCodec:
         outliers = select(states, valid, self.sparsity)
         if outliers is not None:
             keep = outliers.keep
-        codes, scale, zero = quantize(states, keep, self.nbits, self.grouping)
+        # Keys turn with their positions, and a low rank has what errors share
+        spread_errors = self.side == "value" and not rank
+        codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
         tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
         if rank or outliers is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)

@@ -1,4 +1,4 @@
-"""What is stored of a layer's tokens, as attention takes it: parts that follow each other, and tokens to choose from.
+"""Parts: a layer's tokens in the forms that attention takes, one behind the other, and tokens to choose from.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a part, D and E head
 dims of keys and values, R bytes of a row, S sink tokens.

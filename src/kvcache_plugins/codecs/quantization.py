@@ -33,6 +33,10 @@ _PLANES = {
     6: ((4, 0), (2, 4)),
     8: ((8, 0),),
 }
+# Mean errors whose squares are such a share of the errors' own are no accident
+_SHARED = 0.25
+# What thresholds go on by from token to token, and from channel to channel: the golden ratio spreads them evenly
+_TOKEN_TURN, _CHANNEL_TURN = 0.6180339887498949, 0.7548776662466927
 # Of everything that is stored but codes and indices
 STORAGE_DTYPE = torch.float16
 
@@ -112,7 +116,12 @@ def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch
 
 
 def quantize(
-    states: torch.Tensor, keep: torch.Tensor | None, nbits: int, grouping: Grouping
+    states: torch.Tensor,
+    keep: torch.Tensor | None,
+    nbits: int,
+    grouping: Grouping,
+    *,
+    spread_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Quantizes chunks of keys or values.
@@ -126,6 +135,9 @@ def quantize(
             Bits a code, one of 2, 3, 4, 8.
         grouping (`Grouping`):
             Which values share a scale.
+        spread_errors (`bool`, *optional*, defaults to `False`):
+            Whether tokens of a head that would all be rounded to the same side are rounded to both, so that their
+            average is right.
 
     Returns:
         Codes (`uint8`, the shape of `states`), scale and zero (float16, `[B, H, M, groups, D]` or
@@ -145,8 +157,36 @@ def quantize(
     # A constant group has scale 0 and code 0 throughout
     step = expand_groups(scale, grouping, states.shape).float()
     inverse = torch.where(step > 0, 1 / step, 0)
-    codes = (states - expand_groups(zero, grouping, states.shape).float()).mul_(inverse).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), scale, zero
+    numbers = (states - expand_groups(zero, grouping, states.shape).float()).mul_(inverse)
+    codes = numbers.round()
+    if spread_errors:
+        codes = _spread(codes, numbers, keep)
+    return codes.clamp_(0, levels).to(torch.uint8), scale, zero
+
+
+def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    """
+    Rounds heads otherwise whose tokens would all be rounded to the same side, as where a text repeats a token.
+
+    Attention averages over tokens, and so over their errors, unless they share them. Where a good part of the errors
+    of a head is shared, its numbers are rounded up and down in turns, by how near they are: to the next number above a
+    threshold of each token and channel, which are spread evenly. Thresholds are counted from the end of a chunk, where
+    sequences of a batch end together.
+    """
+    length, errors = codes.shape[3], codes - numbers
+    if keep is None:
+        shared, each = errors.mean(dim=3), errors.square().mean(dim=3)
+    else:
+        errors.mul_(keep)
+        count = keep.expand(*errors.shape[:4], -1).sum(dim=3).clamp(min=1)
+        shared, each = errors.sum(dim=3) / count, errors.square().sum(dim=3) / count
+    is_shared = shared.square().mean(dim=3) > _SHARED * each.mean(dim=3)
+    if numbers.device.type == "cpu" and not bool(is_shared.any()):
+        return codes
+    tokens = torch.arange(length - 1, -1, -1, device=numbers.device)[:, None]
+    channels = torch.arange(codes.shape[4], device=numbers.device)
+    thresholds = (tokens * _TOKEN_TURN + channels * _CHANNEL_TURN).frac()
+    return torch.where(is_shared[:, :, :, None, None], (numbers + thresholds).floor(), codes)
 
 
 def are_in_range(*stored: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def points(self, codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-        """What codes `[B, H, T, N, 8]` stand for."""
+        """Looks up the numbers that codes `[B, H, T, N, 8]` stand for."""
 
     @abstractmethod
     def unpack(self, rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def thresholds(device: torch.device) -> torch.Tensor:
 
 @cache
 def _coefficients(device: torch.device) -> torch.Tensor:
-    """Those of `LloydMax` as a tensor `[9, 3]`."""
+    """Makes a tensor `[9, 3]` of the coefficients of `LloydMax`."""
     with torch.inference_mode(False):
         return torch.tensor(LloydMax.coefficients, device=device)
 
@@ -258,7 +258,7 @@ def state_points(device: torch.device) -> torch.Tensor:
 
 
 def search_factors(widths: torch.Tensor, is_weighted: bool) -> torch.Tensor:
-    """What numbers are multiplied by to be searched for, `[..., N]`, of widths `[..., N]`."""
+    """Looks up the factors `[..., N]` that numbers of `widths` `[..., N]` are multiplied by to be searched for."""
     finest = widths.long() if is_weighted else widths.long().amax(dim=-1, keepdim=True).expand_as(widths)
     return (SEARCH_STEPS << finest).float()
 

@@ -110,7 +110,7 @@ class FixedBuffer(ResidualBuffer):
         return self
 
     def ordinary(self) -> ResidualBuffer:
-        """The same tokens in a buffer that grows."""
+        """Returns a buffer of the same tokens that grows."""
         buffer = ResidualBuffer(self.keys[:, :, :0], self.values[:, :, :0], self.limit)
         buffer.append(self.keys, self.values)
         return buffer
@@ -288,7 +288,7 @@ class StepLayer(LazyLayer):
         _refuse()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """It has been."""
+        """Does nothing: the layer that it stands for is initialized."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing of its own."""

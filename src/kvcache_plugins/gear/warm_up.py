@@ -91,7 +91,7 @@ def warm_up(layers: Iterable[object], sizes: Sizes, *, is_captured: bool = False
 
 @functools.cache
 def _known_kinds() -> set[Hashable]:
-    """What has been compiled for."""
+    """Holds the kinds of layers that kernels have been compiled for."""
     return set()
 
 

@@ -1,4 +1,4 @@
-"""What can be told of a model before it is used: how well each layer is speculated, and a correction that helps.
+"""Calibration of InfiniGen: how well each layer of a model is speculated, and a correction that helps.
 
 A text goes through the model. For every layer the attention input that is expected at the layer before is compared
 with the true one; a low-rank linear map is fitted that brings the first nearer to the second (ridge regression, cut to
@@ -83,7 +83,7 @@ class _Correction:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Content:
-    """What a file holds of a `Calibration`."""
+    """Content of a `Calibration`'s file."""
 
     model: str
     reports: tuple[LayerReport, ...]
@@ -136,7 +136,7 @@ class Calibration:
         return hidden_states + (hidden_states @ down) @ up
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calibration:
-        """The same with corrections on a device and in a dtype."""
+        """Copies the calibration with corrections on `device` and in `dtype`."""
         moved = {
             index: (down.to(device, dtype), up.to(device, dtype)) for index, (down, up) in self.corrections.items()
         }

@@ -101,7 +101,7 @@ class DiskPages:
             self.has_waited = any(asked)
 
     def expect_page(self, page: torch.Tensor) -> None:
-        """The same of a whole page."""
+        """Asks for a whole page ahead, as `expect` does for rows."""
         if self.has_waited:
             _read_ahead(page, torch.ones(num_blocks(page), dtype=torch.bool))
 

@@ -117,5 +117,5 @@ class UsageRecord:
             self.usage = function(self.usage)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is stored."""
+        """Lists all tensors."""
         return [self.positions] if self.usage is None else [self.positions, self.usage]

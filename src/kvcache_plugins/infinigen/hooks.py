@@ -1,4 +1,4 @@
-"""What an InfiniGen cache hears of a model: the input of every attention, from forward hooks. Nothing is patched.
+"""Forward hooks by which an InfiniGen cache hears the input of every attention of a model. Nothing is patched.
 
 A model is attached once and serves all its caches that speculate, in any number of threads: what is learned of the
 model is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the
@@ -279,7 +279,7 @@ class Attachment:
         return self.layer_types is None or self.layer_types[one] == self.layer_types[other]
 
     def check_once(self, index: int, inputs: AttentionInputs) -> Callable[[torch.Tensor], None] | None:
-        """What compares a layer's queries `[B, num_heads, tokens, head_dim]` with its projection, unless it has."""
+        """Returns a check of queries `[B, num_heads, tokens, head_dim]` against a projection of `index`, once."""
         if index in self.checked or index not in self.projections:
             return None
         embeddings = inputs.position_embeddings
@@ -323,7 +323,7 @@ class Attachment:
 
 
 def unknown_queries_warning(reason: str) -> str:
-    """What users are told of layers whose queries cannot be told ahead."""
+    """Words the warning of layers whose queries cannot be told ahead, for a `reason`."""
     return (
         f"`model`: {reason}. Layers of this kind choose tokens by their own query, as with `speculate=False`: right, "
         "and nothing is fetched ahead"

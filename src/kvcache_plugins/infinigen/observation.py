@@ -1,4 +1,4 @@
-"""What attention is given in a forward pass, beside what was expected of it at the layer before."""
+"""Observation of a forward pass: the inputs of attention, beside those expected at the layer before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Observation:
     embeddings: PositionEmbeddings | None
 
     def newest(self) -> Observation:
-        """The same of the newest tokens alone, which is little to keep."""
+        """Returns the observation of the newest tokens alone, which is little to keep."""
         last = slice(-NUM_QUERIES, None)
         embeddings = self.embeddings
         if embeddings is not None:

@@ -310,7 +310,7 @@ def _self_attention_modules(decoder: nn.Module) -> Iterator[tuple[int, nn.Module
 
 
 def _reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: set[str]) -> str | None:
-    """What is known to make attention differ from products of keys and queries of this input, if anything does."""
+    """Says why attention of `module` is known to differ from products of keys and queries of its input, if it does."""
     if _first_of(module, _COMPRESSED_NAMES) is not None:
         return "makes its queries and keys of a compressed part (multi-head latent attention)"
     if _first_of(module, PROJECTION_NAMES) is None:

@@ -1,4 +1,4 @@
-"""What stays on the accelerator of the keys in the pool, so that their scores can be told without fetching them.
+"""Copies of the pool's keys that stay on the accelerator, so that scores can be told without fetching keys.
 
 Two ways, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes` has all columns in
 a few bits, `ScoringColumns` the paper's partial key cache.

@@ -115,7 +115,7 @@ def _code(name: str, shape: Sequence[int], **fields: Any) -> None:
 
 
 def _table_fields(table: RowTable, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
-    """What C is told of a table for tokens `[B, H, T, ...]`."""
+    """Lists the fields of C's structures that describe a table, for tokens `[B, H, T, ...]`."""
     heads, deviation, deviations = shape[:2], table.deviation, 1
     fields: dict[str, Any] = {"row_size": table.row_size, "is_trellis": table.quantizer == "trellis"}
     fields |= {"is_weighted": table.is_weighted, "by_energy": table.by_energy, "refits": table.num_refits}

@@ -49,7 +49,7 @@ def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES) -> 
 
 
 def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
-    """The same for what is always a single new token; `query` may have any shape."""
+    """Chooses a kernel for a single new token; `query` may have any shape. See `choose_kernel`."""
     requested = requested_kernel()
     if requested == "torch" or torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
@@ -126,7 +126,7 @@ def _wanted_kernel(device_type: str, requested: str) -> str:
 
 @cache
 def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
-    """What `choose_kernel` returns for a few queries on a device; warns the first time, as the answer is kept."""
+    """Chooses the kernel for a few queries on a device; warns the first time, as the answer is kept."""
     wanted = _wanted_kernel(device_type, requested)
     reason = _why_not(wanted, device_type)
     if reason is None:

@@ -42,7 +42,7 @@ _FIELD = re.compile(r"^\s*(?:const )?(\w+) (.+?);[ ]*(?:/\*(.*)\*/)?", re.MULTIL
 
 
 class Array(NamedTuple):
-    """What a field's tensor has to be: any dtype if there is none, and sizes that are still to be worked out."""
+    """Dtypes and shape that a field's tensor has to have: any dtype if there is none, sizes still to be worked out."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: CodeType

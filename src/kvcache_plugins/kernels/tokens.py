@@ -1,4 +1,4 @@
-"""What a decode step computes that attends to some of its tokens: scores of all of them from codes, the best of them,
+"""Kernels of a decode step that attends to some of its tokens: scores of all of them from codes, the best of them,
 attention over their rows, and copies of them.
 
 On a CPU that is C: codes never become floats in memory, what is too small to be chosen is not sorted, and rows are

@@ -214,7 +214,7 @@ class KeptStep:
         return type(None), ()
 
     def take_first_result(self) -> torch.Tensor:
-        """What the step gave that it was made by, once."""
+        """Hands out, once, the result of the step that the kept step was made by."""
         result, self._first_result = self._first_result, None
         assert result is not None
         return result
@@ -259,7 +259,7 @@ class KeptStep:
         return result
 
     def _changing_names(self) -> list[str]:
-        """What the last launch is given anew in every step, in the order in which it is."""
+        """Lists the arguments that the last launch is given anew in every step, in their order."""
         blocks = [f"{name}_{index}_ptr" for index in range(len(self._attending)) for name in _CHANGING[1:]]
         newest = len(self._first_dense)
         states = [f"{name}_{newest}_{end}" for name in ("keys", "values") for end in ("ptr", "stride_b", "stride_h")]
@@ -291,12 +291,12 @@ def _can_keep(rows: torch.Tensor, dense: Sequence[DensePart], parts: Sequence[Pa
 
 
 def _query_layout(rows: torch.Tensor) -> tuple[Any, ...]:
-    """What a kept step is for, of queries."""
+    """Describes the queries that a kept step is for."""
     return rows.shape, rows.stride(), rows.dtype, rows.data_ptr() % ALIGNMENT
 
 
 def _newest_layout(part: DensePart) -> tuple[Any, ...]:
-    """The same of the newest tokens, which come to be more and move."""
+    """Describes the newest tokens that a kept step is for; they come to be more and move."""
     layout: tuple[Any, ...] = (part.mask is None, part.length > 0)
     are_aligned: tuple[bool, ...] = ()
     for states in (part.keys, part.values):

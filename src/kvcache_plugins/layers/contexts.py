@@ -1,4 +1,4 @@
-"""What a cache keeps out of: gradients end at what it has stored, and contexts of PyTorch do not reach into it."""
+"""Contexts of PyTorch that do not reach into a cache; gradients end at the tokens that it has stored."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What layers of indexed sparse attention keep beside keys and values: the keys that an indexer picks tokens by.
+"""Keys of an indexer, by which layers of sparse attention pick tokens, kept beside keys and values.
 
 They are few numbers a token, and decide which tokens are attended to at all: they stay exact.
 """

@@ -1,4 +1,4 @@
-"""What a layer of a cache holds between two updates, as tensors and numbers: the schema of files, stores and copies.
+"""State of a layer between two updates, as tensors and numbers: the schema of files, stores and copies.
 
     [ prefix: exact, first tokens ] [ blocks: compressed ] [ buffer: exact, newest ]
 

@@ -274,7 +274,7 @@ def _scaled_dot_product_attention(
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function makes of lazy states."""
+    """Answers a function of PyTorch that is called with lazy states among `args` and `kwargs`."""
     if func is F.scaled_dot_product_attention:
         return _scaled_dot_product_attention(*args, **kwargs)
     if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
@@ -514,7 +514,7 @@ class LazyLayer(CacheLayerMixin):
         """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What of the same stands in host memory, wherever the model computes; nothing by default."""
+        """Yields the stored tensors that stand in host memory wherever the model computes; none by default."""
         return iter(())
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ class LeftPadding:
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """Those numbers, `[batch_size]`; `None` if no padding is known of."""
+        """Counts padding at the start of every sequence, `[batch_size]`; `None` if none is known of."""
         return self._counts
 
     @counts.setter

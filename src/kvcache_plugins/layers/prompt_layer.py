@@ -170,7 +170,7 @@ class PromptLayer(LazyLayer):
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """What is stored may be read by address: what is attended with has to be of its shape."""
+        """Raises a `ValueError` unless new states fit those stored, which kernels read by address."""
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
@@ -198,7 +198,7 @@ class PromptLayer(LazyLayer):
 
     @property
     def has_index(self) -> bool:
-        """Whether it holds keys of an indexer."""
+        """Tells whether the layer holds keys of an indexer."""
         return self._index.keys is not None
 
     @property
@@ -248,7 +248,7 @@ class PromptLayer(LazyLayer):
         return None
 
     def _before_update(self) -> None:
-        """What the last update left to do; it was left so that a `crop` right after it finds its tokens exact."""
+        """Does the work that the last update left, so that a `crop` right after it found its tokens exact."""
 
     def _is_prompt(self, count: int) -> bool:
         """Whether an update of `count` tokens, not the first, is stored as a prompt of its own."""

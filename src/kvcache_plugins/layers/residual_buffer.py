@@ -78,7 +78,7 @@ class ResidualBuffer:
         self._store(_with_room(keys, capacity), _with_room(values, capacity))
 
     def released(self) -> "ResidualBuffer | None":
-        """What is left of it when all of its tokens are stored elsewhere: nothing, as the next ones make another."""
+        """Lets go of all tokens, which are stored elsewhere; returns `None`, as the next ones make another buffer."""
         return None
 
     def drop_last(self, count: int) -> None:

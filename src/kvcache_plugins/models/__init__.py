@@ -1,1 +1,1 @@
-"""What is known of a model: its name or package, its fingerprint, and which of its layers a method may replace."""
+"""Models: their names and packages, fingerprints, and which of their layers a method may replace."""

@@ -87,7 +87,7 @@ def _convert(packaged: PackagedModel, name: str, folder: Path, console: Console)
 
 
 def _dequantized() -> dict[str, Any]:
-    """What `from_pretrained` has to be told to load a GGUF file as ordinary weights."""
+    """Makes the arguments by which `from_pretrained` loads a GGUF file as ordinary weights."""
     try:
         from transformers import GgufConfig
     except ImportError:

@@ -81,7 +81,7 @@ def reference_models() -> dict[str, bool]:
 
 
 def resolve_model(name_or_path: str) -> str:
-    """What `from_pretrained` is given for a name: a converted folder, a hub name, or the name itself.
+    """Resolves a model's name for `from_pretrained`: a converted folder, a hub name, or the name itself.
 
     A packaged model that has not been converted yet is converted here.
     """

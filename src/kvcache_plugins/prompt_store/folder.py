@@ -178,7 +178,7 @@ class Lease:
         os.write(self._descriptor, "".join(f"{key}\n" for key in keys).encode())
 
     def end(self) -> None:
-        """They are in use no more; in a forked process it is not this one's to say."""
+        """Ends the lease of all blocks; a forked process ends none of its parent's."""
         if os.getpid() == self._process:
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""What is in the folder of a store: prompts by their last blocks, damaged files, and how to be rid of them."""
+"""Inspection of a store's folder: prompts by their last blocks, damaged files, and their removal."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a cache holds, in bytes and counters, and how a notebook shows it."""
+"""Reports of a cache's bytes and counters, also for notebooks."""

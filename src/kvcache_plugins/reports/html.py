@@ -1,4 +1,4 @@
-"""What a notebook shows of a cache or of a memory report: a stacked bar of its parts, ratios and counters, as HTML.
+"""HTML of a cache or of a memory report for notebooks: a stacked bar of its parts, ratios and counters.
 
 Plain elements with inline styles: no script, no style sheet and no file besides, so that it survives the cleaning that
 viewers of notebooks do, and where styles are taken away the table still says everything. Text has the colour of the

@@ -59,7 +59,7 @@ class MemoryReport:
 
     @property
     def kv_percent_with_shared(self) -> float:
-        """The same with what is shared, as if there were no other cache."""
+        """Share of the dense bytes with shared tensors counted too, as if there were no other cache."""
         held = self.total_bytes + sum(self.shared.values())
         return 100 * held / (2 * self.num_values) if self.num_values else 0.0
 
@@ -144,7 +144,7 @@ class ReportingMixin:
     """Adds `memory()` and `stats()` to a cache of Transformers."""
 
     def memory(self) -> MemoryReport:
-        """What the cache holds."""
+        """Measures all that the cache holds."""
         return measure_memory(self)  # type: ignore[arg-type]
 
     def stats(self) -> Mapping[str, StatValue]:

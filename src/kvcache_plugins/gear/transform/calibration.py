@@ -1,4 +1,4 @@
-"""What transform coding can be told about a model once: bases of keys and values, and what their errors cost.
+"""Calibration of transform coding: a model's bases of keys and values, and the cost of their errors, found once.
 
 Of each layer and head the Karhunen-Loeve basis of keys before the rotary embedding, their mean taken off, and of
 values with theirs, both in a metric in which an error counts by what it does to the model's output. Energies of the
@@ -154,12 +154,12 @@ class TransformCalibration(nn.Module):
 
     @classmethod
     def read(cls, path: str | Path) -> TransformCalibration:
-        """The same of whatever model."""
+        """Reads a calibration of any model from `path`."""
         with refusals("calibration", path):
             return _read_once(Path(path).resolve(), Path(path).stat().st_mtime_ns)
 
     def mismatch(self, model: PreTrainedModel | PreTrainedConfig) -> str | None:
-        """What tells that a model, or the one of a config, is not the one that was calibrated, in whatever dtype."""
+        """Says why `model`, or that of a config, is not the calibrated one, whatever its dtype; `None` if it is."""
         config = model if isinstance(model, PreTrainedConfig) else model.config
         if self.config != config_fingerprint(config):
             return "was made for a model of another config"

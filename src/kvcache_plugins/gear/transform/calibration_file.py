@@ -1,4 +1,4 @@
-"""What is known of a model's keys and values once, as it stands in the file of a calibration."""
+"""Content of a calibration's file: bases, energies and scales of a model's keys and values."""
 
 import hashlib
 from collections.abc import Iterator

@@ -69,7 +69,7 @@ def _sources(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _help_of(node: ast.Module | _DEFINITIONS, name: str = "") -> Iterator[str]:
-    """What docstrings say of a module or a definition, and of those in it, each below its head."""
+    """Yields the docstrings of a module or a definition `node`, and of those in it, each below its head."""
     text = ast.get_docstring(node)
     if text is not None:
         yield f"{_head(node, name)}{text}\n\n"

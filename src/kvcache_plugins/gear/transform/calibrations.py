@@ -40,7 +40,7 @@ def find_calibration(model: PreTrainedModel, *, is_own: bool = False) -> Transfo
 
 
 def _known(config: PreTrainedConfig, is_own: bool = False) -> Iterator[TransformCalibration]:
-    """Those of the user's folder for models of a config, the newest first, and those of this package."""
+    """Yields calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
     paths = sorted(_folder().glob(f"{_prefix(config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
     for path in [*reversed(paths), *([] if is_own else sorted(_PACKAGED.glob("*.safetensors")))]:
         yield TransformCalibration.read(path)

@@ -77,7 +77,7 @@ class TransformConfig:
         return {"backbone": BACKBONE, **asdict(self)}
 
     def to_calibrated_options(self) -> dict[str, Any]:
-        """The same with a calibration, which shares the bits of both sides."""
+        """Lists the options of a cache with a calibration, which shares the bits of both sides."""
         options = self.to_options()
         del options["value_nbits"]
         return {"nbits": options.pop("key_nbits"), **options}

@@ -1,4 +1,4 @@
-"""What a text shows of a model's keys and values: their moments, and what errors of them cost.
+"""Observation of a model while it reads a text: moments of keys and values, and the cost of their errors.
 
 A window's first half fills a dense cache, and the model goes on from it, some tokens at a time. The cost of an error
 of a key or a value is what it does to the distribution of the tokens that follow: to second order, the KL divergence
