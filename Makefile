@@ -38,7 +38,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long sanitize wheels promises bench notebooks check style types docs format clean
+.PHONY: help demo test test-long sanitize wheels weight promises bench notebooks check style types docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +61,9 @@ wheels: $(VENV)/.installed  ## wheels for all platforms, into `dist/`
 	rm -rf build
 	for platform in $(PLATFORMS); do KVCACHE_PLUGINS_WHEEL=$$platform \
 		$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . && rm -rf build || exit 1; done
+
+weight: $(VENV)/.installed  ## lines of every room of the house, beside the plan
+	$(BIN)/python tests/test_weight.py
 
 promises: $(VENV)/.kernels  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
 	$(BIN)/python -m kvcache_plugins.eval.promises $(PROMISES)

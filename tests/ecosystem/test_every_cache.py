@@ -46,6 +46,13 @@ def through_torch(cache: Cache) -> Cache:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_of_three_classes_of_ours_at_most(tiny_llama: PreTrainedModel, name: str) -> None:
+    for layer in make(name, tiny_llama).layers:
+        ours = [each.__name__ for each in type(layer).__mro__ if each.__module__.startswith("kvcache_plugins")]
+        assert len(ours) <= 3, ours
+
+
 @pytest.mark.parametrize("is_filled", [True, False], ids=["filled", "empty"])
 @pytest.mark.parametrize("through", [through_pickle, through_torch])
 @pytest.mark.parametrize("name", NAMES)
