@@ -235,6 +235,8 @@ class SideCodec:
         recent_ratio (`float`, *optional*, defaults to 1): share of a prompt's tokens, the most recent ones, that the
             low rank covers.
         is_rotated (`bool`, *optional*, defaults to `False`): whether states are rotated before they are quantized.
+        spreads_errors (`bool`, *optional*, defaults to `False`): whether tokens of a chunk that would all be
+            rounded to the same side are not, see `quantize`; a token's codes then depend on the others.
     """
 
     side: str
@@ -247,6 +249,7 @@ class SideCodec:
     num_iterations: int = 1
     recent_ratio: float = 1.0
     is_rotated: bool = False
+    spreads_errors: bool = False
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
         """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
@@ -323,8 +326,8 @@ class SideCodec:
         outliers = select(states, valid, self.sparsity)
         if outliers is not None:
             keep = outliers.keep
-        # Keys turn with their positions, and a low rank has what errors share
-        spread_errors = self.side == "value" and not rank
+        # A low rank has what errors share
+        spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
         tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
         if rank or outliers is not None:

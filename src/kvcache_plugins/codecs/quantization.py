@@ -33,8 +33,8 @@ _PLANES = {
     6: ((4, 0), (2, 4)),
     8: ((8, 0),),
 }
-# Mean errors whose squares are such a share of the errors' own are no accident
-_SHARED = 0.25
+# Mean errors whose squares are such a share of the errors' own are no accident, of as many tokens
+_SHARED, _LEAST_SPREAD = 0.25, 16
 # What thresholds go on by from token to token, and from channel to channel: the golden ratio spreads them evenly
 _TOKEN_TURN, _CHANNEL_TURN = 0.6180339887498949, 0.7548776662466927
 # Of everything that is stored but codes and indices
@@ -173,7 +173,10 @@ def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | Non
     threshold of each token and channel, which are spread evenly. Thresholds are counted from the end of a chunk, where
     sequences of a batch end together.
     """
-    length, errors = codes.shape[3], codes - numbers
+    length = codes.shape[3]
+    if length < _LEAST_SPREAD:
+        return codes
+    errors = codes - numbers
     if keep is None:
         shared, each = errors.mean(dim=3), errors.square().mean(dim=3)
     else:

@@ -228,6 +228,8 @@ class GEARConfig:
             num_iterations=self.num_iterations,
             recent_ratio=self.low_rank_recent_ratio,
             is_rotated=is_rotated,
+            # Keys turn with their positions, so they share no errors
+            spreads_errors=side.side == "value",
         )
 
 
