@@ -91,8 +91,8 @@ def test_counters_have_the_same_names_whatever_layers_there_are(
         try:
             cache = make(name, model)
         except pytest.skip.Exception:
-            # InfiniGen takes no model with windows alone
-            assert architecture == "mistral-sliding" or not names
+            # InfiniGen takes no model with windows alone, and Transformers' own quantized caches none with any
+            assert architecture == "mistral-sliding" or not names or name.startswith(("quanto", "hqq", "fp8"))
             continue
         names.append(list(cache.stats()))
         logits(model, cache, PROMPT, 1)
