@@ -256,3 +256,14 @@ def test_what_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="layer 0: the keys"):
         feed(layer, keys, values)
     assert layer.get_seq_length() == 0
+
+
+def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
+    """A tile's positions go on where the one before ended."""
+    layer = make_layer()
+    feed(layer, *states(2, 300), padding=[0, 37])
+    feed(layer, *states(2, 1), padding=[0, 37])
+    whole = [layer.materialize(side) for side in ("keys", "values")]
+    monkeypatch.setattr("kvcache_plugins.layers.packed_tokens.TILE_TOKENS", 64)
+    for dense, side in zip(whole, ("keys", "values"), strict=True):
+        torch.testing.assert_close(layer.materialize(side), dense, atol=1e-5, rtol=0)
