@@ -75,9 +75,13 @@ def test_loaded_with_nothing_it_is_like_a_new_one(tiny_llama, tmp_path, name):
 def test_cropped_to_nothing(tiny_llama, tmp_path):
     path, cache = tmp_path / "cache.safetensors", GEARCache(tiny_llama.config)
     tiny_llama(torch.randint(3, 128, (2, 100)), past_key_values=cache)
+    before = cache.stats()["tokens_compressed"]
     cache.crop(-100)
+    # It still counts what it did
+    assert cache.stats()["tokens_compressed"] == before > 0
     cache.save(path, tiny_llama)
     loaded, tokens = GEARCache.load(path, tiny_llama), torch.randint(3, 128, (1, 90))
+    assert loaded.stats()["tokens_compressed"] == before
     assert loaded.get_seq_length() == 0
     logits, expected = (tiny_llama(tokens, past_key_values=each).logits for each in (loaded, cache))
     assert torch.equal(logits, expected)
