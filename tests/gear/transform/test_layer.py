@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kvcache_plugins import measure_memory
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
@@ -267,3 +268,20 @@ def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     monkeypatch.setattr("kvcache_plugins.layers.packed_tokens.TILE_TOKENS", 64)
     for dense, side in zip(whole, ("keys", "values"), strict=True):
         torch.testing.assert_close(layer.materialize(side), dense, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 1.5}, {"sinks": torch.tensor([2.0, 0.0, -1.0, 4.0])[None, :, None, None]}]
+)
+def test_softcaps_and_sinks_are_attended_with(extra):
+    layer, query = make_layer(), 3 * torch.randn(1, 2 * NUM_HEADS, 1, HEAD_DIM)
+    feed(layer, *states(1, 200))
+    layer.update(*states(1, 1))
+    keys, values = (layer.materialize(side).repeat_interleave(2, dim=1) for side in ("keys", "values"))
+    scores = query @ keys.transpose(2, 3) / HEAD_DIM**0.5
+    if "softcap" in extra:
+        scores = (scores / extra["softcap"]).tanh() * extra["softcap"]
+    if "sinks" in extra:
+        scores = torch.cat([scores, extra["sinks"]], dim=3)
+    expected = scores.softmax(dim=3)[..., : keys.shape[2]] @ values
+    torch.testing.assert_close(layer.attend(AttentionCall(query, **extra)), expected, atol=1e-4, rtol=1e-3)
