@@ -318,12 +318,17 @@ def calibrate(
         observe(model, window, fit)
     corrections = {index: low_rank_map(*moments.pop(index), rank) for index in list(moments)}
 
+    observations: list[Observation] = []
+
+    def keep_newest(observation: Observation) -> None:
+        observations.append(observation.newest())
+
     masses: dict[int, list[dict[str, float]]] = {}
     for number, window in enumerate(windows[1::2], start=1):
         if on_progress is not None:
             on_progress(f"measuring, window {number}")
-        observations: list[Observation] = []
-        cache, attachment = observe(model, window, lambda seen, newest=observations: newest.append(seen.newest()))
+        observations.clear()
+        cache, attachment = observe(model, window, keep_newest)
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
