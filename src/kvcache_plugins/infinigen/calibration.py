@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.files.schema import FLOATS, Range, Stored
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .config import NUM_FIRST_LAYERS
-from .observation import NUM_QUERIES, Observation, observe, observe_newest
-from .speculation_quality import captured_masses, low_rank_map
+from .hooks import Attachment, AttentionInputs, AttentionListener, attach
+from .queries import PositionEmbeddings
 
 
 FORMAT = Format("kvcache_plugins.infinigen", 3, "run `calibrate` and `save` anew")
+# The newest queries of a window that are measured with, and the share of tokens that they choose
+NUM_QUERIES = 64
+_SHARE = 0.1
+_RIDGE = 1e-2
 # A correction is worth its products if it is right by so much more of the mass
 _MIN_GAIN = 0.002
 # A share of 1, summed up of rounded numbers
@@ -162,6 +167,117 @@ class Calibration:
         return cls(content.model, content.reports, corrections)
 
 
+class Recorder(AttentionListener, DynamicCache):
+    """A dense cache that hands on, for every layer, what was expected of its attention input and what it is."""
+
+    def __init__(self, model: PreTrainedModel, on_layer: Callable[[Observation], None]):
+        super().__init__(config=model.config)
+        self._on_layer = on_layer
+        self._expected: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
+
+    def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
+        if self._expected is not None and self._input is not None and type(self.layers[layer_idx]) is DynamicLayer:
+            embeddings = inputs.position_embeddings
+            self._on_layer(Observation(layer_idx, self._expected, self._input, inputs.hidden_states, embeddings))
+        self._expected = self._input = None
+        if layer_idx + 1 < len(self.layers):
+            self._expected = attachment.expected_hidden_states(
+                layer_idx + 1, layer_idx, inputs, inputs.hidden_states.device
+            )
+            self._input = inputs.hidden_states
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Observation:
+    """Attention inputs `[1, tokens, hidden size]` of a layer: expected, of the layer before, and true."""
+
+    layer_idx: int
+    expected: torch.Tensor
+    before: torch.Tensor
+    true: torch.Tensor
+    embeddings: PositionEmbeddings | None
+
+    def newest(self) -> Observation:
+        """Returns the observation of the newest tokens alone, which is little to keep."""
+        last = slice(-NUM_QUERIES, None)
+        embeddings = self.embeddings
+        if embeddings is not None:
+            embeddings = embeddings[0][:, last].clone(), embeddings[1][:, last].clone()
+        expected, before, true = (each[:, last].clone() for each in (self.expected, self.before, self.true))
+        return Observation(self.layer_idx, expected, before, true, embeddings)
+
+
+def observe(
+    model: PreTrainedModel, window: torch.Tensor, on_layer: Callable[[Observation], None]
+) -> tuple[Recorder, Attachment]:
+    """Sends a window through the model, and its first tokens before: which modules norm is seen then."""
+    learner, recorder = Recorder(model, lambda observation: None), Recorder(model, on_layer)
+    attachment = attach(model, recorder)
+    reason = attachment.why_unknown()
+    if reason is not None:
+        attachment.detach(recorder)
+        raise ValueError(reason)
+    attachment.notes.keeps_streams = True
+    try:
+        for cache, count in ((learner, 2), (recorder, window.numel())):
+            model.get_decoder()(window[None, :count].to(model.device), **as_argument(cache), use_cache=True)
+    finally:
+        attachment.notes.keeps_streams = False
+    return recorder, attachment
+
+
+def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Factors of the ridge regression with these moments, cut to the directions in which what it predicts varies most.
+
+    Args:
+        own (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with themselves.
+        cross (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with what is predicted.
+        rank (`int`): columns of the first factor, rows of the second.
+    """
+    own, cross = own.double(), cross.double()
+    ridge = _RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype, device=own.device)
+    solution = torch.linalg.solve(own + ridge, cross)
+    directions = torch.linalg.eigh(solution.T @ own @ solution).eigenvectors[:, -rank:]
+    return (solution @ directions).float(), directions.T.float()
+
+
+def captured_masses(
+    attachment: Attachment,
+    keys: torch.Tensor,
+    observation: Observation,
+    corrections: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, float]:
+    """Attention mass that a tenth of the tokens captures, chosen by each of the guesses; see `LayerReport`."""
+    projection = attachment.projections[observation.layer_idx]
+    guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": observation.expected}
+    guesses["corrected"] = observation.expected
+    if observation.layer_idx in corrections:
+        down, up = corrections[observation.layer_idx]
+        guesses["corrected"] = observation.expected + ((observation.expected.float() @ down) @ up).to(keys.dtype)
+    weights = {
+        name: _weights(projection(guess, observation.embeddings), keys, projection.scaling)
+        for name, guess in guesses.items()
+    }
+    count = max(int(_SHARE * keys.shape[2]), 1)
+    true = weights["oracle"]
+    return {
+        name: float(true.gather(3, guess.topk(count, dim=3).indices).sum(dim=3).mean())
+        for name, guess in weights.items()
+    }
+
+
+def _weights(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention weights of the newest tokens, averaged over each group of query heads, `[1, H, queries, tokens]`."""
+    count, num_queries = keys.shape[2], query.shape[2]
+    grouped = query.float().unflatten(1, (keys.shape[1], -1))
+    scores = grouped @ keys.float()[:, :, None].transpose(3, 4) * scaling
+    positions = torch.arange(count, device=keys.device)
+    later = positions > positions[count - num_queries :, None]
+    return scores.masked_fill(later, -torch.inf).softmax(dim=4).mean(dim=2)
+
+
 @torch.no_grad()
 def calibrate(
     model: PreTrainedModel,
@@ -202,11 +318,17 @@ def calibrate(
         observe(model, window, fit)
     corrections = {index: low_rank_map(*moments.pop(index), rank) for index in list(moments)}
 
+    observations: list[Observation] = []
+
+    def keep_newest(observation: Observation) -> None:
+        observations.append(observation.newest())
+
     masses: dict[int, list[dict[str, float]]] = {}
     for number, window in enumerate(windows[1::2], start=1):
         if on_progress is not None:
             on_progress(f"measuring, window {number}")
-        cache, attachment, observations = observe_newest(model, window)
+        observations.clear()
+        cache, attachment = observe(model, window, keep_newest)
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
