@@ -5,6 +5,7 @@ fix a cost model of four numbers, and partitions follow from that. A search by w
 """
 
 import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,18 +91,16 @@ def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int
     """The best partition found by whole prefills from a planned one, and its seconds."""
     length, console = sum(start), open_console(stderr=True)
     token_ids = random_tokens(facts, length)
-    seconds: dict[tuple[int, ...], float] = {}
 
-    def measure(slices: tuple[int, ...]) -> float:
-        runs = [ranks.call(prefill, token_ids, slices)[-1].seconds for _ in range(rounds)]
-        seconds[slices] = statistics.median(runs)
-        text = " + ".join(map(str, slices))
-        console.print(f"searching: {text} tokens take {seconds[slices]:.3f} s", markup=False)
-        return seconds[slices]
+    def measure(partitions: Sequence[tuple[int, ...]]) -> Iterator[float]:
+        for slices in partitions:
+            runs = [ranks.call(prefill, token_ids, slices)[-1].seconds for _ in range(rounds)]
+            seconds = statistics.median(runs)
+            text = " + ".join(map(str, slices))
+            console.print(f"searching: {text} tokens take {seconds:.3f} s", markup=False)
+            yield seconds
 
-    first_step = max(length // (_FIRST_STEP * len(start)), 1)
-    best = searched(length, len(start), measure, start=start, first_step=first_step)
-    return best, seconds[best]
+    return searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
 
 
 def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:

@@ -308,7 +308,6 @@ def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: 
 FORMAT = Format("kvcache_plugins.kv_runahead", 2, "plan and save anew")
 # What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
 RATIO_TOLERANCE = 2e-3
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -480,17 +479,13 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     Raises:
         ValueError: if there are fewer tokens than ratios.
     """
-    lower = max((entry for entry in table.entries if entry.length <= length), default=table.entries[0], key=_length)
-    upper = min((entry for entry in table.entries if entry.length >= length), default=lower, key=_length)
-    weight = min(max((length - lower.length) / max(upper.length - lower.length, 1), 0.0), 1.0)
-    if len(lower.ratios) != len(upper.ratios):
-        return _by_ratios(length, (upper if weight > 0.5 else lower).ratios)
-    pairs = zip(lower.ratios, upper.ratios, strict=True)
-    return _by_ratios(length, [first + weight * (second - first) for first, second in pairs])
-
-
-def _length(entry: TableEntry) -> int:
-    return entry.length
+    lengths = [entry.length for entry in table.entries]
+    place = float(np.interp(length, lengths, range(len(lengths))))
+    lower, upper = (table.entries[index].ratios for index in (math.floor(place), math.ceil(place)))
+    weight = place % 1
+    if len(lower) != len(upper):
+        return _by_ratios(length, upper if weight > 0.5 else lower)
+    return _by_ratios(length, [one + weight * (other - one) for one, other in zip(lower, upper, strict=True)])
 
 
 def planned(
@@ -547,53 +542,46 @@ def planned(
     found: dict[Partition, float] = {}
     for start in nearest:
         if starts[start] <= _NEAR * starts[nearest[0]]:
-            lengths, seconds = _search(start, predict, max(length // (8 * len(start)), 1), last_step)
+            first_step = max(length // (8 * len(start)), 1)
+            lengths, seconds = searched(start, predict, first_step=first_step, last_step=last_step)
             found[lengths] = seconds
     enough = (1 + _WORTH_A_RANK) * min(found.values())
     return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
 
 
 def searched(
-    length: int,
-    num_ranks: int,
-    measure: Callable[[Partition], float],
+    start: Sequence[int],
+    measure: Callable[[Sequence[Partition]], Iterable[float]],
     *,
-    start: Sequence[int] | None = None,
     first_step: int | None = None,
-) -> Partition:
+    last_step: int | None = None,
+) -> tuple[Partition, float]:
     """
-    Searches the paper's hierarchical grid, down to a step of a 256th of the prompt: the result is never worse, by what
-    was measured, than its start.
+    Searches the paper's hierarchical grid; the result is never worse, by what was measured, than its start.
 
     In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
     best so far in its middle. A level is repeated while it finds better. A grid of more than 125 partitions is not
-    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion. No partition is
-    measured twice.
+    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion.
 
     Args:
-        length (`int`): tokens of the prompt.
-        num_ranks (`int`): ranks, all of which are used.
-        measure (`Callable[[tuple[int, ...]], float]`): seconds to the first token with slices of these lengths.
-        start (`Sequence[int]`, *optional*): slices to begin with, such as predicted ones; `even` if not given.
+        start (`Sequence[int]`): slices to begin with, one of each rank, such as `even` or planned ones.
+        measure (`Callable`): takes partitions of the same tokens and ranks, none twice, and gives the seconds to the
+            first token of each.
         first_step (`int`, *optional*): tokens; a quarter of an even slice if not given.
+        last_step (`int`, *optional*): tokens; a 256th of the prompt if not given.
+
+    Returns:
+        `tuple[tuple[int, ...], float]`: the fastest slices and their seconds.
 
     Raises:
-        ValueError: if the start is no partition of `length` into `num_ranks`, the step is below 1, or a measurement
-            is no number.
+        ValueError: if the start has no tokens for a rank, a step is below 1, or a measurement is no number.
     """
-    _check_length(length, num_ranks)
-    best = even(length, num_ranks) if start is None else _checked_lengths("start", tuple(start), length)
-    if len(best) != num_ranks:
-        raise ValueError(f"`start` has to have a slice for each of {num_ranks} ranks but got {list(best)}")
-    step = max(1, length // (_STEP_DIVISOR * num_ranks)) if first_step is None else first_step
+    length = sum(start)
+    best = _checked_lengths("start", tuple(start), length)
+    step = max(1, length // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
+    last_step = max(1, length // 256) if last_step is None else last_step
     check_integer("first_step", step, 1)
-    return _search(best, lambda partitions: map(measure, partitions), step, max(1, length // 256))[0]
-
-
-def _search(
-    best: Partition, measure: Callable[[Sequence[Partition]], Iterable[float]], step: int, last_step: int
-) -> tuple[Partition, float]:
-    """Searches as `searched` does, `measure` being given all new partitions of a grid at once."""
+    check_integer("last_step", last_step, 1)
     seconds: dict[Partition, float] = {}
     boundaries = tuple(range(len(best) - 1))
     # Moved one grid after the other: all boundaries, or each pair of neighbours
