@@ -266,14 +266,16 @@ def test_planned_with_a_link_beats_simple_choices(cost: CostModel, link: Link, l
 
 def test_slow_links_use_fewer_ranks() -> None:
     """The paper's table 3: the slower the link and the shorter the context, the less there is to gain."""
-    counts = {link: len(planned(16384, 8, PAPER, link=link, **SIZES)) for link in (FAST, SLOW, POOR)}
-    assert counts[FAST] == 8 > counts[SLOW] > counts[POOR] == 2
+    counts = {link: len(planned(16384, 16, PAPER, link=link, **SIZES)) for link in (FAST, SLOW, POOR)}
+    assert counts[FAST] == 16 > counts[SLOW] > counts[POOR] == 2
     fewer = planned(16384, 8, PAPER, link=POOR, **SIZES)
     every = planned(16384, 8, PAPER, link=POOR, **SIZES, allow_fewer=False)
     assert ttft(fewer, POOR) <= 1.01 * ttft(every, POOR)
     assert ttft(fewer, POOR) < 0.5 * ttft(planned(16384, 8, PAPER), POOR)
     # Boundaries move left, so that less is sent
     assert fewer[0] < planned(16384, 2, PAPER)[0]
+    # Slices of equal time would have made one rank look best
+    assert len(planned(4096, 4, PAPER, link=POOR, **SIZES)) == 2
     very_poor = Link(latency=0.1, bytes_per_second=1e8)
     assert planned(4096, 4, PAPER, link=very_poor, **SIZES) == (4096,)
     with pytest.raises(ValueError, match="`link` needs `bytes_per_token` and `num_layers`"):
@@ -376,7 +378,7 @@ def test_resolves_what_a_user_gives(tiny_model) -> None:
     # Fewer slices than ranks leave ranks without work
     assert resolve_partition((60, 40), 100, 2) == resolve_partition([60, 40], 100, 3) == (60, 40)
     assert resolve_partition((0.6, 0.4), 100, 2) == (60, 40)
-    assert resolve_partition((0.333, 0.333, 0.333), 9, 3) == (3, 3, 3)
+    assert resolve_partition((0.333, 0.333, 0.333), 9000, 3) == (3000, 3000, 3000)
     assert resolve_partition(table_of({10: (0.3, 0.7)}, 2), 100, 2) == (30, 70)
 
 
