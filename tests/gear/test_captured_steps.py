@@ -42,7 +42,8 @@ def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama, pr
     with cache.captured_steps(tiny_llama, num_tokens) as steps:
         assert torch.equal(generate(tiny_llama, cache, inputs, num_tokens), tokens)
     # The prompt, and the steps before which a chunk was compressed
-    num_others = 1 + (num_tokens - 2) // cache.gear_config.residual_length
+    packing = cache.layers[0].packing
+    num_others = 2 + (num_tokens - 2 - packing.residual_length) // (packing.residual_length - packing.num_kept)
     assert (steps.num_recorded, steps.num_others) == (1, num_others)
     assert steps.num_replayed == num_tokens - num_others
     assert cache.stats() == expected.stats()

@@ -112,7 +112,8 @@ def check(name, batch_size):
         cache.captured_steps(model, num_tokens) as steps,
     ):
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
-    num_chunks = (num_tokens - 2) // cache.gear_config.residual_length
+    packing = cache.layers[0].packing
+    num_chunks = 1 + (num_tokens - 2 - packing.residual_length) // (packing.residual_length - packing.num_kept)
     assert num_chunks >= 1 and steps.num_recorded == 1, (num_chunks, steps.num_recorded)
     assert steps.num_replayed == len(recorded) == num_tokens - 1 - num_chunks, (steps.num_replayed, len(recorded))
     # With the recording itself, before the first replay

@@ -24,7 +24,14 @@ def make_program(folder: Path, target: str, level: str) -> Path:
     sources = sorted(build.SOURCES.glob("*.c"))
     names = {name for source in sources for name in re.findall(r"^EXPORT\((\w+)\)", source.read_text(), re.MULTILINE)}
     kernels = " ".join(f"KERNEL({name})" for name in sorted(names))
-    flags = [*build.FLAGS, *build.definitions(level), f"-DKERNELS={kernels}", f"-I{build.SOURCES}"]
+    # What it is compared with, the lowest level here, rounds products before they are added
+    flags = [
+        *build.FLAGS,
+        "-ffp-contract=off",
+        *build.definitions(level),
+        f"-DKERNELS={kernels}",
+        f"-I{build.SOURCES}",
+    ]
     program = folder / "replay"
     command = [*build.zig("-target", target), *flags, *map(str, sources), str(FOLDER / "replay.c"), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, text=True)

@@ -47,6 +47,7 @@ _ANCHOR_TOKENS, _GROUP = 32 * TILE, 4
 # Tokens of a strip at each level of instructions
 _STRIPS = {"avx2": 32, "avx512": 64}
 _NUM_WIDTHS = MAX_WIDTH + 1
+_ROW_KINDS = CONSTANTS["PART_ROWS"], CONSTANTS["PART_BASIS_ROWS"]
 # Bases of keys `[H, P / 2, K, 4]` and means `[H, P, 2]` of tables that live
 _BASES: "WeakKeyDictionary[Basis, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
@@ -97,6 +98,8 @@ class AttentionCall:
         self.parts: list[Structure] = []
         # The last exact tokens, as C is told of them: they may grow in a prepared call
         self.exact: tuple[Structure, DensePart] | None = None
+        # The last rows, which may grow where they stand
+        self.rows: Structure | None = None
         # Whether any part reads a copy, which does not see what is written into the storage later
         self._has_copies = False
 
@@ -143,7 +146,7 @@ class AttentionCall:
         """Adds tokens that are rows."""
         assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
         keys, _ = part.codec.tables(part.keys.device)
-        stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
+        stored = self.rows = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
         self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part)
 
     def _add(self, kind: str, stored: Structure, part: Part) -> None:
@@ -293,6 +296,9 @@ class PreparedCall:
         if runs > 1:
             self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
             self._call.partial = self._partial.data_ptr()
+        # Behind them there is only the exact part that grows
+        self._rows = call.rows if len(parts) > 1 and parts[-2].kind in _ROW_KINDS else None
+        self._rows_part = _as_numbers(parts[-2]) if self._rows is not None else None
         if call.exact is not None:
             stored, exact = call.exact
             self._exact = _as_numbers(stored)
@@ -302,6 +308,16 @@ class PreparedCall:
             one = sizes["batch"], sizes["heads"], 1
             self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
             self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def extend(self, length: int) -> bool:
+        """Has the rows before the last part be the first `length` where they stand; tells whether it can."""
+        rows, part = self._rows, self._rows_part
+        if rows is None or part is None or length > rows.num_anchors * _ANCHOR_TOKENS:
+            return False
+        if length > min(rows.keys.capacity, rows.values.capacity):
+            return False
+        part[_LENGTH] = length
+        return True
 
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""

@@ -4,9 +4,9 @@
 
 The life of a token: `update` hands it out exact; a prompt is packed right after attention has seen it, layer by layer,
 so that never more than one layer's prompt is dense at a time, and with it the codec is fitted that packs all that
-follows. A decoded token waits in the buffer, which is packed at the *beginning* of an update: a rollback (`crop`) of
-the newest update, as in assisted decoding, finds its tokens exact. How a run of tokens becomes bytes is asked of the
-layer's `Packing` and its codec.
+follows. A decoded token waits in the buffer, of which all, or of rows the older part, is packed at the *beginning* of
+an update: a rollback (`crop`) of the newest update, as in assisted decoding, finds its tokens exact. How a run of
+tokens becomes bytes is asked of the layer's `Packing` and its codec.
 
 Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
 first token that the newest queries see, as in Transformers' own sliding layer. What no query to come sees is let go of
@@ -202,10 +202,9 @@ class CompressedLayer(PromptLayer):
 
     def _before_update(self) -> None:
         """See `PromptLayer._before_update`: packs what has waited for long enough."""
-        is_full = self.is_buffer_full
-        if self._num_new > 1 or is_full:
+        if self._num_new > 1:
             self._prepared = None
-        if is_full:
+        if self.is_buffer_full:
             assert self.buffer is not None
             self._commit(self.buffer.keys, self.buffer.values, is_prompt=False)
         if not self.record_past:
@@ -264,9 +263,10 @@ class CompressedLayer(PromptLayer):
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, start, length = self.packing, self._length - keys.shape[2], self._length
         is_first, end = self.codec is None, None
+        num_kept = 0 if is_prompt or is_first else min(packing.num_kept, keys.shape[2])
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-            split = packing.split(padding, length)
+            split = packing.split(padding, length - num_kept)
             if is_first and split is None:
                 self._keep_exact(keys, values, 0)
                 return
@@ -279,9 +279,11 @@ class CompressedLayer(PromptLayer):
                 end = padding + split.num_exact
                 start = self._begin(keys, values, padding, split)
             else:
-                self._serve_pending(keys, values, padding, split)
+                self._prepared = None
+                old = slice(keys.shape[2] - num_kept)
+                self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
         first = start + self._num_passed(length - start)
-        count = packing.num_packed(length - first, is_prompt=is_prompt)
+        count = packing.num_packed(max(length - first - num_kept, 0), is_prompt=is_prompt)
         skipped = keys.shape[2] - (length - first)
         if count:
             tokens = slice(skipped, skipped + count)
@@ -309,12 +311,12 @@ class CompressedLayer(PromptLayer):
         return first
 
     def _serve_pending(
-        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, split: Split | None
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor, split: Split | None
     ) -> None:
         """Makes tables of sequences that now have enough tokens, and takes into the prefix those of all others."""
         assert self.prefix is not None and self._pending_sequences is not None
         pending, sinks = self._pending_sequences.cpu(), self.packing.num_sink_tokens
-        held = self.prefix.joined(keys, values, self._length - keys.shape[2], padding, pending)
+        held = self.prefix.joined(keys, values, start, padding, pending)
         served = torch.zeros_like(pending) if split is None else pending & ~split.pending
         for number in served.nonzero().flatten().tolist():
             tokens = slice(int(held.count[number]))
@@ -368,11 +370,15 @@ class CompressedLayer(PromptLayer):
         if self.blocks and start > self.blocks[-1].start + self.blocks[-1].length:
             # A window has passed all that there was
             self.blocks, self._is_open = [], False
-        self._prepared = None
+        prepared, self._prepared = self._prepared, None
         is_joining = packing.joins(is_prompt=is_prompt)
         if self._is_open and is_joining:
             most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
-            self.blocks[-1].append(block, most)
+            newest = self.blocks[-1]
+            stored = newest.keys
+            newest.append(block, most)
+            if newest.keys is stored and prepared is not None and prepared.extend(newest.length):
+                self._prepared = prepared
         else:
             self.blocks.append(block)
         self._is_open = is_joining
@@ -430,13 +436,13 @@ class CompressedLayer(PromptLayer):
             self.settle_prompt()
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
         kernel, is_fallback = self.packing.choose(self._unfitted, query) if call.is_plain else ("torch", False)
-        output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
-        self._counters["attend_calls"] += 1
-        self._counters["fused_calls"] += kernel != "torch"
-        self._counters["kernel_fallbacks"] += is_fallback
+        output = self._attend_prepared(query, call.scale) if mask is None and kernel == "compiled" else None
+        if output is None:
+            output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
+            self._counters["attend_calls"] += 1
+            self._counters["fused_calls"] += kernel != "torch"
+            self._counters["kernel_fallbacks"] += is_fallback
         self.on_exact_attention(call)
-        if mask is None and kernel == "compiled":
-            self._prepare_call(query, call.scale)
         return output
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
@@ -453,15 +459,16 @@ class CompressedLayer(PromptLayer):
             self._counters["fused_calls"] += 1
         return output
 
-    def _prepare_call(self, query: torch.Tensor, scale: float | None) -> None:
-        """Prepares a call for the tokens to come, if all that they change is the buffer."""
-        prepared, buffer = self._prepared, self.buffer
+    def _attend_prepared(self, query: torch.Tensor, scale: float | None) -> torch.Tensor | None:
+        """Prepares a call for these and the tokens to come, if all that they change is the buffer, and makes it."""
+        parts, prepared, buffer = list(self._parts(None)), self._prepared, self.buffer
         if prepared is None or prepared.is_tried or prepared.limit == 0 or buffer is None or self._needs_queries:
-            return
+            return None
         prepared.is_tried = True
-        if buffer.length and not torch.compiler.is_dynamo_compiling():
-            parts = [*prepared.parts, DensePart(*buffer.tensors(), buffer.length, None)]
-            prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
+        if not buffer.length or torch.compiler.is_dynamo_compiling():
+            return None
+        prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
+        return self.attend_again(query, self._length, scale)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)

@@ -12,7 +12,7 @@ Legend: B batch, H heads, T tokens, D head dim, R bytes of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -34,8 +34,9 @@ DROP_STEP = 64
 ROWS = "rows"
 # Of the exact tokens in front, in a layer's state
 _SLOTS = "batch_size", "num_heads", "num_slots"
-# Share of the rows held that capacity grows by: little, as spare room is held too and moving is cheap
-_GROWTH = 64
+# Shares of the rows held: of what is appended at most, that room for as much again is made, and that such room is at
+# least; little, as spare room is held too, and moving is cheap
+_MOST_REPEATED, _LEAST_ROOM = 64, 256
 _PART_NAMES = {
     "codes": "codes",
     "scale": "scales",
@@ -74,9 +75,11 @@ class RowBlock:
 
     def append(self, block: RowBlock, most: int | None) -> None:
         """Adds the rows of a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
-        total = self.length + block.length
+        count = block.length
+        total = self.length + count
         if total > self.capacity:
-            capacity = self.length + self.length // _GROWTH
+            is_repeated = count <= self.length // _MOST_REPEATED
+            capacity = total + (max(count, self.length // _LEAST_ROOM // count * count) if is_repeated else 0)
             self.reserve(max(total, capacity if most is None else min(capacity, most)))
         self.keys[:, :, self.length : total] = block.keys
         self.values[:, :, self.length : total] = block.values
@@ -381,7 +384,8 @@ class ExactPrefix:
 
 class PreparedParts:
     """
-    The parts before the buffer, where no mask is given: they stay, until the buffer is packed.
+    The parts before the buffer, where no mask is given: they stay, until the buffer is packed, and then where there was
+    room for it.
 
     Attributes:
         parts (`list`): those.
@@ -396,6 +400,13 @@ class PreparedParts:
         self.parts, self.limit = parts, limit
         self.call: PreparedCall | None = None
         self.is_tried = False
+
+    def extend(self, length: int) -> bool:
+        """Has the newest block be of `length` tokens, which stand where it stood; tells whether the call can."""
+        if self.call is None or not self.call.extend(length):
+            return False
+        self.parts[-1] = replace(self.parts[-1], length=length, kept={})
+        return True
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the layer finds its own: addresses in a call are of what was copied."""

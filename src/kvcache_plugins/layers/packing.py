@@ -46,6 +46,7 @@ class Packing(ABC):
         residual_length (`int`): decoded tokens that wait in exact form; 0 where tokens are packed as they come.
         num_sink_tokens (`int`): first tokens of a sequence that stay exact.
         least_tokens (`int`): tokens of the shortest sequence of which anything is packed.
+        num_kept (`int`): the newest of a full buffer that stay exact when the others are packed.
         num_heard (`int`): tokens before the first that are packed whose queries are heard, where a codec needs some.
         has_windows (`bool`): whether the first tokens of a block can be let go of.
         largest (`float`): what numbers have to be below.
@@ -54,6 +55,7 @@ class Packing(ABC):
     residual_length: int
     num_sink_tokens: int
     least_tokens: int
+    num_kept = 0
     num_heard: int = 0
     has_windows = False
     largest: float = float("inf")
@@ -140,6 +142,11 @@ class RowPacking(Packing):
     largest: float = float("inf")
 
     has_windows = True
+
+    @property
+    def num_kept(self) -> int:  # type: ignore[override]
+        # The newest tokens are read most: with buffers that are emptied whole, KL is a quarter to a half higher
+        return 3 * self.residual_length // 5
 
     @property
     def fixed(self) -> Codec | None:

@@ -111,7 +111,10 @@ def test_life_of_a_token():
         feed(layer, *states(1, 1))
     assert layer.buffer.length == BUFFER
     feed(layer, *states(1, 1))
-    assert num_coded(layer) == MIN_TOKENS + BUFFER and layer.buffer.length == 1 and len(layer.blocks) == 1
+    # The newer ones stay
+    kept = layer.packing.num_kept
+    assert 0 < kept < BUFFER and layer.buffer.length == kept + 1 and len(layer.blocks) == 1
+    assert num_coded(layer) == MIN_TOKENS + BUFFER - kept
     # A long update is coded as soon as attention has seen it
     feed(layer, *states(1, 100))
     assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
@@ -189,17 +192,19 @@ def test_a_short_item_waits_in_the_prefix():
     new = [states(2, 1) for _ in range(BUFFER + 1)]
     for each in new:
         feed(layer, *each, [0, 90])
-    assert layer.prefix.count.tolist() == [SINKS, 10 + BUFFER]
+    # What the others have packed
+    num_old = BUFFER - layer.packing.num_kept
+    assert layer.prefix.count.tolist() == [SINKS, 10 + num_old]
     held = layer.materialize("values")[1, :, 90:]
     assert torch.equal(held, torch.cat([values[1, :, 90:], *(each[1][1] for each in new)], dim=1))
     # A copy and a selection take the waiting ones along
     layer.batch_select_indices(torch.tensor([1, 0, 1]))
-    assert layer.prefix.count.tolist() == [10 + BUFFER, SINKS, 10 + BUFFER]
+    assert layer.prefix.count.tolist() == [10 + num_old, SINKS, 10 + num_old]
     for _ in range(MIN_TOKENS):
         feed(layer, *states(3, 1), [90, 0, 90])
     assert layer._pending_sequences is None
     materialized = layer.materialize("values")
-    assert torch.equal(materialized[0, :, 90 : 100 + BUFFER], held[:, : 10 + BUFFER])
+    assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
 
 
 def test_crop_leaves_what_was_never_there():
