@@ -84,8 +84,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
             divisor below it.
         residual_length (`int`, *optional*, defaults to 64):
-            Decoded tokens that wait in exact form until they are compressed as one chunk; with the `transform` backbone
-            the older two fifths of them.
+            Decoded tokens that wait in exact form until they are compressed as one chunk, with the `transform`
+            backbone the older two fifths of them.
         sparsity (`float`, *optional*, defaults to 0.02):
             Share of the values kept as outliers, half of it the largest and half the smallest, per channel of keys and
             per token of values. 0 is GEAR-L.

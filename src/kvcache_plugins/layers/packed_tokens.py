@@ -384,8 +384,8 @@ class ExactPrefix:
 
 class PreparedParts:
     """
-    The parts before the buffer, where no mask is given: they stay, until the buffer is packed, and then where there was
-    room for it.
+    The parts before the buffer, where no mask is given: they stay until the buffer is packed, and beyond that if there
+    was room for it.
 
     Attributes:
         parts (`list`): those.
