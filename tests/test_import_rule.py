@@ -30,7 +30,7 @@ FLOORS: tuple[set[str], ...] = (
     {"reports"},
     {*METHODS, "contract", "custom_generate"},
     # Made of several methods, which do not know of each other
-    {"infinigen_gear", "advice", "prompt_store"},
+    {"infinigen_gear", "advice", "batching", "prompt_store"},
     {"__init__"},
     {"console"},
     {"eval"},

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .advice.memory_prediction import predict_memory
     from .advice.recommendation import recommend
     from .baselines import H2OCache
+    from .batching import compressed_batching
     from .custom_generate import generate_with
     from .gear import GEARCache
     from .infinigen import InfiniGenCache
@@ -42,6 +43,7 @@ __all__ = [
     "MemoryReport",
     "PromptStore",
     "choose_cache",
+    "compressed_batching",
     "create_cache",
     "generate_with",
     "list_caches",
@@ -63,6 +65,7 @@ _get_lazily, _list_attributes = lazy_attributes(
         "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
         "PromptStore": "kvcache_plugins.prompt_store:PromptStore",
         "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
+        "compressed_batching": "kvcache_plugins.batching:compressed_batching",
         "generate_with": "kvcache_plugins.custom_generate:generate_with",
         "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
         "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",

@@ -1,0 +1,306 @@
+"""A context in which Transformers' continuous batching keeps its paged cache as coded rows."""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache_plugins.codecs.parts import CodedPart
+from kvcache_plugins.codecs.rows import RowCodec, SharedTables
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import create_cache
+
+from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Request, paged_cache
+
+
+# What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
+_ALLOCATOR_ARGUMENTS = {
+    "index",
+    "config",
+    "num_key_value_heads",
+    "cache_dtype",
+    "page_size",
+    "layer_indices",
+    "allow_block_sharing",
+}
+_UPDATE_ARGUMENTS = {"key_states", "value_states", "layer_idx", "kwargs"}
+_RELEASES = "Transformers 5.23 and 5.24"
+_DENSE_UPDATE = paged_cache.PagedAttentionCache.update
+_LOCK = threading.RLock()
+# The contexts that are open, by the identity of their model's config
+_OPEN: dict[int, "CompressedBatching"] = {}
+
+
+class CompressedBatching:
+    """
+    What continuous batching of a model holds and has done in a `compressed_batching`.
+
+    Args:
+        recipe (`Recipe`): how pages are coded.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._counters = dict.fromkeys(
+            ("tokens_coded", "attend_calls", "fused_calls", "kernel_fallbacks", "dense_reads"), 0
+        )
+        self._allocators: list[CodedAllocator] = []
+        # Requests of the pass that is under way, by the tensor that Transformers makes for it
+        self._pass: tuple[torch.Tensor, list[Request]] | None = None
+
+    def stats(self) -> dict[str, int]:
+        """Returns counters since the context was opened, added up over layers."""
+        return dict(self._counters)
+
+    def page_bytes(self) -> tuple[int, int]:
+        """
+        Returns bytes of a block of the newest cache, and of a dense one of as many tokens.
+
+        Raises:
+            ValueError: if no cache has been made yet.
+        """
+        if not self._allocators:
+            raise ValueError("no cache has been made in this context yet: it is when a batch begins")
+        newest = self._allocators[-1]
+        dense = newest.get_bytes_per_page(
+            newest.num_key_value_heads, newest.head_dim, newest.cache_dtype, newest.tokens_per_page
+        )
+        return newest.bytes_per_block, dense * newest.pages_per_block
+
+    def allocator(self, **options: Any) -> CodedAllocator:
+        """Makes an allocator out of what Transformers gives one."""
+        self._allocators.append(CodedAllocator(self.recipe, **options))
+        return self._allocators[-1]
+
+    def update(
+        self,
+        allocator: CodedAllocator,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new tokens and returns all as `PagedAttentionCache.update` does, lazily where there is a past."""
+        lengths, starts = kwargs["cu_seq_lens_k"][allocator.layer_type], kwargs["cu_seq_lens_q"]
+        read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
+        if self._pass is None or self._pass[0] is not starts:
+            self._pass = starts, allocator.requests(starts.tolist(), lengths.tolist(), read, write)
+        requests = self._pass[1]
+        kwargs["cu_seq_lens_k"] = lengths.to(torch.int32)
+        kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
+        newest = [allocator.newest(layer_idx, request) for request in requests]
+        for request in requests:
+            own = slice(request.tokens.start, request.tokens.stop)
+            allocator.write(layer_idx, request, key_states[:, :, own], value_states[:, :, own])
+        self._counters["tokens_coded"] += sum(request.count for request in requests)
+        if not read.numel():
+            return key_states, value_states
+        states = PagedStates(self, allocator, layer_idx, requests, newest, (key_states, value_states))
+        sizes = states.states_shape("keys"), states.states_shape("values")
+        return stored_states(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a counter."""
+        self._counters[name] += number
+
+
+class PagedStates:
+    """
+    Keys and values of one layer in one pass, as `LazyStates` ask a layer for them.
+
+    Args:
+        batching (`CompressedBatching`): what counts.
+        allocator (`CodedAllocator`): whose pages they stand in.
+        layer_idx (`int`): the layer.
+        requests (`list[Request]`): of the pass.
+        newest (`list[torch.Tensor]`): of every request, what `CodedAllocator.newest` returned.
+        new (two `torch.Tensor` of shape `[1, H, Q, D]`): keys and values of the pass's tokens.
+    """
+
+    has_gradients = False
+
+    def __init__(
+        self,
+        batching: CompressedBatching,
+        allocator: CodedAllocator,
+        layer_idx: int,
+        requests: list[Request],
+        newest: list[torch.Tensor],
+        new: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._batching, self._allocator, self._layer_idx = batching, allocator, layer_idx
+        self._requests, self._newest, self._new = requests, newest, new
+
+    def lazy_length(self) -> int:
+        """Tells the tokens of all requests."""
+        return sum(request.past + request.count for request in self._requests)
+
+    def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """Tells the shape that all states of a side have together."""
+        states = self._new[side == "values"]
+        return 1, states.shape[1], self.lazy_length(), states.shape[3]
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
+        """Answers that nothing is prepared."""
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """Learns nothing of attention that is over."""
+
+    def on_dense_read(self, side: str) -> None:
+        """Counts what something other than attention has made dense."""
+        self._batching.count("dense_reads")
+
+    def _parts(self, number: int) -> Iterator[Any]:
+        request = self._requests[number]
+        own = slice(request.tokens.start, request.tokens.stop)
+        keys, values = (states[:, :, own] for states in self._new)
+        return self._allocator.parts(self._layer_idx, request, self._newest[number], keys, values)
+
+    def materialize(self, side: str) -> torch.Tensor:
+        """Makes keys or values of all requests dense, `[1, H, T, D]`, one request behind the other."""
+        index, dtype, sinks = int(side == "values"), self._new[0].dtype, self._allocator.recipe.num_sink_tokens
+        found = []
+        for number in range(len(self._requests)):
+            for part in self._parts(number):
+                # A request's first page begins with tokens that are exact too
+                is_first = isinstance(part, CodedPart) and part.mask is not None
+                for tile in part.tiles():
+                    found.append(tile[index][:, :, max(sinks - tile[2], 0) if is_first else 0 :].to(dtype))
+        return torch.cat(found, dim=2)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attends request by request, `[1, H * G, Q, D]`: no query sees another request, whatever the mask says."""
+        heads, head_dim = self._new[0].shape[1], self._new[1].shape[3]
+        num_tokens = self._new[0].shape[2]
+        # A single query may come with its heads in the place of tokens
+        query = call.query.reshape(1, -1, num_tokens, call.query.shape[3])
+        outputs = []
+        for number, request in enumerate(self._requests):
+            own = query[:, :, request.tokens.start : request.tokens.stop]
+            kernel, is_fallback = choose_kernel(own) if call.is_plain else ("torch", False)
+            outputs.append(attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks))
+            self._batching.count("attend_calls")
+            self._batching.count("fused_calls", kernel != "torch")
+            self._batching.count("kernel_fallbacks", is_fallback)
+        return torch.cat(outputs, dim=2).reshape(*call.query.shape[:3], head_dim)
+
+
+def _check_release() -> None:
+    """Raises a `RuntimeError` if Transformers' paged cache is not of a form that is known."""
+    allocator = set(inspect.signature(FullAttentionCacheAllocator.__init__).parameters) - {"self"}
+    update = set(inspect.signature(_DENSE_UPDATE).parameters) - {"self"}
+    if allocator != _ALLOCATOR_ARGUMENTS or update != _UPDATE_ARGUMENTS:
+        raise RuntimeError(
+            f"`compressed_batching` knows the paged cache of {_RELEASES}, which is another than this one's"
+        )
+
+
+def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_recent_tokens: int) -> Recipe:
+    """Finds the tables of a preset: of the model's calibration, or of a text that is read once."""
+    cache = create_cache(name, model)
+    layers = dict(enumerate(cache.layers))
+    if text is not None:
+        with torch.no_grad():
+            model(text.to(model.device), **as_argument(cache), logits_to_keep=1)
+    codecs = {}
+    for layer_idx, layer in layers.items():
+        packing = getattr(layer, "packing", None)
+        codec = packing.fixed if packing is not None and text is None else getattr(layer, "codec", None)
+        if isinstance(codec, RowCodec):
+            codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedTables(*codec.tables()))
+    if not codecs:
+        raise ValueError(
+            f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "
+            "calibrated caches, such as `gear-c16` of a model that `kvcache-plugins calibrate` was run for, and "
+            "`gear-t16` to `gear-t30` with a `text` to make tables of"
+        )
+    packing = next(layer.packing for layer in layers.values() if hasattr(layer, "packing"))
+    return Recipe(codecs, packing.num_sink_tokens, num_recent_tokens)
+
+
+@contextmanager
+def compressed_batching(
+    model: PreTrainedModel, name: str, *, num_recent_tokens: int = 8, text: torch.Tensor | None = None
+) -> Iterator[CompressedBatching]:
+    """
+    Has continuous batching of a model keep its cache as a preset codes it, in all managers that are made and run in
+    this context: `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        name (`str`):
+            A registered cache that codes rows: a calibrated one (`gear-c16`), or with `text` any `gear-t*`.
+        num_recent_tokens (`int`, *optional*, defaults to 8):
+            Newest tokens of a request that are attended to exactly.
+        text (`torch.Tensor` of shape `[1, tokens]`, *optional*):
+            Token ids that tables are made of, for all requests, where there is no calibration.
+
+    Yields:
+        `CompressedBatching`: counters, and bytes of a page.
+
+    Raises:
+        ValueError: if the cache has no tables that requests can share, an option is none of the accepted values, or
+            the model has a context already.
+        RuntimeError: if this release of Transformers has another paged cache.
+
+    Example:
+
+    >>> with compressed_batching(model, "gear-c16") as batching:
+    ...     outputs = model.generate_batch(prompts, generation_config=config)
+    >>> batching.stats()["tokens_coded"]
+    """
+    if isinstance(num_recent_tokens, bool) or not isinstance(num_recent_tokens, int) or num_recent_tokens < 0:
+        raise ValueError(f"`num_recent_tokens` has to be an integer of at least 0 but got {num_recent_tokens!r}")
+    key = id(model.config.get_text_config())
+    if key in _OPEN:
+        raise ValueError("`model` is in a `compressed_batching` already")
+    _check_release()
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        raise ValueError("`model` has a persistent manager of another cache: destroy it first")
+    batching = CompressedBatching(_recipe(model, name, text, num_recent_tokens))
+    with _LOCK:
+        if not _OPEN:
+            paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator
+            paged_cache.PagedAttentionCache.update = _update  # type: ignore[method-assign]
+        _OPEN[key] = batching
+    try:
+        yield batching
+    finally:
+        with _LOCK:
+            del _OPEN[key]
+            if not _OPEN:
+                paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = FullAttentionCacheAllocator
+                paged_cache.PagedAttentionCache.update = _DENSE_UPDATE  # type: ignore[method-assign]
+
+
+class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
+    """Stands for the class of Transformers' allocator while any context is open."""
+
+    # What Transformers asks of the class; of a model without a context a slower way is taken
+    supports_block_table = False
+
+    def __new__(cls, *, config: Any, **options: Any) -> Any:
+        """Makes the allocator of a model, coded where a context is open for it."""
+        batching = _OPEN.get(id(config))
+        make = FullAttentionCacheAllocator if batching is None else batching.allocator
+        return make(config=config, **options)
+
+
+@torch.compiler.disable
+def _update(
+    cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for `PagedAttentionCache.update` while any context is open."""
+    allocator, batching = cache.layer_to_allocator[layer_idx], _OPEN.get(id(cache.config))
+    if batching is None or not isinstance(allocator, CodedAllocator):
+        return _DENSE_UPDATE(cache, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+    return batching.update(allocator, key_states, value_states, layer_idx, kwargs)

@@ -1,0 +1,106 @@
+"""Transformers' continuous batching in `compressed_batching`: requests together are what they are alone."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as paged_cache
+
+from kvcache_plugins.batching import compressed_batching
+
+
+NUM_TOKENS = 12
+
+
+def run(model, prompts, max_batch_tokens=256, num_forks=1):
+    # Of one token to choose from; forks are for sampling
+    sampling = {"do_sample": num_forks > 1, "top_k": 1, "num_return_sequences": num_forks}
+    config = GenerationConfig(**sampling, max_new_tokens=NUM_TOKENS, eos_token_id=-1, pad_token_id=0)
+    paging = ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=max_batch_tokens)
+    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging)
+    assert not any(output.error for output in outputs.values())
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2):
+    text = "The cache of a decoder holds keys and values of all tokens before, and grows with every one of them. " * 8
+    ids = smollm2[1](text).input_ids
+    return [ids[7 * number : 90 + 31 * number] for number in range(3)]
+
+
+@pytest.fixture
+def context(smollm2, prompts):
+    """Makes the context: tables of the longest prompt, as a preset of high rate has them."""
+    return lambda name="gear-t30": compressed_batching(smollm2[0], name, text=torch.tensor(prompts[-1:]))
+
+
+def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
+    model = smollm2[0]
+    dense = run(model, prompts)
+    with context() as batching:
+        together = run(model, prompts)
+        stats = batching.stats()
+        chunked = run(model, prompts, max_batch_tokens=48)
+        alone = [run(model, [prompt])[0] for prompt in prompts]
+        forks = run(model, prompts[:1], num_forks=2)
+    assert together == alone and forks == [together[0]] * 2
+    layers, new = model.config.num_hidden_layers, sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1)
+    assert stats["tokens_coded"] == layers * new
+    assert stats["fused_calls"] >= layers * 3 * (NUM_TOKENS - 2) and stats["dense_reads"] == 0
+    assert stats["kernel_fallbacks"] == 0
+    # Of 28 % of the bits the text is nearly the dense one's; chunks of a prompt see each other coded
+    for tokens in (together, chunked):
+        assert (
+            sum(a == b for own, known in zip(tokens, dense, strict=True) for a, b in zip(own, known, strict=True)) > 18
+        )
+
+
+def test_a_prefix_is_shared(smollm2, prompts, context):
+    model = smollm2[0]
+    with (
+        context() as batching,
+        model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=256),
+        ) as manager,
+    ):
+        answers, coded = [], []
+        for _ in range(2):
+            manager.add_request(prompts[-1])
+            answers.append(manager.get_result(timeout=60).generated_tokens)
+            coded.append(batching.stats()["tokens_coded"])
+        block, dense = batching.page_bytes()
+    assert answers[0] == answers[1]
+    # Two whole pages of the prompt were there
+    assert coded[1] - coded[0] == coded[0] - 128 * model.config.num_hidden_layers
+    assert block < 0.35 * dense
+
+
+def test_other_models_are_left_alone(smollm2, prompts, context, tiny_llama):
+    ids = [[3, 4, 5] * 30, [9, 8] * 20]
+    expected = run(tiny_llama, ids)
+    with context():
+        assert run(tiny_llama, ids) == expected
+        with pytest.raises(ValueError, match="in a `compressed_batching` already"), context():
+            pass
+    assert paged_cache.ATTN_TYPE_TO_ALLOCATOR["full_attention"] is paged_cache.FullAttentionCacheAllocator
+    assert "compressed" not in paged_cache.PagedAttentionCache.update.__qualname__
+
+
+def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
+    with (
+        pytest.raises(ValueError, match="`name` is `gear-t25`, which has no tables"),
+        compressed_batching(tiny_llama, "gear-t25"),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="`num_recent_tokens`"),
+        compressed_batching(tiny_llama, "gear-t25", num_recent_tokens=-1),
+    ):
+        pass
+    text = torch.randint(3, 97, (1, 100))
+    with compressed_batching(tiny_llama, "gear-t25", text=text), pytest.raises(ValueError, match="multiple of 64"):
+        tiny_llama.generate_batch(
+            [[3] * 9], continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=4)
+        )

@@ -1,0 +1,106 @@
+"""Attention over coded pages is over what was written to them: rows decoded, first and newest tokens exact."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+
+from kvcache_plugins.batching.context import CompressedBatching, PagedStates
+from kvcache_plugins.batching.pages import CodedAllocator, Recipe, Request
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.rows import RowCodec, SharedTables
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.registry import create_cache
+
+
+HEADS, GROUPS, PAGE, SINKS = 2, 2, 64, 4
+
+
+def make_codec(model):
+    """Tables of a random prompt."""
+    cache = create_cache("gear-t25", model)
+    with torch.no_grad():
+        model(torch.randint(3, 97, (1, 120)), past_key_values=cache)
+    return RowCodec(SharedTables(*cache.layers[0].codec.tables()))
+
+
+def make_allocator(codec, num_recent, dtype, num_blocks=9):
+    recipe = Recipe({0: codec}, SINKS, num_recent)
+    options = {"index": 0, "config": None, "num_key_value_heads": HEADS, "cache_dtype": dtype, "page_size": PAGE}
+    allocator = CodedAllocator(recipe, **options, layer_indices=[0], allow_block_sharing=True)
+    size = allocator.bytes_per_block
+    memory = torch.randint(0, 256, ((num_blocks + 2) * size,), dtype=torch.uint8)
+    allocator.register_cache_tensor(size, num_blocks * size, memory, CachePool(num_blocks, 1))
+    return allocator
+
+
+def expected_states(codec, keys, values, past, num_recent):
+    """Keys and values as a pass of new tokens behind `past` others has them."""
+    rows = codec.encode(keys, values, Positions(0, None))
+    found = codec.decode_keys(rows[0], Positions(0, None)), codec.decode_values(rows[1])
+    exact = torch.arange(keys.shape[2])
+    exact = (exact < SINKS) | (exact >= past - num_recent)
+    return [torch.where(exact[:, None], own, coded) for own, coded in zip((keys, values), found, strict=True)]
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_recent", [0, 8])
+@torch.no_grad()
+def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+    codec = make_codec(tiny_llama)
+    allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
+    batching = CompressedBatching(allocator.recipe)
+    # Blocks of two requests, and the tokens of each in every pass: borders of pages, single tokens, a token alone
+    blocks, passes = ([5, 2, 8], [3, 7]), ((60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1))
+    held = [[torch.zeros(1, HEADS, 0, head_dim, dtype=dtype) for _ in range(2)] for _ in blocks]
+    for counts in passes:
+        new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]
+        starts = [0, counts[0], sum(counts)]
+        requests = [
+            Request(slice(start, start + count), own[0].shape[2], there)
+            for start, count, own, there in zip(starts, counts, held, blocks, strict=False)
+        ]
+        newest = [allocator.newest(0, request) for request in requests]
+        for request, states in zip(requests, new, strict=True):
+            allocator.write(0, request, *states)
+        joined = [torch.cat([states[side] for states in new], dim=2) for side in range(2)]
+        states = PagedStates(batching, allocator, 0, requests, newest, (joined[0], joined[1]))
+        query = torch.randn(1, HEADS * GROUPS, sum(counts), head_dim).to(dtype)
+        output = states.attend(AttentionCall(query))
+        dense = [states.materialize(side) for side in ("keys", "values")]
+        position = 0
+        for number, request in enumerate(requests):
+            held[number] = [torch.cat(each, dim=2) for each in zip(held[number], new[number], strict=True)]
+            expected = expected_states(codec, *(each.float() for each in held[number]), request.past, num_recent)
+            length = request.past + request.count
+            for own, known in zip(dense, expected, strict=True):
+                torch.testing.assert_close(
+                    own[:, :, position : position + length], known.to(dtype), atol=1e-5, rtol=0.02
+                )
+            position += length
+            own = query[:, :, request.tokens]
+            mask = torch.ones(request.count, length, dtype=torch.bool).tril(request.past)
+            wanted = F.scaled_dot_product_attention(own.float(), *expected, attn_mask=mask, enable_gqa=True)
+            limit = 1e-4 if dtype == torch.float32 else 0.02
+            assert float((output[:, :, request.tokens].float() - wanted).abs().max()) < limit
+    assert batching.stats()["attend_calls"] == len(passes) * 2
+    assert (batching.stats()["fused_calls"] > 0) == (kernel == "auto")
+
+
+def test_copied_blocks_are_whole(tiny_llama):
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    keys, values = torch.randn(2, 1, HEADS, 70, codec.head_shapes[0][1])
+    allocator.write(0, Request(slice(0, 70), 0, [1, 2]), keys, values)
+    allocator.copy_blocks([1, 2], [6, 4])
+    new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
+
+    def held(blocks):
+        request = Request(slice(0, 1), 70, blocks)
+        parts = allocator.parts(0, request, allocator.newest(0, request), *new)
+        return [tile[side] for part in parts for tile in part.tiles() for side in range(2)]
+
+    for own, copy in zip(held([1, 2]), held([6, 4]), strict=True):
+        assert torch.equal(own, copy)
