@@ -122,9 +122,12 @@ def check(name):
         assert is_rotated or mode.allocations == 2, mode.allocations
         assert copy.deepcopy(kept) is None and pickle.loads(pickle.dumps(kept)) is None
     # Whether a chunk was finite is asked for once, of both sides together
-    assert max(reads) == 1 and sum(reads) <= -(-90 // layer.packing.residual_length), reads
+    num_packed = layer.packing.residual_length - layer.packing.num_kept
+    # On a CPU, which has to wait for nothing, a codec that may spread errors asks whether any are shared
+    most = 2 if name == "gear-k4v3" else 1
+    assert max(reads) == most and sum(reads) <= most * -(-90 // num_packed), reads
     # The step after a compression is prepared anew
-    assert num_kept >= 90 - 90 // layer.packing.residual_length - 1, num_kept
+    assert num_kept >= 90 - 90 // num_packed - 1, num_kept
 
 
 def split(parts):
