@@ -74,14 +74,14 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
         for number, request in enumerate(requests):
             held[number] = [torch.cat(each, dim=2) for each in zip(held[number], new[number], strict=True)]
             expected = expected_states(codec, *(each.float() for each in held[number]), request.past, num_recent)
-            length = request.past + request.count
+            length = request.past + request.num_new
             for own, known in zip(dense, expected, strict=True):
                 torch.testing.assert_close(
                     own[:, :, position : position + length], known.to(dtype), atol=1e-5, rtol=0.02
                 )
             position += length
             own = query[:, :, request.tokens]
-            mask = torch.ones(request.count, length, dtype=torch.bool).tril(request.past)
+            mask = torch.ones(request.num_new, length, dtype=torch.bool).tril(request.past)
             wanted = F.scaled_dot_product_attention(own.float(), *expected, attn_mask=mask, enable_gqa=True)
             limit = 1e-4 if dtype == torch.float32 else 0.02
             assert float((output[:, :, request.tokens].float() - wanted).abs().max()) < limit

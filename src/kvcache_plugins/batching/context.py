@@ -100,7 +100,7 @@ class CompressedBatching:
         for request in requests:
             own = slice(request.tokens.start, request.tokens.stop)
             allocator.write(layer_idx, request, key_states[:, :, own], value_states[:, :, own])
-        self._counters["tokens_coded"] += sum(request.count for request in requests)
+        self._counters["tokens_coded"] += sum(request.num_new for request in requests)
         if not read.numel():
             return key_states, value_states
         states = PagedStates(self, allocator, layer_idx, requests, newest, (key_states, value_states))
@@ -141,7 +141,7 @@ class PagedStates:
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
-        return sum(request.past + request.count for request in self._requests)
+        return sum(request.past + request.num_new for request in self._requests)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """Tells the shape that all states of a side have together."""
@@ -269,7 +269,7 @@ def compressed_batching(
     batching = CompressedBatching(_recipe(model, name, text, num_recent_tokens))
     with _LOCK:
         if not _OPEN:
-            paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator
+            paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator  # type: ignore[assignment]
             paged_cache.PagedAttentionCache.update = _update  # type: ignore[method-assign]
         _OPEN[key] = batching
     try:

@@ -68,7 +68,7 @@ class Request(NamedTuple):
     blocks: list[int]
 
     @property
-    def count(self) -> int:
+    def num_new(self) -> int:
         """New tokens."""
         return int(self.tokens.stop - self.tokens.start)
 
@@ -156,6 +156,10 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         blocks, heads, recipe = len(self._copy_view), self.num_key_value_heads, self.recipe
         states = cache_tensor.view(self.cache_dtype)
 
+        def rows(place: int, size: int) -> torch.Tensor:
+            strides = self.bytes_per_block, self.tokens_per_page * size, size, 1
+            return cache_tensor.as_strided((blocks, heads, self.tokens_per_page, size), strides, place)
+
         def exact(place: int, count: int) -> torch.Tensor:
             size, itemsize = heads * self.head_dim, self.cache_dtype.itemsize
             strides = self.bytes_per_block // itemsize, 2 * size, size, self.head_dim, 1
@@ -163,16 +167,12 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
         self._pages: dict[int, Page] = {}
         for layer_idx, (keys, values, sinks, recent) in self._places.items():
-            rows = (
-                cache_tensor.as_strided(
-                    (blocks, heads, self.tokens_per_page, size),
-                    (self.bytes_per_block, self.tokens_per_page * size, size, 1),
-                    place,
-                )
-                for place, size in zip((keys, values), recipe.codecs[layer_idx].row_sizes, strict=True)
-            )
+            key_size, value_size = recipe.codecs[layer_idx].row_sizes
             self._pages[layer_idx] = Page(
-                *rows, exact(sinks, recipe.num_sink_tokens), exact(recent, recipe.num_recent_tokens)
+                rows(keys, key_size),
+                rows(values, value_size),
+                exact(sinks, recipe.num_sink_tokens),
+                exact(recent, recipe.num_recent_tokens),
             )
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         rows = codec.encode(keys, values, Positions(request.past, None))
         states = torch.stack((keys[0], values[0]), dim=1).permute(2, 1, 0, 3)
         sinks, recent = self.recipe.num_sink_tokens, self.recipe.num_recent_tokens
-        end = request.past + request.count
+        end = request.past + request.num_new
         for number in range(request.past // size, -(-end // size)):
             block, first = request.blocks[number], number * size
             start, stop = max(first, request.past), min(first + size, end)
@@ -240,7 +240,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         num_sinks, num_coded = min(self.recipe.num_sink_tokens, request.past), request.past - len(newest)
         if num_sinks:
             sinks = page.sinks[request.blocks[0], :num_sinks].permute(1, 2, 0, 3)[:, None].to(keys.dtype)
-            yield DensePart(*sinks, num_sinks, None)
+            yield DensePart(sinks[0], sinks[1], num_sinks, None)
         for number in range(-(-num_coded // size) if num_coded > num_sinks else 0):
             block, length = request.blocks[number], min(num_coded - number * size, size)
             mask = None
@@ -252,7 +252,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             yield CodedPart(*rows, codec, Positions(number * size, None), length, mask)
         held = newest.permute(1, 2, 0, 3)[:, None].to(keys.dtype)
         keys, values = torch.cat((held[0], keys), dim=2), torch.cat((held[1], values), dim=2)
-        count, length = request.count, keys.shape[2]
+        count, length = request.num_new, keys.shape[2]
         mask = (
             torch.ones(count, length, dtype=torch.bool, device=keys.device).tril(length - count) if count > 1 else None
         )
