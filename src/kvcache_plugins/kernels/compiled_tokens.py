@@ -326,18 +326,12 @@ def choose_heaviest(
     Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
 
     Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`):
-            Scores of the tokens, float32.
-        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`):
-            The same of the tokens that are attended to anyway; there may be none.
-        forced (`tuple[int, int]`):
-            The tokens before the first number, and from the second on, are chosen whatever they weigh.
-        least (`float`):
-            The least weight of others.
-        cap (`int`):
-            The most that are chosen, unless more are forced.
-        limit (`int`):
-            The most that there is room for.
+        scores (`torch.Tensor` of shape `[B, H, G, N]`): scores of the tokens, float32.
+        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`): of tokens that are attended to anyway, if any.
+        forced (`tuple[int, int]`): tokens before the first number, and from the second on, are chosen in any case.
+        least (`float`): the least weight of others.
+        cap (`int`): the most that are chosen, unless more are forced.
+        limit (`int`): the most that there is room for.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
@@ -495,17 +489,10 @@ def attend_chosen(
     Attends over chosen tokens and the window, with the queries of one new token.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen; of those beyond all,
-            the last one counts.
-        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
-        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens, of a
-            kind that `tokens.choose_rows_kernel` says is compiled.
-        scale (`float`): factor of the scores.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask, boolean or added to the
-            scores; slots are columns of it.
-        window_start (`int`): column of the window's first token.
+        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype, of a kind
+            that `tokens.choose_rows_kernel` says is compiled.
+        query, slots, count, window_keys, window_values, scale, mask, window_start: as of `attend_rows`; slots are
+            columns of the mask.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
