@@ -9,7 +9,7 @@ import torch
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
-from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts, undo_rope
+from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowTable
 from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
 from kvcache_plugins.kernels import library
@@ -151,7 +151,7 @@ def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, quantizer, is_
 @pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
 @pytest.mark.parametrize("is_back", [True, False])
 def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
-    layout, turn = candidate_layouts(FREQUENCIES, 48)[number], undo_rope if is_back else apply_rope
+    layout, turn = candidate_layouts(FREQUENCIES, 48)[number], partial(apply_rope, is_undone=is_back)
     keys = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2)
     positions = Positions(40, torch.tensor([0, 70]))
     expected = in_torch(lambda: turn(keys, layout, positions))
@@ -163,8 +163,8 @@ def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
 def test_a_turn_is_told_by_the_position_alone(levels):
     layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
     for _ in levels():
-        whole = undo_rope(keys, layout, Positions(5))
-        part = undo_rope(keys[:, :, 17:], layout, Positions(30, torch.tensor([8])))
+        whole = apply_rope(keys, layout, Positions(5), is_undone=True)
+        part = apply_rope(keys[:, :, 17:], layout, Positions(30, torch.tensor([8])), is_undone=True)
         assert torch.equal(part, whole[:, :, 17:])
 
 
@@ -217,7 +217,7 @@ def test_other_shapes_are_refused():
     table = make_table("lloyd-max", 48, is_key=True)
     with pytest.raises(ValueError, match="`states` has to be 1 x 2 x 9 x 48"):
         encode_rows(torch.randn(1, 2, 9, 40), table)
-    with pytest.raises(ValueError, match="`order` has to be 1 x 3 x 48"):
+    with pytest.raises(ValueError, match="`states` has to be 1 x 2 x 9 x 48"):
         encode_rows(torch.randn(1, 3, 9, 48), table)
     with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
         decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)

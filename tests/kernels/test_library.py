@@ -79,7 +79,7 @@ def num_threads(request):
 def pool(request, monkeypatch):
     """What PyTorch has, and what takes its place on other systems."""
     if request.param == "python":
-        monkeypatch.setattr(library, "_start_threads", lambda: library._run_on_python_threads)
+        monkeypatch.setattr(library, "find_threads", lambda: library._run_on_python_threads)
 
 
 class Call(ctypes.Structure):
@@ -87,7 +87,7 @@ class Call(ctypes.Structure):
 
 
 def run(kernel, call, threads):
-    library.run_at(kernel, ctypes.addressof(call), threads)
+    library.find_threads()(kernel, ctypes.addressof(call), threads)
 
 
 def tasks_done(num_threads: int) -> list[int]:
@@ -155,7 +155,7 @@ class TestThreads:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
     def test_are_pytorchs(self):
-        assert library._start_threads() is not library._run_on_python_threads
+        assert library.find_threads() is not library._run_on_python_threads
 
     def test_a_forked_process_has_one(self, monkeypatch, num_threads):
         assert library.num_threads() == num_threads

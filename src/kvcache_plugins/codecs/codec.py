@@ -25,7 +25,7 @@ import torch
 
 from kvcache_plugins.files.schema import Stored
 
-from .rope import START, Positions, RotaryLayout
+from .rope import START, Positions, RotaryLayout, channels_of
 
 
 __all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
@@ -64,7 +64,7 @@ class QueryMoments:
         if valid is not None:
             query = query * valid[:, None, :, None]
         query = query.unflatten(1, (num_heads, -1))
-        products = [(query * query[..., layout.partners(query.device)]).sum(dim=(2, 3)) for layout in layouts]
+        products = [(query * query[..., channels_of(layout, query.device)[0]]).sum(dim=(2, 3)) for layout in layouts]
         return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
 
     def plus(self, other: QueryMoments) -> QueryMoments:

@@ -60,14 +60,6 @@ class RotaryLayout:
     first: int
     head_dim: int
 
-    def partners(self, device: torch.device) -> torch.Tensor:
-        """The other channel of every channel's pair, itself where it has none, `[D]`."""
-        return _channels(self, device)[0]
-
-    def channel_frequencies(self, device: torch.device) -> torch.Tensor:
-        """Radians a token of every channel, negative for the first of a pair, `[D]`, float64."""
-        return _channels(self, device)[1]
-
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Cosines and signed sines of the angles of every channel.
@@ -78,7 +70,7 @@ class RotaryLayout:
         Returns:
             Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
         """
-        angles = positions.double()[..., None] * self.channel_frequencies(positions.device)
+        angles = positions.double()[..., None] * channels_of(self, positions.device)[1]
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -88,14 +80,17 @@ class RotaryLayout:
         if self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim:
             partners = states.roll(self.head_dim // 2, dims=-1)
         else:
-            partners = states[..., self.partners(states.device)]
+            partners = states[..., channels_of(self, states.device)[0]]
         return torch.addcmul(states * cosines, partners, sines)
 
 
 # Shared by all layers and caches, as `RotaryLayout`s are few
 @cache
-def _channels(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partner and frequency of every channel."""
+def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Lists the other channel of every channel's pair, itself where it has none, `[D]`; and radians a token of every
+    channel, negative for the first of a pair, `[D]`, float64.
+    """
     with torch.inference_mode(False):
         count, first = len(layout.frequencies), layout.first
         pairs = torch.arange(first, first + 2 * count).view((count, 2) if layout.name == "interleaved" else (2, count))
@@ -122,17 +117,10 @@ def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> l
     return [*layouts, RotaryLayout((), "none", 0, head_dim)]
 
 
-def apply_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions) -> torch.Tensor:
-    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions, given those without."""
-    return _turned(keys, layout, positions, is_undone=False)
-
-
-def undo_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions) -> torch.Tensor:
-    """Returns keys `[B, H, T, D]`, float32, without the rotary embedding of their positions, given those with it."""
-    return _turned(keys, layout, positions, is_undone=True)
-
-
-def _turned(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_undone: bool) -> torch.Tensor:
+def apply_rope(
+    keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_undone: bool = False
+) -> torch.Tensor:
+    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions, or without it again."""
     if not layout.frequencies:
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":

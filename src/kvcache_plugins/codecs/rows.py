@@ -30,7 +30,7 @@ from .allocation import BLOCK
 from .basis import Basis
 from .codec import START, Codec, Positions
 from .quantizers import QUANTIZERS, Quantizer
-from .rope import RotaryLayout, apply_rope, undo_rope
+from .rope import RotaryLayout, apply_rope
 
 
 # Of the stored format, here alone: Triton's kernels import it, and those in C have it checked by tests
@@ -181,8 +181,8 @@ class RowTable:
         parts = self._split(self._transform(states, positions))
         return torch.cat([self._encode(part) for part in parts], dim=2)
 
-    def decode(self, rows: torch.Tensor, positions: Positions = START) -> torch.Tensor:
-        """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32."""
+    def decode(self, rows: torch.Tensor, positions: Positions | None = START) -> torch.Tensor:
+        """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
@@ -198,7 +198,7 @@ class RowTable:
             states = self.basis.states(states)
         if self.mean is not None:
             states = states + self.mean.float()[:, :, None]
-        return states if self.rope is None else apply_rope(states, self.rope, positions)
+        return states if self.rope is None or positions is None else apply_rope(states, self.rope, positions)
 
     def combine(self, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """
@@ -218,7 +218,7 @@ class RowTable:
 
     def _transform(self, states: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Numbers `[B, H, T, K]`, float32, of states `[B, H, T, D]`, less the mean already if they are rotated."""
-        states = states.float() if self.rope is None else undo_rope(states, self.rope, positions)
+        states = states.float() if self.rope is None else apply_rope(states, self.rope, positions, is_undone=True)
         if self.is_rotated:
             return rotate(states)
         if self.mean is not None:
@@ -392,7 +392,7 @@ class RowCodec(Codec):
         """Decodes rows to keys `[B, H, T, D]`, float32, at any positions `[B, H, T]`."""
         table = self.tables(rows.device)[0]
         cosines, sines = self.rope.angles(positions)
-        return self.rope.rotate(dataclasses.replace(table, rope=None).decode(rows), cosines, sines)
+        return self.rope.rotate(table.decode(rows, None), cosines, sines)
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         return self.tables(rows.device)[1].decode(rows)

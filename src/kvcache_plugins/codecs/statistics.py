@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .codec import Positions, QueryMoments
 from .quantizers import QUANTIZERS
-from .rope import RotaryLayout, undo_rope
-from .rotation import rotate
+from .rope import RotaryLayout, apply_rope, channels_of
 from .rows import RowTable, order_dtype
 
 
@@ -91,7 +90,7 @@ def key_table_of_layout(
     """The table of one layout, and the logarithm of the error to be expected, summed over heads."""
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     angles = layout.angles(positions.of(keys.shape[2], keys.device))
-    cosines, sines = (each[:, None] for each in angles)
+    cosines, sines = angles[0][:, None], angles[1][:, None]
     keys = layout.rotate(keys, cosines, -sines)
     mean = torch.einsum("bhtd,bt->bhd", keys, share).clamp(-_LARGEST, _LARGEST).half()
     centred = keys - mean.float()[:, :, None]
@@ -144,11 +143,11 @@ def _queries_at_keys(
 ) -> torch.Tensor:
     """Mean squares `[B, H, D]` of queries with the RoPE of keys undone, averaged over keys; up to a factor."""
     cosines, sines = angles
-    squared_cosines, squared_sines, mixed = (
-        torch.einsum("btd,bt->bd", part.expand(share.shape[0], -1, -1), share)[:, None]
-        for part in (cosines * cosines, sines * sines, cosines * sines)
-    )
-    partners = moments.squares[..., layout.partners(share.device)]
+    means = []
+    for part in (cosines * cosines, sines * sines, cosines * sines):
+        means.append(torch.einsum("btd,bt->bd", part.expand(share.shape[0], -1, -1), share)[:, None])
+    squared_cosines, squared_sines, mixed = means
+    partners = moments.squares[..., channels_of(layout, share.device)[0]]
     turned = moments.squares * squared_cosines + partners * squared_sines
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
@@ -175,7 +174,7 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
     mean = None if values.is_meta else steady_mean(values, valid)
     if mean is not None:
         values = values.float() - mean.float()[:, :, None]
-    values = rotate(values)
+    # Rotated, as they are coded, they are as large
     batch_size, num_heads, _, head_dim = values.shape
     share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
     deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
@@ -220,9 +219,8 @@ def shared_errors(
     share = counts[:, tail:] / counts[:, tail:].sum(dim=1, keepdim=True).clamp(min=1)
     assert key_table.mean is not None and key_table.rope is not None
     # What keys are before their rotary embedding is what their mean is added to
-    plain = dataclasses.replace(key_table, rope=None)
-    exact = undo_rope(keys[:, :, tail:].float(), key_table.rope, positions.after(tail))
-    key_error = _shared_error(exact - plain.decode(rows[0][:, :, tail:]), share)
+    exact = apply_rope(keys[:, :, tail:].float(), key_table.rope, positions.after(tail), is_undone=True)
+    key_error = _shared_error(exact - key_table.decode(rows[0][:, :, tail:], None), share)
     value_error = _shared_error(values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:]), share)
     key_mean, value_mean = _added(key_table.mean, key_error), value_table.mean
     if value_mean is not None or bool((value_error != 0).any()):

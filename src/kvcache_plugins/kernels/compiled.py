@@ -24,11 +24,11 @@ from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
-from kvcache_plugins.codecs.rope import Positions, RotaryLayout
+from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 
-from .library import function, level, num_threads, run_at
+from .library import find_threads, function, level, num_threads
 from .masks import slice_mask
 from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
 
@@ -396,7 +396,7 @@ class PreparedCall:
         if self._running == 1:
             self._kernel(self._address)
         else:
-            run_at(self._kernel, self._address, self._running)
+            find_threads()(self._kernel, self._address, self._running)
         return result
 
 
@@ -435,7 +435,7 @@ def _group_side(states: CompressedStates) -> Structure:
 @cache
 def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int]:
     """Pairs of channels that are turned together `[P, 2]`, int32, -1 for none; and how many there are."""
-    partners = layout.partners(torch.device("cpu")).tolist()
+    partners = channels_of(layout, torch.device("cpu"))[0].tolist()
     pairs = [[channel, other] for channel, other in enumerate(partners) if other > channel]
     # Those that are not turned share pairs whose angles are 0
     alone = [channel for channel, other in enumerate(partners) if other == channel]
@@ -452,7 +452,7 @@ def angles_by_tile(layout: RotaryLayout, num_tiles: int) -> tuple[torch.Tensor, 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
     """Cosines and signed sines of the first channel of pairs at positions, `[*positions.shape, 2, P]`."""
     channels = _pairs(layout)[0][:, 0].long()
-    frequencies = layout.channel_frequencies(torch.device("cpu"))[channels.clamp(min=0)]
+    frequencies = channels_of(layout, torch.device("cpu"))[1][channels.clamp(min=0)]
     angles = positions.double()[..., None] * torch.where(channels < 0, 0.0, frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
 

@@ -21,7 +21,7 @@ from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
 from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_planes, packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
-from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout
+from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
@@ -40,7 +40,8 @@ _MOST_LANES = 16
 _MOST_MINIMA = NUM_STATES // 2
 # Tokens of a task that scores
 _TOKENS_PER_TASK = 2048
-# Of keys and tokens that live
+# Of tables, keys and tokens that live
+_CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 _KEYS: "WeakKeyDictionary[KeyGroups, Structure]" = WeakKeyDictionary()
 _TOKENS: "WeakKeyDictionary[CodedTokens | RowTokens, Structure]" = WeakKeyDictionary()
 
@@ -48,104 +49,104 @@ _TOKENS: "WeakKeyDictionary[CodedTokens | RowTokens, Structure]" = WeakKeyDictio
 @torch.compiler.disable
 def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
     """
-    Codes tokens as `RowTable.encode` does.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, in any floating dtype: components where the
-            table has a basis, and without their mean if they are to be rotated.
-        table (`RowTable`): of their side.
-        positions (`Positions`): of the tokens.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, T, R]`, uint8.
+    Codes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, as `RowTable.encode` does: components
+    where the table has a basis, and without their mean if they are to be rotated.
     """
     rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
-    fields: dict[str, Any] = {**_table_fields(table, states.shape, positions), "rows": rows, "is_back": True}
-    if table.quantizer == "trellis":
-        size, threads = (num_blocks(table.num_coded) * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES, num_threads()
-        fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
-    _code("encode_rows", (*states.shape[:3], table.num_coded), states=_readable(states), **fields)
+    _code("encode_rows", states, rows, table, table.rope, positions)
     return rows
 
 
 @torch.compiler.disable
-def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
+def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None = START) -> torch.Tensor:
     """
-    Decodes rows as `RowTable.decode` does.
-
-    Args:
-        rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): rows.
-        table (`RowTable`): of their side.
-        positions (`Positions`): of the tokens.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, T, D]`, float32: components where the table has a basis, and without their
-        mean if they were rotated.
+    Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32, as `RowTable.decode` does: components where the
+    table has a basis, and without their mean if they were rotated.
     """
     states = torch.empty(*rows.shape[:3], table.num_coded)
-    fields = _table_fields(table, rows.shape, positions)
-    _code("decode_rows", states.shape, rows=rows.contiguous(), result=states, **fields)
+    _code("decode_rows", states, rows, table, table.rope, positions)
     return states
 
 
 @torch.compiler.disable
 def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
     """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
-    keys, turned = _readable(keys), torch.empty(keys.shape)
-    fields = _rope_fields(layout, keys.shape, positions)
-    _code("turn_states", keys.shape, states=keys, result=turned, rotation=1, is_back=is_back, **fields)
+    turned = torch.empty(keys.shape)
+    _code("turn_states", keys, None, None, layout, positions, turned=turned, is_back=is_back)
     return turned
 
 
-def _readable(states: torch.Tensor) -> torch.Tensor:
-    return (states if states.dtype in KINDS else states.float()).contiguous()
-
-
-def _code(name: str, shape: Sequence[int], **fields: Any) -> None:
-    """Runs a kernel on tokens of which `[B, H, T, D]` numbers are coded."""
+def _code(
+    name: str,
+    states: torch.Tensor,
+    rows: torch.Tensor | None,
+    table: RowTable | None,
+    layout: RotaryLayout | None,
+    positions: Positions | None,
+    turned: torch.Tensor | None = None,
+    *,
+    is_back: bool = True,
+) -> None:
+    """Runs a kernel on states `[B, H, T, K]` and rows `[B, H, T, R]`, of which one is written."""
+    shape, fields, threads = states.shape, dict[str, Any](), None
+    if name == "decode_rows":
+        assert rows is not None
+        fields |= {"rows": rows.contiguous(), "result": states}
+    else:
+        states = (states if states.dtype in KINDS else states.float()).contiguous()
+        fields |= {"states": states, "kind": KINDS[states.dtype], "rows": rows, "result": turned, "is_back": is_back}
+    # In a basis keys are turned by themselves
+    if positions is not None and layout is not None and layout.frequencies and (table is None or table.basis is None):
+        head_dim = shape[3] if table is None else table.head_dim
+        if layout.head_dim != head_dim:
+            raise ValueError(f"keys of {head_dim} channels, a rotary embedding of {layout.head_dim}")
+        # Tiles of positions up to the last token's, and as many below 0, where padding is
+        tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
+        padding = None if positions.padding is None else positions.padding.long().contiguous()
+        fields |= {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
+    if table is None:
+        base, fields["rotation"] = None, 1
+        fields |= {"batch": shape[0], "heads": shape[1], "dim": shape[3]}
+    else:
+        base = _CODINGS.get(table)
+        if base is None or base.batch != shape[0]:
+            base = _describe(table, shape[0])
+    if base is not None and base.is_trellis and name == "encode_rows":
+        threads = num_threads()
+        size = (base.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+        fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
-    states = fields.get("states")
-    kind = 0 if states is None else KINDS[states.dtype]
-    call = make("Coding", dict(zip(("batch", "heads", "tokens", "dim"), shape, strict=True)), fields, kind=kind)
+    call = make("Coding", fields, base=base, tokens=shape[2])
     # Tasks are counted from the start of a tile
-    before = TILE - 1 if call.rotary else 0
+    before = TILE - 1 if "rotary" in fields else 0
     call.tasks.count = shape[0] * shape[1] * -(-(shape[2] + before) // _TASK_TOKENS)
-    run(name, call, call.threads or None)
+    run(name, call, threads)
 
 
-def _table_fields(table: RowTable, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
-    """Lists the fields of C's structures that describe a table, for tokens `[B, H, T, ...]`."""
-    heads, deviation, deviations = shape[:2], table.deviation, 1
-    fields: dict[str, Any] = {"row_size": table.row_size, "is_trellis": table.quantizer == "trellis"}
-    fields |= {"is_weighted": table.is_weighted, "by_energy": table.by_energy, "refits": table.num_refits}
-    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1}
+def _describe(table: RowTable, batch_size: int) -> Structure:
+    """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
+    num_heads, deviation, num_coded = table.widths.shape[1], table.deviation, table.num_coded
+    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
+    fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
+    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": num_blocks(num_coded)}
+    fields["rotation"] = rotation_size(table.head_dim) if table.is_rotated else 1
     if table.basis is None:
         if table.order is not None:
             fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
         if table.mean is not None and not table.is_rotated:
             fields["mean"] = table.mean.contiguous()
-        if table.rope is not None:
-            fields |= _rope_fields(table.rope, (*shape[:3], table.head_dim), positions)
-        if deviation is not None and deviation.shape[2] > 1:
-            deviations = table.head_dim
     if deviation is None:
-        deviation = torch.ones(*heads, 1, dtype=torch.float16)
+        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
     # Of a model's tables there is one for all sequences
-    widths = table.widths.expand(heads[0], -1, -1) if table.basis is not None else table.widths
-    fields |= {"deviation": deviation.contiguous(), "deviations": deviations, "widths": widths.contiguous()}
-    return fields | {"blocks": num_blocks(table.num_coded), "codebook": _codebook(table.quantizer, table.is_weighted)}
-
-
-def _rope_fields(layout: RotaryLayout, shape: Sequence[int], positions: Positions) -> dict[str, Any]:
-    if not layout.frequencies:
-        return {}
-    # Tiles of positions up to the last token's, and as many below 0, where padding is
-    tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
-    if layout.head_dim != shape[3]:
-        raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
-    padding = None if positions.padding is None else positions.padding.long().contiguous()
-    return {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
+    widths = table.widths.expand(batch_size, -1, -1) if table.basis is not None else table.widths
+    fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
+    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
+    found = make("Coding", fields)
+    # A copy would not see what is written into a table for another sequence
+    if table.basis is not None or all(tensor.is_contiguous() for _, tensor in table.named_tensors()):
+        _CODINGS[table] = found
+    return found
 
 
 @cache
@@ -189,7 +190,7 @@ def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
 def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
     """Describes a rotary embedding for as many tiles of positions from 0 on as below."""
     with torch.inference_mode(False):
-        partners = layout.partners(torch.device("cpu"))
+        partners = channels_of(layout, torch.device("cpu"))[0]
         offsets = torch.stack(layout.angles(torch.arange(TILE))).permute(2, 0, 1)
         # Lanes may read over the end of a tile
         offsets = F.pad(offsets, (0, _MOST_LANES)).contiguous()
@@ -325,18 +326,12 @@ def choose_heaviest(
     Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
 
     Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`):
-            Scores of the tokens, float32.
-        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`):
-            The same of the tokens that are attended to anyway; there may be none.
-        forced (`tuple[int, int]`):
-            The tokens before the first number, and from the second on, are chosen whatever they weigh.
-        least (`float`):
-            The least weight of others.
-        cap (`int`):
-            The most that are chosen, unless more are forced.
-        limit (`int`):
-            The most that there is room for.
+        scores (`torch.Tensor` of shape `[B, H, G, N]`): scores of the tokens, float32.
+        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`): of tokens that are attended to anyway, if any.
+        forced (`tuple[int, int]`): tokens before the first number, and from the second on, are chosen in any case.
+        least (`float`): the least weight of others.
+        cap (`int`): the most that are chosen, unless more are forced.
+        limit (`int`): the most that there is room for.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
@@ -494,17 +489,10 @@ def attend_chosen(
     Attends over chosen tokens and the window, with the queries of one new token.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen; of those beyond all,
-            the last one counts.
-        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
-        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens, of a
-            kind that `tokens.choose_rows_kernel` says is compiled.
-        scale (`float`): factor of the scores.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask, boolean or added to the
-            scores; slots are columns of it.
-        window_start (`int`): column of the window's first token.
+        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype, of a kind
+            that `tokens.choose_rows_kernel` says is compiled.
+        query, slots, count, window_keys, window_values, scale, mask, window_start: as of `attend_rows`; slots are
+            columns of the mask.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
@@ -522,23 +510,15 @@ def attend_chosen(
     coded, ends = _numbers(threads, 2, num_chosen, 3), _numbers(threads, stored.num_groups)
     call = make(
         "Chosen",
-        {name: getattr(stored, name) for name in _STORED},
         {**sizes, "num_chosen": num_chosen, "scale": scale, "most_threads": threads, "window": window},
         {"query": query.float().contiguous(), "slots": slots.contiguous(), "counts": count.contiguous()},
         {"result": result, "coded": coded, "ends": ends},
         mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
+        base=stored,
     )
     call.tasks.count = _num_units(query)
     run("attend_chosen", call, threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
-
-
-# What of `Chosen` is known of stored tokens, whatever is asked of them
-_STORED = [
-    name
-    for name in (field[0] for field in STRUCTURES["Chosen"]._fields_)
-    if name not in ("tasks", "threads", "query", "result", "slots", "counts", "coded", "ends", "window", "mask")
-]
 
 
 def _numbers(*shape: int) -> torch.Tensor:

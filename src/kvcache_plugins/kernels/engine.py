@@ -13,6 +13,8 @@ import torch
 
 from kvcache_plugins.user_warnings import warn_user
 
+from .structs import MOST_CHANNELS
+
 
 KERNELS = ("auto", "triton", "torch", "compiled")
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
@@ -50,16 +52,14 @@ def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES) -> 
 
 def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
     """Chooses a kernel for a single new token; `query` may have any shape. See `choose_kernel`."""
-    requested = requested_kernel()
-    if requested == "torch" or torch.is_grad_enabled() and query.requires_grad:
+    if torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
-    return _kernel_on(_device_type(query), requested)
+    return _kernel_on(query.device.type, os.environ.get(_VARIABLE, "auto"))
 
 
 def compiles_kernels(states: torch.Tensor) -> bool:
     """Whether what is computed on the states' device is by kernels that Triton compiles when they are first run."""
-    device_type = _device_type(states)
-    return device_type == "cuda" and _kernel_on(device_type, requested_kernel())[0] == "triton"
+    return states.device.type == "cuda" and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
 def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
@@ -79,7 +79,7 @@ def choose_copy_kernel(states: torch.Tensor) -> str:
 
     On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
     """
-    requested, device_type = requested_kernel(), _device_type(states)
+    requested, device_type = requested_kernel(), states.device.type
     wants_kernel = requested == "triton" or requested == "auto" and device_type == "cuda"
     if not wants_kernel or torch.is_grad_enabled() and states.requires_grad:
         return "torch"
@@ -93,15 +93,11 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
 
     Where nothing is compiled that is plain PyTorch, and not less than was wanted.
     """
-    requested, device_type = requested_kernel(), _device_type(tokens)
-    if requested == "compiled" and device_type != "cpu" or _wanted_kernel(device_type, requested) == "torch":
+    requested, device_type = os.environ.get(_VARIABLE, "auto"), tokens.device.type
+    if tokens.is_meta or requested == "compiled" and device_type != "cpu":
         return "torch"
-    kernel = "torch" if tokens.is_meta else _kernel_on(device_type, requested)[0]
-    if kernel == "compiled":
-        from kvcache_plugins.kernels.structs import MOST_CHANNELS
-
-        return kernel if head_dim <= MOST_CHANNELS else "torch"
-    return kernel
+    kernel, _ = _kernel_on(device_type, requested)
+    return "torch" if kernel == "compiled" and head_dim > MOST_CHANNELS else kernel
 
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:
@@ -116,10 +112,6 @@ def explain_kernel(device_type: str) -> tuple[str, str | None]:
     return (wanted if reason is None else "torch"), reason
 
 
-def _device_type(tensor: torch.Tensor) -> str:
-    return tensor.device.type
-
-
 def _wanted_kernel(device_type: str, requested: str) -> str:
     return requested if requested != "auto" else {"cuda": "triton", "cpu": "compiled"}.get(device_type, "torch")
 
@@ -127,7 +119,7 @@ def _wanted_kernel(device_type: str, requested: str) -> str:
 @cache
 def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
     """Chooses the kernel for a few queries on a device; warns the first time, as the answer is kept."""
-    wanted = _wanted_kernel(device_type, requested)
+    wanted = _wanted_kernel(device_type, requested_kernel())
     reason = _why_not(wanted, device_type)
     if reason is None:
         return wanted, False

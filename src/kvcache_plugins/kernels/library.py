@@ -69,14 +69,15 @@ def level() -> str:
 
 
 @cache
-def _function(name: str, at_level: str) -> Callable[[int], None]:
-    found = getattr(_library(), f"kvc_{name}_{at_level}")
+def _function(name: str, asked: str | None) -> Callable[[int], None]:
+    """Finds a kernel at the level that is asked for; the answer is kept."""
+    found = getattr(_library(), f"kvc_{name}_{level()}")
     return _FUNCTION(ctypes.cast(found, ctypes.c_void_p).value or 0)
 
 
 def function(name: str) -> Callable[[int], None]:
     """The kernel of a name, at this machine's level: a function of the address of its structure."""
-    return _function(name, level())
+    return _function(name, os.environ.get(_LEVEL_VARIABLE))
 
 
 def num_threads() -> int:
@@ -94,20 +95,15 @@ def run(name: str, call: Structure, most_threads: int | None = None) -> None:
         most_threads (`int`, *optional*): threads that there is scratch for; by default as many as there are. They are
             asked for once, as another thread of the program may ask PyTorch for more between two lines.
     """
-    threads, tasks = num_threads() if most_threads is None else most_threads, call.tasks
-    run_at(function(name), call.address, threads if threads < tasks.count else max(tasks.count, 1))
-
-
-def run_at(kernel: Callable[[int], None], address: int, threads: int) -> None:
-    """Runs a kernel on the structure at an address, on so many threads; returns when all have ended."""
+    threads = min(num_threads() if most_threads is None else most_threads, call.tasks.count)
     if threads > 1:
-        _start_threads()(kernel, address, threads)
+        find_threads()(function(name), call.address, threads)
     else:
-        kernel(address)
+        function(name)(call.address)
 
 
 @cache
-def _start_threads() -> Callable[[Callable[[int], None], int, int], None]:
+def find_threads() -> Callable[[Callable[[int], None], int, int], None]:
     """Finds a function that calls a kernel on several threads at once, and returns when all have ended."""
     try:
         # PyTorch's own OpenMP, whose threads are there already: looked for in what PyTorch's library needs itself

@@ -55,17 +55,16 @@ class Structure(ctypes.Structure):
     Attributes:
         addresses (`frozenset[str]`): fields that are addresses.
         arrays (`Mapping[str, Array]`): what is known of those of tensors.
-        alive (`object`): what the structure has addresses of.
+        address (`int`): where the structure is, for fields of other structures and for kernels.
+        given (`Mapping[str, Any]`): fields and sizes that it was made of, which it has addresses of.
+        alive (`object`): what else it has addresses of.
     """
 
     addresses: frozenset[str] = frozenset()
     arrays: Mapping[str, Array] = {}
+    address: int = 0
+    given: Mapping[str, Any] = {}
     alive: object = None
-
-    @property
-    def address(self) -> int:
-        """Where the structure is, for fields of other structures and for kernels."""
-        return ctypes.addressof(self)
 
 
 STRUCTURES: dict[str, type[Structure]] = {}
@@ -99,15 +98,23 @@ for _match in re.finditer(r"typedef struct \{(.*?)\n?\} (\w+);", _SOURCE, re.DOT
     _declare(_match[2], _match[1])
 
 
-def make(name: str, *fields: Mapping[str, Any], sizes: Mapping[str, int] | None = None, **values: Any) -> Structure:
+def make(
+    name: str,
+    *fields: Mapping[str, Any],
+    sizes: Mapping[str, int] | None = None,
+    base: Structure | None = None,
+    **values: Any,
+) -> Structure:
     """
-    Makes a structure of `calls.h`; fields that are not given are 0.
+    Makes a structure of `calls.h`; fields that are not given are 0, or what they are in `base`.
 
     Args:
         name (`str`): the structure's.
         *fields, **values: numbers, structures, tensors or lists of them, by field. Of a structure it is the address
             that goes into a field for addresses.
         sizes (`Mapping[str, int]`, *optional*): sizes that shapes are stated in beside the structure's own numbers.
+        base (`Structure`, *optional*): one of the same name, of which a copy is made: what it holds is not checked
+            again.
 
     Raises:
         ValueError: if a tensor is not what the field is declared for.
@@ -115,8 +122,10 @@ def make(name: str, *fields: Mapping[str, Any], sizes: Mapping[str, int] | None 
     kind, arrays = STRUCTURES[name], STRUCTURES[name].arrays
     for own in fields:
         values |= own
-    alive: list[Any] = [values]
-    known = {**sizes, **values} if sizes else values
+    alive: list[Any] = [base]
+    known = values if base is None else {**base.given, **values}
+    if sizes:
+        known = {**sizes, **known}
     stored = dict(values)
     for field, value in values.items():
         # Of tensors classes are asked, which takes longer than all else here
@@ -133,19 +142,24 @@ def make(name: str, *fields: Mapping[str, Any], sizes: Mapping[str, int] | None 
             addresses = [check(field, one, arrays[field], known) for one in value]
             alive.append((ctypes.c_void_p * len(value))(*addresses))
             stored[field] = ctypes.addressof(alive[-1])
-    structure = kind(**stored)
-    structure.alive = alive
+    if base is None:
+        structure = kind(**stored)
+    else:
+        structure = kind.from_buffer_copy(base)
+        for field, value in stored.items():
+            setattr(structure, field, value)
+    structure.address, structure.given, structure.alive = ctypes.addressof(structure), known, alive
     return structure
 
 
 def check(name: str, tensor: torch.Tensor, array: Array, known: Mapping[str, Any]) -> int:
     """Returns the address of a tensor that is what an array is declared to be; a `ValueError` if it is not."""
     dtypes, shape = array.dtypes, eval(array.shape, _NAMES, known)
-    # Equal in most calls, which takes a fraction of comparing one by one
-    fits = tensor.shape == shape or (
-        tensor.dim() == len(shape)
-        and all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
-    )
+    fits = tensor.shape == shape
+    if not fits and tensor.dim() == len(shape):
+        fits = True
+        for size, own in zip(shape, tensor.shape, strict=True):
+            fits &= size is None or size == own
     if not fits or (dtypes and tensor.dtype not in dtypes) or not tensor.is_cpu or not tensor.is_contiguous():
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(

@@ -22,7 +22,7 @@ from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
-from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.triton_kernels.attention.attend import prepare
@@ -367,7 +367,7 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> Rota
             torch.stack(layout.angles(torch.arange(count) * step), dim=1).to(device)
             for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
         )
-        return RotaryAngles(layout.partners(device).int(), near, far)
+        return RotaryAngles(channels_of(layout, device)[0].int(), near, far)
 
 
 @cache
