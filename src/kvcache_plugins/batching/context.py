@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache_plugins.codecs.parts import CodedPart
+from kvcache_plugins.codecs.parts import Part
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -18,7 +18,7 @@ from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
-from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Request, paged_cache
+from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Requests, paged_cache
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
@@ -54,7 +54,7 @@ class CompressedBatching:
         )
         self._allocators: list[CodedAllocator] = []
         # Requests of the pass that is under way, by the tensor that Transformers makes for it
-        self._pass: tuple[torch.Tensor, list[Request]] | None = None
+        self._pass: tuple[torch.Tensor, list[Requests]] | None = None
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the context was opened, added up over layers."""
@@ -96,20 +96,24 @@ class CompressedBatching:
         requests = self._pass[1]
         kwargs["cu_seq_lens_k"] = lengths.to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
-        newest = [allocator.newest(layer_idx, request) for request in requests]
-        for request in requests:
-            own = slice(request.tokens.start, request.tokens.stop)
-            allocator.write(layer_idx, request, key_states[:, :, own], value_states[:, :, own])
-        self._counters["tokens_coded"] += sum(request.num_new for request in requests)
+        exact = [allocator.exact(layer_idx, each) for each in requests]
+        for each in requests:
+            allocator.write(layer_idx, each, *own_states(each, key_states, value_states))
+            self._counters["tokens_coded"] += each.tokens.numel()
         if not read.numel():
             return key_states, value_states
-        states = PagedStates(self, allocator, layer_idx, requests, newest, (key_states, value_states))
+        states = PagedStates(self, allocator, layer_idx, requests, exact, (key_states, value_states))
         sizes = states.states_shape("keys"), states.states_shape("values")
         return stored_states(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
 
     def count(self, name: str, number: int = 1) -> None:
         """Adds to a counter."""
         self._counters[name] += number
+
+
+def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Takes the new tokens `[B, H, Q, D]` of requests out of those `[1, H, tokens, D]` of a pass."""
+    return [each[0].transpose(0, 1)[requests.tokens].transpose(1, 2) for each in states]
 
 
 class PagedStates:
@@ -120,8 +124,8 @@ class PagedStates:
         batching (`CompressedBatching`): what counts.
         allocator (`CodedAllocator`): whose pages they stand in.
         layer_idx (`int`): the layer.
-        requests (`list[Request]`): of the pass.
-        newest (`list[torch.Tensor]`): of every request, what `CodedAllocator.newest` returned.
+        requests (`list[Requests]`): of the pass.
+        exact (`list[torch.Tensor]`): of each of them, what `CodedAllocator.exact` returned.
         new (two `torch.Tensor` of shape `[1, H, Q, D]`): keys and values of the pass's tokens.
     """
 
@@ -132,16 +136,16 @@ class PagedStates:
         batching: CompressedBatching,
         allocator: CodedAllocator,
         layer_idx: int,
-        requests: list[Request],
-        newest: list[torch.Tensor],
+        requests: list[Requests],
+        exact: list[torch.Tensor],
         new: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self._batching, self._allocator, self._layer_idx = batching, allocator, layer_idx
-        self._requests, self._newest, self._new = requests, newest, new
+        self._requests, self._exact, self._new = requests, exact, new
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
-        return sum(request.past + request.num_new for request in self._requests)
+        return sum(int(each.past.sum()) + each.tokens.numel() for each in self._requests)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """Tells the shape that all states of a side have together."""
@@ -158,39 +162,41 @@ class PagedStates:
         """Counts what something other than attention has made dense."""
         self._batching.count("dense_reads")
 
-    def _parts(self, number: int) -> Iterator[Any]:
-        request = self._requests[number]
-        own = slice(request.tokens.start, request.tokens.stop)
-        keys, values = (states[:, :, own] for states in self._new)
-        return self._allocator.parts(self._layer_idx, request, self._newest[number], keys, values)
+    def _parts(self, number: int) -> Iterator[Part]:
+        requests = self._requests[number]
+        own = own_states(requests, *self._new)
+        return self._allocator.parts(self._layer_idx, requests, self._exact[number], own[0], own[1])
 
     def materialize(self, side: str) -> torch.Tensor:
         """Makes keys or values of all requests dense, `[1, H, T, D]`, one request behind the other."""
-        index, dtype, sinks = int(side == "values"), self._new[0].dtype, self._allocator.recipe.num_sink_tokens
-        found = []
-        for number in range(len(self._requests)):
-            for part in self._parts(number):
-                # A request's first page begins with tokens that are exact too
-                is_first = isinstance(part, CodedPart) and part.mask is not None
-                for tile in part.tiles():
-                    found.append(tile[index][:, :, max(sinks - tile[2], 0) if is_first else 0 :].to(dtype))
-        return torch.cat(found, dim=2)
+        index, recipe, found = int(side == "values"), self._allocator.recipe, {}
+        num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
+        for number, requests in enumerate(self._requests):
+            *coded, exact = self._parts(number)
+            rows = torch.cat([tile[index] for part in coded for tile in part.tiles()] or [exact.keys[:, :, :0]], dim=2)
+            states = exact.in_use()[index]
+            for own, past in enumerate(requests.past.tolist()):
+                first, newest = min(num_sinks, past), min(num_exact - num_sinks, max(past - num_sinks, 0))
+                own_rows = rows[own, :, num_sinks : past - newest].to(states.dtype)
+                pieces = states[own, :, :first], own_rows, states[own, :, num_exact - newest :]
+                found[int(requests.tokens[own, 0])] = torch.cat(pieces, dim=1)
+        return torch.cat([found[first] for first in sorted(found)], dim=1)[None]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attends request by request, `[1, H * G, Q, D]`: no query sees another request, whatever the mask says."""
         heads, head_dim = self._new[0].shape[1], self._new[1].shape[3]
-        num_tokens = self._new[0].shape[2]
         # A single query may come with its heads in the place of tokens
-        query = call.query.reshape(1, -1, num_tokens, call.query.shape[3])
-        outputs = []
-        for number, request in enumerate(self._requests):
-            own = query[:, :, request.tokens.start : request.tokens.stop]
+        query = call.query.reshape(1, -1, self._new[0].shape[2], call.query.shape[3])
+        output = query.new_empty(*query.shape[:3], head_dim)
+        for number, requests in enumerate(self._requests):
+            own = own_states(requests, query)[0]
             kernel, is_fallback = choose_kernel(own) if call.is_plain else ("torch", False)
-            outputs.append(attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks))
-            self._batching.count("attend_calls")
-            self._batching.count("fused_calls", kernel != "torch")
-            self._batching.count("kernel_fallbacks", is_fallback)
-        return torch.cat(outputs, dim=2).reshape(*call.query.shape[:3], head_dim)
+            result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)
+            output[0].transpose(0, 1)[requests.tokens] = result.transpose(1, 2)
+            self._batching.count("attend_calls", len(own))
+            self._batching.count("fused_calls", len(own) * (kernel != "torch"))
+            self._batching.count("kernel_fallbacks", len(own) * is_fallback)
+        return output.reshape(*call.query.shape[:3], head_dim)
 
 
 def _check_release() -> None:

@@ -123,7 +123,55 @@ class CodedPart:
             yield keys, self.codec.decode_values(self.values[:, :, first:last]), first, last
 
 
-Part = DensePart | CompressedPart | CodedPart
+@dataclass(frozen=True, eq=False)
+class PagedPart:
+    """
+    Rows of several sequences in pages of one memory, which they may share: a page has rows of keys and of values,
+    `[H, tokens of a page, R]` each.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[pages, H, tokens of a page, R]`, uint8): rows of all pages, where they
+            stand in `memory`.
+        memory (`torch.Tensor` of shape `[bytes]`, uint8): what holds all pages.
+        pages (`torch.Tensor` of shape `[B, most]`, int64): numbers of every sequence's pages.
+        lengths (`torch.Tensor` of shape `[B]`, int64): tokens of every sequence; its first is at position 0.
+        length (`int`): the most of them, T.
+        num_hidden (`int`): tokens at every sequence's beginning that are not attended to.
+        codec (`RowCodec`): what rows mean; tables without bases are those of B sequences.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    memory: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    length: int
+    num_hidden: int
+    codec: RowCodec
+    num_tokens = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and E."""
+        keys, values = self.codec.tables()
+        return keys.head_dim, values.head_dim
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """What is attended to, `[B, 1, 1, T]`."""
+        columns = torch.arange(self.length, device=self.lengths.device)
+        return ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields its states page by page, dense in float32; behind a sequence's last token they are any."""
+        size = self.keys.shape[2]
+        for number in range(-(-self.length // size)):
+            first, last = number * size, min((number + 1) * size, self.length)
+            keys, values = (side[self.pages[:, number], :, : last - first] for side in (self.keys, self.values))
+            yield self.codec.decode_keys(keys, Positions(first)), self.codec.decode_values(values), first, last
+
+
+Part = DensePart | CompressedPart | CodedPart | PagedPart
 
 
 @dataclass(frozen=True, eq=False)

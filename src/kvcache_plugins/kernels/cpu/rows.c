@@ -232,10 +232,17 @@ static void score_strip(Work *work, const uint8_t *at, int tokens, const float *
     if (work->is_basis) BY_ROWS(work->unit.rows, dot_basis_strip, part, work->unit.head, work->used, work->points, work->scales, angles, turned, to)
     else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->points, work->scales, angles, turned, to)
 }
+/* Rows of the tile from `start` on, of which no page has a part */
+INLINE const uint8_t *rows_at(const RowSide *side, Unit unit, int64_t start) {
+    if (side->rows) return side->rows + (unit.matrix * side->capacity + start) * side->size;
+    int64_t page = clamped(side->pages[unit.batch * side->most_pages + start / side->page_tokens], side->num_pages);
+    const uint8_t *own = side->memory + side->page_start + page * side->page_stride;
+    return own + (unit.head * side->page_tokens + start % side->page_tokens) * side->size;
+}
 /* Scores of the tile from `start` on */
 static void score_tile(Work *work, int64_t start, int tokens, float (*scores)[TILE]) {
     const RowSide *side = &work->part->keys;
-    const uint8_t *at = side->rows + (work->unit.matrix * side->capacity + start) * side->size;
+    const uint8_t *at = rows_at(side, work->unit, start);
     for (int t = 0; t < TILE; t += STRIP) {
         /* Later scores are those of no tokens */
         if (t >= tokens) { work->turning.strips++; continue; }
@@ -268,19 +275,20 @@ static void end_unit_values(Work *work, int dim, State *state) {
 static void attend(
     int is_basis, const Call *call, const Part *own, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     const RowSide *values = &((const Rows *)own->stored)->values;
-    const uint8_t *at = values->rows + unit.matrix * values->capacity * values->size;
     ALIGNED float scores[ROWS][TILE], decay[ROWS];
     Work work;
     start_keys(&work, own->stored, is_basis, unit, query, (int)call->key_dim);
     start_values(&work);
     turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
-    for (int64_t start = first * TILE; start < last * TILE && start < own->length; start += TILE) {
-        int tokens = (int)(own->length - start < TILE ? own->length - start : TILE);
+    int64_t length = length_of(own, unit);
+    for (int64_t start = first * TILE; start < last * TILE && start < length; start += TILE) {
+        int tokens = (int)(length - start < TILE ? length - start : TILE);
+        const uint8_t *at = rows_at(values, unit, start);
         score_tile(&work, start, tokens, scores);
         add_mask(call, own, unit, start, tokens, scores);
         if (softmax_tile(state, unit.rows, tokens, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < tokens; t += STRIP)
-            add_values(&work, at + (start + t) * values->size, tokens - t, (float (*)[TILE])(scores[0] + t));
+            add_values(&work, at + t * values->size, tokens - t, (float (*)[TILE])(scores[0] + t));
     }
     end_unit_values(&work, (int)call->value_dim, state);
 }
