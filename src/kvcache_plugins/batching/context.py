@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache_plugins.codecs.parts import Part
+from kvcache_plugins.codecs.parts import PagedPart, Part, Tile
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -18,7 +18,7 @@ from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
-from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Requests, paged_cache
+from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Requests, find_head_dim, paged_cache
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
@@ -35,8 +35,9 @@ _UPDATE_ARGUMENTS = {"key_states", "value_states", "layer_idx", "kwargs"}
 _RELEASES = "Transformers 5.23 and 5.24"
 _DENSE_UPDATE = paged_cache.PagedAttentionCache.update
 _LOCK = threading.RLock()
-# The contexts that are open, by the identity of their model's config
-_OPEN: dict[int, "CompressedBatching"] = {}
+_DENSE_SIZING = paged_cache.PagedAttentionMemoryHandler
+# The contexts that are open, of a model the innermost last, by the identity of its config
+_OPEN: dict[int, list["CompressedBatching"]] = {}
 
 
 class CompressedBatching:
@@ -77,8 +78,10 @@ class CompressedBatching:
 
     def allocator(self, **options: Any) -> CodedAllocator:
         """Makes an allocator out of what Transformers gives one."""
-        self._allocators.append(CodedAllocator(self.recipe, **options))
-        return self._allocators[-1]
+        made = CodedAllocator(self.recipe, **options)
+        made.batching = self
+        self._allocators.append(made)
+        return made
 
     def update(
         self,
@@ -109,6 +112,10 @@ class CompressedBatching:
     def count(self, name: str, number: int = 1) -> None:
         """Adds to a counter."""
         self._counters[name] += number
+
+
+def _as_tiles(part: Part) -> Iterator[Tile]:
+    return (part.gathered() if isinstance(part, PagedPart) else part).tiles()
 
 
 def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
@@ -172,9 +179,9 @@ class PagedStates:
         index, recipe, found = int(side == "values"), self._allocator.recipe, {}
         num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
         for number, requests in enumerate(self._requests):
-            *coded, exact = self._parts(number)
-            rows = torch.cat([tile[index] for part in coded for tile in part.tiles()] or [exact.keys[:, :, :0]], dim=2)
-            states = exact.in_use()[index]
+            *coded, exact = ([tile[:2][index] for tile in _as_tiles(part)] for part in self._parts(number))
+            states = exact[0]
+            rows = torch.cat(coded[0], dim=2) if coded else states[:, :, :0]
             for own, past in enumerate(requests.past.tolist()):
                 first, newest = min(num_sinks, past), min(num_exact - num_sinks, max(past - num_sinks, 0))
                 own_rows = rows[own, :, num_sinks : past - newest].to(states.dtype)
@@ -238,7 +245,8 @@ def compressed_batching(
 ) -> Iterator[CompressedBatching]:
     """
     Has continuous batching of a model keep its cache as a preset codes it, in all managers that are made and run in
-    this context: `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`.
+    this context: `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`. Of contexts of
+    one model the innermost codes what is made in it.
 
     Args:
         model (`PreTrainedModel`):
@@ -254,8 +262,7 @@ def compressed_batching(
         `CompressedBatching`: counters, and bytes of a page.
 
     Raises:
-        ValueError: if the cache has no tables that requests can share, an option is none of the accepted values, or
-            the model has a context already.
+        ValueError: if the cache has no tables that requests can share, or an option is none of the accepted values.
         RuntimeError: if this release of Transformers has another paged cache.
 
     Example:
@@ -267,25 +274,28 @@ def compressed_batching(
     if isinstance(num_recent_tokens, bool) or not isinstance(num_recent_tokens, int) or num_recent_tokens < 0:
         raise ValueError(f"`num_recent_tokens` has to be an integer of at least 0 but got {num_recent_tokens!r}")
     key = id(model.config.get_text_config())
-    if key in _OPEN:
-        raise ValueError("`model` is in a `compressed_batching` already")
     _check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise ValueError("`model` has a persistent manager of another cache: destroy it first")
     batching = CompressedBatching(_recipe(model, name, text, num_recent_tokens))
     with _LOCK:
-        if not _OPEN:
-            paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator  # type: ignore[assignment]
-            paged_cache.PagedAttentionCache.update = _update  # type: ignore[method-assign]
-        _OPEN[key] = batching
+        _OPEN.setdefault(key, []).append(batching)
+        _set_seams(True)
     try:
         yield batching
     finally:
         with _LOCK:
-            del _OPEN[key]
-            if not _OPEN:
-                paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = FullAttentionCacheAllocator
-                paged_cache.PagedAttentionCache.update = _DENSE_UPDATE  # type: ignore[method-assign]
+            _OPEN[key].remove(batching)
+            if not _OPEN[key]:
+                del _OPEN[key]
+            _set_seams(bool(_OPEN))
+
+
+def _set_seams(is_open: bool) -> None:
+    """Puts what is ours into the place of Transformers' own, or takes it out again."""
+    paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator if is_open else FullAttentionCacheAllocator  # type: ignore[assignment]
+    paged_cache.PagedAttentionCache.update = _update if is_open else _DENSE_UPDATE  # type: ignore[method-assign]
+    paged_cache.PagedAttentionMemoryHandler = _Sizing if is_open else _DENSE_SIZING  # type: ignore[misc]
 
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
@@ -296,9 +306,21 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     def __new__(cls, *, config: Any, **options: Any) -> Any:
         """Makes the allocator of a model, coded where a context is open for it."""
-        batching = _OPEN.get(id(config))
-        make = FullAttentionCacheAllocator if batching is None else batching.allocator
+        batchings = _OPEN.get(id(config))
+        make = batchings[-1].allocator if batchings else FullAttentionCacheAllocator
         return make(config=config, **options)
+
+
+class _Sizing(_DENSE_SIZING):  # type: ignore[misc,valid-type]
+    """Stands for Transformers' sizing while any context is open: of coded tokens no dense copy is read."""
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Bytes that a token in the cache takes beside it, when it is read."""
+        whole = int(super().bytes_per_cache_token)
+        if id(self.config) not in _OPEN or self.num_groups > 1:
+            return whole
+        return whole - self.kv_heads_at_peak * find_head_dim(self.config) * self.activation_dtype.itemsize
 
 
 @torch.compiler.disable
@@ -306,7 +328,7 @@ def _update(
     cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for `PagedAttentionCache.update` while any context is open."""
-    allocator, batching = cache.layer_to_allocator[layer_idx], _OPEN.get(id(cache.config))
-    if batching is None or not isinstance(allocator, CodedAllocator):
+    allocator = cache.layer_to_allocator[layer_idx]
+    if not isinstance(allocator, CodedAllocator):
         return _DENSE_UPDATE(cache, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-    return batching.update(allocator, key_states, value_states, layer_idx, kwargs)
+    return allocator.batching.update(allocator, key_states, value_states, layer_idx, kwargs)

@@ -27,11 +27,20 @@ from kvcache_plugins.codecs.rows import RowCodec
 try:
     from transformers.generation.continuous_batching import cache as paged_cache
     from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.utils import find_head_dim
 except ImportError as error:
     raise ImportError("`compressed_batching` needs the paged cache of Transformers 5.23 or newer") from error
 
 
-__all__ = ["FULL", "CodedAllocator", "FullAttentionCacheAllocator", "Recipe", "Requests", "paged_cache"]
+__all__ = [
+    "FULL",
+    "CodedAllocator",
+    "FullAttentionCacheAllocator",
+    "Recipe",
+    "Requests",
+    "find_head_dim",
+    "paged_cache",
+]
 
 FULL = "full_attention"
 # Addresses in a page are multiples of so many bytes
@@ -146,6 +155,8 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """
 
     supports_block_table = False
+    # The context that it was made in
+    batching: Any
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .codec import Codec, Positions
+from .codec import START, Codec, Positions
 from .groups import CompressedStates, tile_slices
 from .rows import RowCodec
 
@@ -148,7 +148,6 @@ class PagedPart:
     length: int
     num_hidden: int
     codec: RowCodec
-    num_tokens = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -156,19 +155,12 @@ class PagedPart:
         keys, values = self.codec.tables()
         return keys.head_dim, values.head_dim
 
-    @property
-    def mask(self) -> torch.Tensor:
-        """What is attended to, `[B, 1, 1, T]`."""
+    def gathered(self) -> CodedPart:
+        """Returns the rows of every sequence one behind the other, copied, and a mask of what is attended to."""
+        keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
         columns = torch.arange(self.length, device=self.lengths.device)
-        return ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yields its states page by page, dense in float32; behind a sequence's last token they are any."""
-        size = self.keys.shape[2]
-        for number in range(-(-self.length // size)):
-            first, last = number * size, min((number + 1) * size, self.length)
-            keys, values = (side[self.pages[:, number], :, : last - first] for side in (self.keys, self.values))
-            yield self.codec.decode_keys(keys, Positions(first)), self.codec.decode_values(values), first, last
+        mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
+        return CodedPart(keys, values, self.codec, START, self.length, mask)
 
 
 Part = DensePart | CompressedPart | CodedPart | PagedPart
