@@ -42,7 +42,9 @@ def check(make, case, parts, engine, dtype=torch.float32, factor=1.0):
 @pytest.mark.parametrize("form", ["tables", "basis"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_rows(make, row_case, form, quantizer, engine):
-    check(make, row_case, [make.rows(row_case, form, quantizer), make.dense(row_case, 3)], engine, factor=2)
+    # With AVX-512 points in bases are words of 16 bits: of the largest a 32766th is lost, which large scores multiply
+    factor = 24 if form == "basis" and engine == "avx512" else 2
+    check(make, row_case, [make.rows(row_case, form, quantizer), make.dense(row_case, 3)], engine, factor=factor)
 
 
 @pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)

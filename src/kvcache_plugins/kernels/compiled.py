@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins.codecs.basis import Basis
 from kvcache_plugins.codecs.groups import CompressedStates
@@ -43,13 +44,13 @@ _QUERY, _RESULT = _CALL.query.offset // 8, _CALL.result.offset // 8
 _LENGTH, _CAPACITY = _PART.length.offset // 8, _EXACT.capacity.offset // 8
 _KEYS, _NEWEST = _EXACT.keys.offset // 8, _EXACT.newest_key.offset // 8
 # As in `rows.c`: tokens from one position to the next that angles are given of, channels that are summed up at a time
-_ANCHOR_TOKENS, _GROUP = 32 * TILE, 4
+_ANCHOR_TOKENS, _GROUP, _WORD_GROUP = 32 * TILE, 4, 8
 # Tokens of a strip at each level of instructions
 _STRIPS = {"avx2": 32, "avx512": 64}
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROW_KINDS = CONSTANTS["PART_ROWS"], CONSTANTS["PART_BASIS_ROWS"]
-# Bases of keys `[H, P / 2, K, 4]` and means `[H, P, 2]` of tables that live
-_BASES: "WeakKeyDictionary[Basis, dict[RotaryLayout, tuple[torch.Tensor, torch.Tensor]]]" = WeakKeyDictionary()
+# Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
+_BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
 _SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
 
@@ -243,8 +244,7 @@ class AttentionCall:
             fields |= {"rotation": rotation_size(values.head_dim)}
         else:
             assert values.basis is not None
-            basis, mean = _key_basis(keys.basis, keys.mean, layout)
-            fields |= {"num_components": keys.num_coded, "key_basis": basis, "key_mean": mean}
+            fields |= {"num_components": keys.num_coded, **_key_basis(keys.basis, keys.mean, layout)}
             fields |= {"value_basis": values.basis.vectors, "value_steps": values.basis.steps}
             fields |= {"value_factors": values.basis.factors}
         return make("Rows", fields, sizes=sizes)
@@ -529,14 +529,24 @@ def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
 
 
-def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[str, torch.Tensor]:
     """Makes the basis that components are multiplied with, and the means `[1, H, D]`, by the channels of pairs."""
-    own = _BASES.setdefault(basis, {})
-    if layout not in own:
+    own, key = _BASES.setdefault(basis, {}), (layout, level())
+    if key not in own:
         channels = _pairs(layout)[0].flatten().long()
         count, has_channel = basis.num_components, channels >= 0
         channels = channels.clamp(min=0)
-        vectors = basis.vectors[:, :count].float() * basis.steps[:, :count, None] / basis.factors[:, None]
-        vectors = (vectors[:, :, channels] * has_channel).unflatten(2, (-1, _GROUP)).transpose(1, 2).contiguous()
-        own[layout] = vectors, (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
-    return own[layout]
+        steps = basis.steps[:, :count].contiguous()
+        if level() == "avx512":
+            # Codes of two components in the halves of a word
+            codes = F.pad(basis.vectors[:, :count, channels] * has_channel, (0, 0, 0, count % 2)).int()
+            words = (codes[:, ::2] & 0xFFFF) | (codes[:, 1::2] << 16)
+            factors = ((1 / basis.factors)[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
+            words = words.unflatten(2, (-1, _WORD_GROUP)).transpose(1, 2).contiguous()
+            own[key] = {"key_words": words, "key_steps": steps, "key_factors": factors}
+        else:
+            vectors = basis.vectors[:, :count].float() * steps[:, :, None] / basis.factors[:, None]
+            vectors = (vectors[:, :, channels] * has_channel).unflatten(2, (-1, _GROUP)).transpose(1, 2).contiguous()
+            own[key] = {"key_basis": vectors}
+        own[key]["key_mean"] = (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
+    return own[key]

@@ -78,6 +78,10 @@ typedef struct {
     /* Bases: of keys by four channels of pairs, of values as they are stored */
     const float *key_basis;         /* [heads, all_pairs // 2, num_components, 4] */
     const float *key_mean;          /* [heads, all_pairs, 2] */
+    /* The same bases in words, two components a lane, times steps of components over factors of channels */
+    const int32_t *key_words;       /* [heads, all_pairs // 4, (num_components + 1) // 2, 8] */
+    const float *key_steps;         /* [heads, num_components] */
+    const float *key_factors;       /* [heads, all_pairs, 2]; one over them */
     const int8_t *value_basis;      /* [heads, value_dim, value_dim] */
     const float *value_steps;       /* [heads, value_dim] */
     const float *value_factors;     /* [heads, value_dim] */

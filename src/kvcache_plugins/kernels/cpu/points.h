@@ -231,6 +231,27 @@ INLINE void read_points(
         to[u] = x * (c[2] + square * (c[3] + square * c[4]));
     }
 }
+#if defined(KVC_IS_AVX512)
+/* Points times a factor as words, in the upper half of a lane if `is_upper`; wide ones are rounded when they are read */
+INLINE Points words_of(int kind, const float *base, float factor, int is_upper) {
+    Points points = points_of(kind, base, factor);
+    for (int i = 0; i < 32 && kind <= 5; i += 16) {
+        __m512i word = _mm512_cvtps_epi32(_mm512_load_ps(points.table + i));
+        word = is_upper ? _mm512_slli_epi32(word, 16) : _mm512_and_si512(word, _mm512_set1_epi32(0xffff));
+        _mm512_store_si512(points.table + i, word);
+    }
+    return points;
+}
+INLINE void read_words(
+    const Lane *lane, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, int is_upper, vu *to) {
+    vf x[4];
+    read_points(lane, multipliers, planes, points, x);
+    for (int u = 0; u < 4; u++) {
+        if (lane->kind <= 5) to[u] = (vu)x[u];
+        else to[u] = (vu)_mm512_cvtps_epi32((__m512)x[u]), to[u] = is_upper ? to[u] << 16 : to[u] & 0xffff;
+    }
+}
+#else
 /* The points of a block's eight channels, which all have the same */
 APART void widen(Block block, const int64_t *multipliers, const Planes planes, const Points *points, float (*to)[STRIP]) {
     for (int i = 0; i < 8; i++) {
@@ -240,3 +261,4 @@ APART void widen(Block block, const int64_t *multipliers, const Planes planes, c
         for (int u = 0; u < 4; u++) store(to[i] + u * L, x[u]);
     }
 }
+#endif

@@ -4,8 +4,9 @@
    cosines and sines of offsets in a strip that all heads and layers share, and every query costs two multiply-adds a
    pair; nothing is summed over lanes. The queries are turned back to the strip's start, anew from every anchor.
    Values: sums of a tile stay as vectors of tokens, which are added up at the end of the part.
-   In calibrated bases keys are products of points and a basis, four channels at a time, which meet the queries without
-   being written; values stay components until the end.
+   In calibrated bases keys are products of points and a basis, some channels at a time, which meet the queries without
+   being written; values stay components until the end. With AVX-512 points are rounded to words of 16 bits for that, two
+   of which an instruction multiplies and adds; what it sums up is exact.
 
    What tables say is worked out in every call: out of memory, made once, it would take longer to come. No table is
    believed: see `make_blocks` and `load_places`; row sizes are checked in `rows.py`. */
@@ -83,6 +84,36 @@ INLINE void dot_strip(
     for (int r = 0; r < rows; r++)
         for (int u = 0; u < 4; u++) store(scores[r] + u * L, sums[r][u]);
 }
+#if defined(KVC_IS_AVX512)
+/* As below, of words: `step` is what one of them stands for */
+INLINE void dot_words(
+    const int rows, const Rows *part, int64_t head, int64_t used, const uint32_t (*words)[STRIP], float step,
+    const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
+    int64_t size = (part->num_pairs + 15) / 16 * 16, count = (part->num_components + 1) / 2;
+    for (int t = 0; t < STRIP; t += 2 * L) {
+        vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
+        for (int64_t n = 0; n < (part->num_pairs + 3) / 4; n++) {
+            const int32_t *basis = part->key_words + (head * size / 4 + n) * count * 8;
+            const float *mean = part->key_mean + (head * size + 4 * n) * 2, *factor = part->key_factors + (head * size + 4 * n) * 2;
+            __m512i x[8][2] = {{{0}}};
+            for (int64_t i = 0; i < (used + 1) / 2; i++, basis += 8) {
+                __m512i z[2] = {(__m512i)load_u(words[i] + t), (__m512i)load_u(words[i] + t + L)};
+                for (int g = 0; g < 8; g++) {
+                    __m512i own = _mm512_set1_epi32(basis[g]);
+                    x[g][0] = _mm512_dpwssd_epi32(x[g][0], z[0], own), x[g][1] = _mm512_dpwssd_epi32(x[g][1], z[1], own);
+                }
+            }
+            for (int g = 0; g < 8; g += 2)
+                for (int u = 0; u < 2; u++) {
+                    vf a = to_float((vu)x[g][u]) * (factor[g] * step), b = to_float((vu)x[g + 1][u]) * (factor[g + 1] * step);
+                    int p = (int)(4 * n + g / 2);
+                    dot_pair(rows, a * scale[u] + mean[g], b * scale[u] + mean[g + 1], angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                }
+        }
+        for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
+    }
+}
+#else
 INLINE void dot_basis_strip(
     const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, const float *scales,
     const float *angles, const Turned q, float (*scores)[TILE]) {
@@ -108,6 +139,7 @@ INLINE void dot_basis_strip(
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
     }
 }
+#endif
 /* A channel's place in a row, and its points times its deviation; without one, the row of zeros at `none` */
 static void load_places(
     const Rows *part, Unit unit, int dim, const Block *blocks, float (*base)[ENTRIES], int none, Points *points,
@@ -202,6 +234,7 @@ typedef struct {
     Unit unit;
     int is_basis, dim, key_blocks, value_blocks;
     int64_t used;                   /* components that have bits */
+    float step;                     /* of words */
     Block keys[MOST_CHANNELS / 8], values[MOST_CHANNELS / 8];
     Points key_points[MOST_CHANNELS], value_points[2 * STATES];
     Lane lanes[MOST_CHANNELS + 8];
@@ -211,6 +244,30 @@ typedef struct {
     ALIGNED Planes planes;
 } Work;
 
+#if defined(KVC_IS_AVX512)
+static float largest_point(int kind, const float *base) {
+    float c[5], most = 0;
+    memcpy(c, base, sizeof c);
+    if (kind > 5) return fabsf(polynomial(c, 0));
+    for (int i = 0; i < ENTRIES; i++) most = fabsf(base[i]) > most ? fabsf(base[i]) : most;
+    return most;
+}
+/* Components' points as words, of which the largest has all bits */
+static void load_words(Work *work, float (*base)[ENTRIES]) {
+    const float *steps = work->part->key_steps + work->unit.head * work->part->num_components;
+    float most = 1e-30f;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < work->used; i++) {
+            Block block = work->keys[i / 8];
+            work->lanes[i] = lane_of(block, i % 8);
+            if (!block.kind) continue;
+            float end = largest_point(block.kind, base[block.kind]) * steps[i];
+            if (pass) work->key_points[i] = words_of(block.kind, base[block.kind], steps[i] / most * 32766, i % 2);
+            else most = end > most ? end : most;
+        }
+    work->step = most / 32766;
+}
+#endif
 static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, const Queries query, int dim) {
     const int64_t *multipliers = part->multipliers;
     int blocks = (int)part->keys.blocks;
@@ -221,10 +278,16 @@ static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, co
     if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->lanes, work->pairs);
     else for (int v = 0; v < blocks; v++) {
         if (!work->keys[v].kind) continue;
-        work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
         work->used = 8 * (v + 1) < part->num_components ? 8 * (v + 1) : part->num_components;
+#if !defined(KVC_IS_AVX512)
+        work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
+#endif
     }
+#if defined(KVC_IS_AVX512)
+    if (is_basis) load_words(work, base);
+#else
     memset(work->points, 0, sizeof work->points[0] * (size_t)(8 * blocks + 1));
+#endif
     start_turning(unit.rows, part, query, dim, &work->turning);
 }
 static void start_values(Work *work) {
@@ -245,9 +308,20 @@ static void score_strip(Work *work, const uint8_t *at, int tokens, const float *
     const Rows *part = work->part;
     load_scales(part, at, part->keys.size, tokens, work->scales);
     make_planes(at, part->keys.size, tokens, work->planes);
+#if defined(KVC_IS_AVX512)
+    uint32_t(*words)[STRIP] = (uint32_t(*)[STRIP])work->points;
+    for (int i = 0; i < work->used && work->is_basis; i += 2) {
+        vu x[2][4] = {{{0}}};
+        for (int k = 0; k < 2 && i + k < work->used; k++)
+            if (work->lanes[i + k].kind) read_words(&work->lanes[i + k], part->multipliers, work->planes, &work->key_points[i + k], k, x[k]);
+        for (int u = 0; u < 4; u++) store_u(words[i / 2] + u * L, x[0][u] | x[1][u]);
+    }
+    if (work->is_basis) BY_ROWS(work->unit.rows, dot_words, part, work->unit.head, work->used, (const uint32_t(*)[STRIP])words, work->step, work->scales, angles, turned, to)
+#else
     for (int v = 0; v < work->key_blocks && work->is_basis; v++)
         if (work->keys[v].kind) widen(work->keys[v], part->multipliers, work->planes, &work->key_points[v], work->points + 8 * v);
     if (work->is_basis) BY_ROWS(work->unit.rows, dot_basis_strip, part, work->unit.head, work->used, work->points, work->scales, angles, turned, to)
+#endif
     else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->lanes, work->key_points, work->planes, work->scales, angles, turned, to)
 }
 /* Rows of the tile from `start` on, of which no page has a part */
