@@ -35,16 +35,16 @@ ROOMS = {
     "cache": Room(in_package("layers", "reports"), 3_300, 4_650),
     "gear": Room(in_package("gear"), 1_600, 2_950),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_400),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 2_100),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 2_090),
     "baselines": Room(in_package("baselines"), 700, 1_250),
     "batching": Room(in_package("batching"), 900, 700),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_200),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_170),
     "cli": Room(in_package("cli", "console"), 1_600, 1_950),
-    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 2_000),
-    "all of src": Room(("src",), 20_000, 33_500),
+    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_980),
+    "all of src": Room(("src",), 20_000, 33_470),
     "triton_kernels": Room(("triton_kernels",), 3_500, 4_250),
     "eval": Room(("eval",), 5_500, 10_700),
-    "tests": Room(("tests",), 15_000, 28_400),
+    "tests": Room(("tests",), 15_000, 28_230),
 }
 
 
