@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from kvcache_plugins import GEARCache, choose_cache, cli, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
-from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.harness import was_exercised
 from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
@@ -175,13 +174,6 @@ def test_the_choice_is_kept(tiny_model, tmp_path):
     assert not CHOICE & set(GEARCache(model.config).stats())
 
 
-def test_the_contract_takes_a_chosen_cache(contract_model):
-    chosen = choose_cache(contract_model, prompt(), max_kl=LOOSE)
-    for item in ("memory", "reset", "deepcopy", "save-load"):
-        (check,) = (each for each in CONTRACT if each.name == item)
-        assert run_check(check, contract_model, lambda: copy.deepcopy(chosen)).status == "pass", item
-
-
 def test_whoever_reads_stats_copes(tiny_model):
     model, input_ids = tiny_model("llama"), prompt()
     cache = choose_cache(model, input_ids, max_kl=LOOSE)
@@ -253,53 +245,36 @@ def test_default_share_held_out(tiny_model):
     assert fed(600) == [472, 128, *[16] * 8]
 
 
-@pytest.mark.parametrize("max_kl", [0, -1, math.nan, math.inf, "0.1", True, None])
-def test_max_kl_is_checked(tiny_model, max_kl):
-    with pytest.raises(ValueError, match="`max_kl` has to be a number above 0"):
-        choose_cache(tiny_model("llama"), prompt(), max_kl=max_kl)
+INPUT_IDS = "`input_ids` has to be a tensor of token ids"
+MASK = "`attention_mask` has to be"
+SEQUENCE = "`candidates` has to be a sequence"
+REFUSED = [
+    *(
+        ({"max_kl": each}, "`max_kl` has to be a number above 0")
+        for each in (0, -1, math.nan, math.inf, "1", True, None)
+    ),
+    *(({"held_out": each}, "`held_out` has to be an integer from 1 to 199") for each in (0, -1, LENGTH, 1.5, True)),
+    *(({"candidates": each}, SEQUENCE) for each in ("gear-k4v3:nbits=2", [])),
+    ({"candidates": ["geer"]}, "Unknown cache `geer`. Did you mean `gear`"),
+    ({"candidates": ["gear:ranks=2"]}, "Unknown option `ranks`"),
+    ({"candidates": ["gear:nbits=5"]}, "`nbits`"),
+    (
+        {"candidates": ["gear-k4v3:nbits=2", "dynamic"]},
+        "`candidates` have to be GEAR caches.*`dynamic` is a `ReportingDynamicCache`",
+    ),
+    *(({"attention_mask": each}, MASK) for each in (torch.ones(1, 3), torch.ones(2, LENGTH))),
+    # No mask but of 0 and 1, and none of padding on the right
+    *(({"attention_mask": each}, MASK) for each in (torch.full((1, LENGTH), 2), torch.arange(LENGTH)[None] < 150)),
+    *(({"input_ids": each}, INPUT_IDS) for each in (prompt()[0], prompt().float(), prompt().tolist())),
+]
 
 
-@pytest.mark.parametrize("held_out", [0, -1, LENGTH, 1.5, True])
-def test_held_out_is_checked(tiny_model, held_out):
-    with pytest.raises(ValueError, match="`held_out` has to be an integer from 1 to 199"):
-        choose_cache(tiny_model("llama"), prompt(), held_out=held_out)
-
-
-@pytest.mark.parametrize(
-    ("candidates", "message"),
-    [
-        ("gear-k4v3:nbits=2", "`candidates` has to be a sequence"),
-        ([], "`candidates` has to be a sequence"),
-        (["geer"], "Unknown cache `geer`. Did you mean `gear`"),
-        (["gear:ranks=2"], "Unknown option `ranks`"),
-        (["gear:nbits=5"], "`nbits`"),
-        (
-            ["gear-k4v3:nbits=2", "dynamic"],
-            "`candidates` have to be GEAR caches.*`dynamic` is a `ReportingDynamicCache`",
-        ),
-    ],
-)
-def test_candidates_are_checked_before_anything_runs(tiny_model, candidates, message):
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_options_are_checked_before_anything_runs(tiny_model, options, message):
     model = tiny_model("llama")
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match=message):
-        choose_cache(model, prompt(), candidates=candidates)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [torch.ones(1, 3), torch.ones(2, LENGTH), torch.full((1, LENGTH), 2), torch.arange(LENGTH)[None] < 150],
-    ids=["short", "batch", "twos", "right"],
-)
-def test_masks_are_checked(tiny_model, mask):
-    with pytest.raises(ValueError, match="`attention_mask` has to be"):
-        choose_cache(tiny_model("llama"), prompt(), attention_mask=mask)
-
-
-@pytest.mark.parametrize("input_ids", [prompt()[0], prompt().float(), prompt().tolist()])
-def test_input_ids_are_checked(tiny_model, input_ids):
-    with pytest.raises(ValueError, match="`input_ids` has to be a tensor of token ids"):
-        choose_cache(tiny_model("llama"), input_ids)
+        choose_cache(model, **{"input_ids": prompt(), **options})
 
 
 def test_a_model_in_training_is_refused(tiny_model):

@@ -42,11 +42,6 @@ def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, 
     assert cache.stats()["attend_calls"] == 14
 
 
-def test_lora_with_exact_caches(tiny_model, make_exact_cache, prompt, generate):
-    adapted = with_lora(tiny_model("llama"))
-    assert torch.equal(generate(adapted, prompt(15), make_exact_cache(adapted)), generate(adapted, prompt(15)))
-
-
 def test_infinigen_listens_to_the_model_inside(tiny_model, prompt, generate):
     adapted = with_lora(tiny_model("llama"))
     with InfiniGenCache(adapted, full_layers=(), speculate=True, track_hits=True) as cache:

@@ -19,13 +19,6 @@ def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
     assert torch.equal(tokens, expected)
 
 
-def test_inputs_embeds_with_exact_caches(tiny_llama, make_exact_cache, prompt, generate):
-    embeds = tiny_llama.get_input_embeddings()(prompt(15))
-    cache = make_exact_cache(tiny_llama)
-    tokens = tiny_llama.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)
-    assert torch.equal(tokens, generate(tiny_llama, prompt(15)))
-
-
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release of Transformers sets a `cache_implementation` of its own")
 def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache, prompt, generate):
     model, assistant = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1 + (cache_name == "infinigen"))
@@ -38,16 +31,6 @@ def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache
     tokens = generate(model, prompt(15), assistant_model=assistant)
     assert torch.equal(tokens, expected)
     assert own.get_seq_length() > 15
-
-
-def test_a_reset_cache_serves_another_prompt(cache_name, tiny_llama, prompt, generate):
-    # Of InfiniGen with a layer that stays whole
-    cache = create_cache(cache_name, tiny_llama)
-    generate(tiny_llama, prompt(), cache)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    tokens = generate(tiny_llama, prompt(80, seed=1), cache)
-    assert torch.equal(tokens, generate(tiny_llama, prompt(80, seed=1), create_cache(cache_name, tiny_llama)))
 
 
 def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_cache, prompt):

@@ -414,8 +414,6 @@ _BISECTIONS = 60
 _FINEST = 4096
 # The paper's grid: values tried of every boundary, and what the step is divided by from level to level
 _OFFSETS, _STEP_DIVISOR = (-2, -1, 0, 1, 2), 4
-# With 3 boundaries a level is 125 runs; with more, two are moved at a time, which is 25
-_MAX_GRID = 125
 
 
 def resolve_partition(
@@ -560,8 +558,8 @@ def searched(
     Searches the paper's hierarchical grid; the result is never worse, by what was measured, than its start.
 
     In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
-    best so far in its middle. A level is repeated while it finds better. A grid of more than 125 partitions is not
-    tried whole: two neighbouring boundaries are moved at a time, and the others in proportion.
+    best so far in its middle. A level is repeated while it finds better. Of more than two boundaries two neighbouring
+    ones are moved at a time, and the others in proportion.
 
     Args:
         start (`Sequence[int]`): slices to begin with, one of each rank, such as `even` or planned ones.
@@ -584,9 +582,7 @@ def searched(
     check_integer("last_step", last_step, 1)
     seconds: dict[Partition, float] = {}
     boundaries = tuple(range(len(best) - 1))
-    # Moved one grid after the other: all boundaries, or each pair of neighbours
-    is_small = len(_OFFSETS) ** len(boundaries) <= _MAX_GRID
-    moved = [boundaries] if is_small else list(itertools.pairwise(boundaries))
+    moved = list(itertools.pairwise(boundaries)) or [boundaries]
     while True:
         before = best
         for some in moved:
