@@ -367,11 +367,10 @@ class InfiniGenLayer(PromptLayer):
         """Lists everything held, with its columns of the mask."""
         usage = None if self.pool is None else self.pool.usage
         for keys, values, start, stop in self._iter_dense():
+            mask = slice_mask(attn_mask, start, stop)
             if usage is not None and start < self.num_pooled:
                 positions = usage.positions[:, :, start:stop].to(keys.device).long()
                 mask = _mask_of_slots(attn_mask, positions, self._length, groups)
-            else:
-                mask = slice_mask(attn_mask, start, stop)
             yield DensePart(keys, values, stop - start, mask)
 
     def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
