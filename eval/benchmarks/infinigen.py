@@ -27,7 +27,6 @@ from kvcache_plugins.eval.rows import Content, Found
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.scoring import ScoringCodes
-from kvcache_plugins.infinigen.tokens import OffloadedTokens
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import create_cache, parse_cache_spec
@@ -43,7 +42,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "choice": (InfiniGenLayer, "_start_fetch"),
     "speculation": (InfiniGenLayer, "speculate"),
     "scoring": (ScoringCodes, "scores"),
-    "attention": (OffloadedTokens, "attend"),
+    "attention": (InfiniGenLayer, "attend_selection"),
 }
 
 

@@ -42,7 +42,6 @@ from .hooks import (
 from .layer import InfiniGenLayer
 from .pool import is_gpu
 from .staging import expected_staging_bytes, staging_bytes
-from .tokens import OffloadedTokens
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -195,13 +194,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             attach(model, self)
 
     def _layer(self, index: int) -> CacheLayerMixin:
-        if index in self._full_layers:
-            return DynamicLayer()
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, self._tokens(index))
+        return DynamicLayer() if index in self._full_layers else self._offloaded_layer(index)
 
-    def _tokens(self, index: int) -> OffloadedTokens:
-        """Makes the place of a layer's tokens, which says in which form they stand in the pool."""
-        return OffloadedTokens(self.infinigen_config, index)
+    def _offloaded_layer(self, index: int) -> InfiniGenLayer:
+        """Makes a layer, whose class says in which form tokens stand in the pool."""
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask)
 
     @property
     def _attachment(self) -> Attachment | None:

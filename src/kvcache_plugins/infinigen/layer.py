@@ -1,18 +1,26 @@
-"""One layer of an InfiniGen cache: when tokens move to host memory, and which of them a decode step attends to.
+"""One layer of an InfiniGen cache: its newest tokens at hand, all older ones in a pool, and what a step attends to.
+
+The life of a token: a prompt is attended to exactly and then moves into the pool, but for its newest tokens; a decoded
+token waits in the window, and the window's oldest move on in runs, at the *beginning* of an update, so that a rollback
+of the newest update finds its tokens there.
 
 A decode step: while the layer before computes, `speculate` is given the queries that this layer is expected to ask
 with, chooses tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Where
 nothing has to be brought, `attend` chooses by the layer's own query. Several new tokens at once attend to everything,
 page by page.
 
-On a GPU the host asks for nothing that is computed in a step: not which tokens were chosen, nor how many. All shapes
-follow from lengths that it knows; what is counted is counted there. A limited pool is the exception: whose use is kept
-account of on the host, which waits for every choice.
+On a GPU the host runs ahead: it asks for nothing that is computed in a step, not which tokens were chosen, nor how
+many, and waits neither for states nor for pages. All shapes follow from lengths that it knows; what is counted is
+counted there. A limited pool is the exception: whose use is kept account of on the host, which waits for every choice.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, D head dim.
+`InfiniGenLayer` keeps keys and values as they are. Another form says how they are encoded (`_encode`), and what keys
+and values rows stand for (`_dense`).
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, K slots
+chosen.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +28,25 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.compiled_tokens import attend_rows
+from kvcache_plugins.kernels.masks import mask_columns, slice_mask
+from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.user_warnings import warn_user
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
-from .selection import Selection, attended_columns, count_hits, most_chosen
+from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
+from .selection import Ends, Selection, always_attended, attended_columns, count_hits, most_chosen, select_tokens
 from .staging import StagedRows, TransferTimes, start_fetch
-from .tokens import OffloadedTokens
+
+
+# Decoded tokens move into the pool so many at a time
+FLUSH_LENGTH = 32
+
+Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,15 +76,18 @@ class InfiniGenLayer(PromptLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
-        tokens (`OffloadedTokens`, *optional*):
-            Where tokens go, still empty, which says in which form they stand in the pool. As they are, if not given.
 
     Attributes:
-        tokens (`OffloadedTokens`): what is held.
+        window (`ResidualBuffer`, *optional*): the newest tokens, once there are any.
+        pool (`TokenPool`, *optional*): rows of all others in host memory, once there are any.
+        scoring (`ScoringStates`, *optional*): what is kept of their keys where they are scored.
+        num_pooled (`int`): tokens that have gone to the pool: the position of the window's first.
         check_queries (`Callable`, *optional*): compares the prompt's queries with what speculation makes of their
             input; held for one forward only.
     """
 
+    # Decoded tokens that move into the pool at a time
+    flush_length = FLUSH_LENGTH
     counter_names = (
         "attend_calls",
         "selected_calls",
@@ -83,21 +104,17 @@ class InfiniGenLayer(PromptLayer):
         "prompts_without_mask",
     )
 
-    def __init__(
-        self,
-        config: InfiniGenConfig,
-        layer_idx: int,
-        attention_mask: torch.Tensor | None = None,
-        tokens: OffloadedTokens | None = None,
-    ):
+    def __init__(self, config: InfiniGenConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
         self.config = config
-        self.tokens = OffloadedTokens(config, layer_idx) if tokens is None else tokens
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
     def _clear(self) -> None:
         super()._clear()
-        self.tokens.clear()
+        self.window: ResidualBuffer | None = None
+        self.pool: TokenPool | None = None
+        self.scoring: ScoringStates | None = None
+        self.num_pooled = 0
         self._fetch: Fetch | None = None
         # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
@@ -111,15 +128,6 @@ class InfiniGenLayer(PromptLayer):
     def reset(self) -> None:
         super().reset()
         self._start_counting()
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.tokens.lazy_initialization(key_states, value_states)
-        super().lazy_initialization(key_states, value_states)
-
-    @property
-    def pool(self) -> TokenPool | None:
-        """Rows in host memory, once there are any."""
-        return self.tokens.pool
 
     @property
     def needs_prompt_attention(self) -> bool:  # type: ignore[override]
@@ -140,24 +148,31 @@ class InfiniGenLayer(PromptLayer):
         return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        self.tokens.add_prompt(keys, values, self._left_padding, self._prompt_queries)
-        self._after_moving()
+        count = max(keys.shape[2] - self.config.recent, 0)
+        if count:
+            self._move(keys[:, :, :count], values[:, :, :count], self._prompt_queries)
+        self._append(keys[:, :, count:], values[:, :, count:])
         self._prompt_queries = self.check_queries = None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.tokens.append(keys, values)
+        if self.window is None:
+            self.window = ResidualBuffer(keys, values, self.config.recent + self.flush_length)
+        self.window.append(keys, values)
+
+    @property
+    def _is_window_full(self) -> bool:
+        return self.window is not None and self.window.length >= self.config.recent + self.flush_length
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        window = self.tokens.window
+        window = self.window
         return None if self.pool is not None or window is None else (window.keys, window.values)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        tokens = self.tokens
-        if tokens.window is None or tokens.is_window_full:
+        if self.window is None or self._is_window_full:
             return None
         if self.pool is None:
-            return tokens.window.append_exactly(keys, values)
-        tokens.window.append(keys, values)
+            return self.window.append_exactly(keys, values)
+        self.window.append(keys, values)
         # One token more, which `update` counts when it has the states
         self._length += 1
         states = self._lazy(None, None)
@@ -165,15 +180,78 @@ class InfiniGenLayer(PromptLayer):
         return states
 
     def _before_update(self) -> None:
-        self.tokens.flush(self._left_padding)
-        self._after_moving()
+        """Moves on what has waited in the window for long enough."""
+        window = self.window
+        if window is None or not self._is_window_full:
+            return
+        count = (window.length - self.config.recent) // self.flush_length * self.flush_length
+        self._move(window.keys[:, :, :count], window.values[:, :, :count])
+        window.drop_first(count)
 
-    def _after_moving(self) -> None:
-        if self.pool is not None:
-            self._counters["tokens_evicted"] = self.tokens.num_evicted
-            # What is held does not depend on whether a token has been fetched yet
-            if "tokens_fetched" not in self._sums:
-                self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+        """
+        Moves tokens into the pool that follow those held there, as a whole or not at all.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, tokens, D or E]`): their states.
+            queries (`torch.Tensor` of shape `[B, H * G, tokens, D]`, *optional*): of their prompt.
+
+        Raises:
+            MemoryError: if the host has no memory for them.
+            ValueError: if they cannot be stored in this form.
+        """
+        config, pool, position, count = self.config, self.pool, self.num_pooled, keys.shape[2]
+        limit = count if config.pool_tokens is None else config.pool_tokens
+        scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
+        encoded, parts = self._encode(scoring, keys, values)
+        if pool is None:
+            pool = TokenPool(
+                parts,
+                max_tokens=config.pool_tokens,
+                eviction=config.eviction,
+                num_protected=config.sink,
+                folder=config.folder,
+            )
+        free = pool.free_slots(count)
+        taken = pool.append(parts, position, self.padding)
+        self.pool, self.scoring, self.num_pooled = pool, scoring, position + count
+        scoring.append({name: rows[:, :, :free] for name, rows in encoded.items()})
+        for slots in taken:
+            stop = free + slots.shape[2]
+            scoring.write(slots, {name: rows[:, :, free:stop] for name, rows in encoded.items()})
+            free = stop
+        if not taken and isinstance(scoring, ScoringCodes):
+            self._refit(scoring)
+        self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
+        # What is held does not depend on whether a token has been fetched yet
+        if "tokens_fetched" not in self._sums:
+            self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
+        """Tells from the first keys that go into the pool how they will be scored."""
+        config, count = self.config, keys.shape[2]
+        valid = self._valid_tokens(0, count if queries is None else queries.shape[2])
+        if config.partial_ratio is not None:
+            assert config.skewing is not None
+            return ScoringColumns(keys, queries, valid, config.partial_ratio, config.skewing)
+        assert config.scoring_nbits is not None
+        scoring = ScoringCodes(config.scoring_nbits, keys, valid)
+        scoring.num_fitted = max(count - self._left_padding.longest(), 0)
+        return scoring
+
+    def _encode(self, scoring: ScoringStates, keys: torch.Tensor, values: torch.Tensor) -> Encoded:
+        """Makes what is scored, and parts of the pool's rows, of tokens that follow those in the pool."""
+        return scoring.encode(keys), (keys, values)
+
+    def _refit(self, scoring: ScoringCodes) -> None:
+        """Tells channels' statistics anew as long as they are those of few tokens."""
+        if scoring.num_fitted >= NUM_FITTED:
+            return
+        num_real = scoring.length - self._left_padding.longest()
+        if num_real > scoring.num_fitted:
+            keys = self._pooled_keys()
+            scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))
+        scoring.num_fitted = max(num_real, 0)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         # Queries of what is projected are of other heads
@@ -194,9 +272,28 @@ class InfiniGenLayer(PromptLayer):
             yield slice(start, stop), {"keys": keys, "values": values}
 
     def _iter_dense(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        yield from self.tokens.iter_dense()
+        """Lists keys and values `[B, H, tokens, D or E]` in order, with the positions or slots that they span."""
         if self._pending is not None:
-            yield *self._pending, self._length - self._pending[0].shape[2], self._length
+            yield *self._pending, 0, self._length
+        if self.pool is not None:
+            yield from self._dense_pages(self.pool)
+        if self.window is not None and self.window.length:
+            yield self.window.keys, self.window.values, self.num_pooled, self.num_pooled + self.window.length
+
+    def _dense_pages(self, pool: TokenPool) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        for rows, start, stop in pool.iter_pages():
+            slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
+            yield *self._dense(rows, slots), start, stop
+
+    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values `[B, H, K, D or E]` of rows of the pool and of their slots `[B, H, K]`."""
+        keys, values = rows.split([self._shapes["keys"][3], self._shapes["values"][3]], dim=3)
+        return keys, values
+
+    def _pooled_keys(self) -> torch.Tensor:
+        """Returns the keys of all slots of the pool, `[B, H, slots, D]`, where they are attended to."""
+        assert self.pool is not None
+        return torch.cat([keys for keys, *_ in self._dense_pages(self.pool)], dim=2)
 
     def on_dense_read(self, side: str) -> None:
         if self.pool is not None:
@@ -220,14 +317,33 @@ class InfiniGenLayer(PromptLayer):
 
     def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
         """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
-        pool = self.pool
-        assert pool is not None
+        pool, scoring, window, config = self.pool, self.scoring, self.window, self.config
+        assert pool is not None and scoring is not None and window is not None
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
+        # Which tokens may be attended to, `[B, length]`; the newest of them may not be held yet
         if attn_mask is not None:
             columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
         else:
             columns = self._valid_tokens(0, length)
-        selection = self.tokens.choose(query, columns, length)
+        allowed: torch.Tensor | None = None
+        forced: torch.Tensor | Ends = Ends(config.sink, length - config.recent)
+        resident = query @ window.keys.float().transpose(2, 3)
+        num_tokens: torch.Tensor | int = length
+        if columns is not None:
+            positions = pool.positions(query.device)
+            index = positions.clamp(min=0).expand(query.shape[0], -1, -1)
+            allowed, forced = (
+                each[:, None].expand(-1, index.shape[1], -1).gather(2, index) & (positions >= 0)
+                for each in (columns, always_attended(columns, config))
+            )
+            stop = self.num_pooled + window.length
+            resident = resident.masked_fill(~columns[:, None, None, self.num_pooled : stop], -torch.inf)
+            num_tokens = columns.sum(dim=1)
+        elif pool.usage is not None:
+            positions = pool.positions(query.device)
+            allowed = positions >= 0
+            forced = (positions < config.sink) | (positions >= length - config.recent)
+        selection = select_tokens(scoring.scores(query), resident, allowed, forced, num_tokens, length, config)
         pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
@@ -249,10 +365,13 @@ class InfiniGenLayer(PromptLayer):
 
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
         """Lists everything held, with its columns of the mask."""
-        yield from self.tokens.parts(attn_mask, groups)
-        if self._pending is not None:
-            keys, values = self._pending
-            yield DensePart(keys, values, keys.shape[2], attn_mask)
+        usage = None if self.pool is None else self.pool.usage
+        for keys, values, start, stop in self._iter_dense():
+            mask = slice_mask(attn_mask, start, stop)
+            if usage is not None and start < self.num_pooled:
+                positions = usage.positions[:, :, start:stop].to(keys.device).long()
+                mask = _mask_of_slots(attn_mask, positions, self._length, groups)
+            yield DensePart(keys, values, stop - start, mask)
 
     def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
         """Attention of one new token over what was fetched for it and the window."""
@@ -275,7 +394,7 @@ class InfiniGenLayer(PromptLayer):
         sinks = (
             None if call.sinks is None else call.sinks.reshape(-1, pool.num_heads, query.shape[1] // pool.num_heads, 1)
         )
-        output, kernel, is_fallback = self.tokens.attend(
+        output, kernel, is_fallback = self.attend_selection(
             rows, fetch.selection, staged, mask, scale, call.softcap, sinks
         )
         if kernel is not None:
@@ -283,6 +402,66 @@ class InfiniGenLayer(PromptLayer):
             self._counters["kernel_fallbacks"] += is_fallback
         self._note(fetch.selection, rows, scale)
         return output.reshape(*query.shape[:3], -1)
+
+    def attend_selection(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        staged: StagedRows | None,
+        mask: torch.Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, str | None, bool]:
+        """
+        Attention of one new token over the tokens that were chosen for it and the window.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+            selection (`Selection`): which tokens were chosen.
+            staged (`StagedRows`, *optional*): their rows, if they are brought to a GPU.
+            mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): rows of the mask, boolean or
+                added to the scores.
+            scale (`float`): factor of the scores.
+            softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
+                `AttentionCall`.
+
+        Returns:
+            The output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
+            whether that is not the one that was wanted, otherwise `None` and `False`.
+        """
+        pool, window = self.pool, self.window
+        assert pool is not None and window is not None
+        newest, slots, count = (window.keys, window.values), selection.slots, selection.count
+        positions = None if mask is None else pool.positions_of(slots)
+        if staged is not None:
+            with staged as rows:
+                dense = self._dense(rows, slots)
+                output = attend_staged(
+                    query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks
+                )
+            return output, None, False
+        kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
+        is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
+        if kernel == "compiled" and is_plain:
+            output = self._attend_compiled(query, selection, None if mask is None else mask[:, 0, 0], scale)
+            return output, kernel, is_fallback
+        dense = self._dense(pool.gather(slots), slots)
+        output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks)
+        return output, "torch", is_fallback
+
+    def _attend_compiled(
+        self, query: torch.Tensor, selection: Selection, mask: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """Attends by the kernel that reads rows where they stand, under a mask `[B, tokens]`."""
+        pool, window, slots, count = self.pool, self.window, selection.slots, selection.count
+        assert pool is not None and window is not None
+        pages, positions = pool.pages, None if mask is None else pool.positions_of(slots)
+        if pool.disk is not None:
+            slots = slots[:, :, : max(int(count.max()), 1)]
+            pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
+        newest = window.keys, window.values
+        return attend_rows(query, pages, slots, count, *newest, scale, mask, positions, self.num_pooled)
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
@@ -296,7 +475,7 @@ class InfiniGenLayer(PromptLayer):
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:
-            keys = self.tokens.pooled_keys()
+            keys = self._pooled_keys()
             scores = query.float() * scale @ keys.float().transpose(2, 3)
             if self.padding is not None:
                 is_padding = pool.positions(keys.device) < self.padding[:, None, None]
@@ -324,15 +503,28 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch = None
-        self.tokens.drop_newest(count)
+        self._fetch, left = None, self._length - count
+        if self.window is not None:
+            self.window.drop_last(min(count, self.window.length))
+        if left < self.num_pooled:
+            assert self.pool is not None and self.scoring is not None
+            self.num_pooled = left
+            self.pool.truncate(left)
+            self.scoring.truncate(self.pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._fetch = None
-        self.tokens.map(function)
+        for stored in (self.pool, self.scoring, self.window):
+            if stored is not None:
+                stored.map(function)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.tokens.named_tensors()
+        if self.window is not None:
+            for tensor in self.window.tensors():
+                yield "residual", tensor
+        for stored in (self.pool, self.scoring):
+            if stored is not None:
+                yield from stored.named_tensors()
         for tensor in self._sums.values():
             yield "index", tensor
 
@@ -346,8 +538,11 @@ class InfiniGenLayer(PromptLayer):
         """Does nothing: tokens are fetched when they have been chosen."""
 
     def _move_to(self, device: torch.device) -> None:
-        self._fetch, self.device, self._token_kind = None, device, None
-        self.tokens.serve(device)
+        self.device, self._token_kind, pool, self.pool = device, None, self.pool, None
+        self._map_stored(lambda tensor: tensor.to(device))
+        self.pool = pool
+        if pool is not None:
+            pool.serve(device)
         if self.padding is not None:
             self.padding = self.padding.to(device)
 
@@ -375,3 +570,15 @@ def _warn_of_all() -> None:
         "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
         "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less"
     )
+
+
+def _mask_of_slots(attn_mask: torch.Tensor | None, positions: torch.Tensor, length: int, groups: int) -> torch.Tensor:
+    """Returns columns of a mask for slots whose tokens differ from head to head, `[B, H * G, Q or 1, slots]`."""
+    held = (positions >= 0)[:, :, None]
+    if attn_mask is not None:
+        by_head = (
+            mask_columns(attn_mask, head.clamp(min=0), positions.shape[0], length) for head in positions.unbind(dim=1)
+        )
+        mask = torch.cat([each[:, :1] for each in by_head if each is not None], dim=1)
+        held = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
+    return held.repeat_interleave(groups, dim=1)

@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.infinigen.tokens import OffloadedTokens
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
 
-from .coded_store import CodedTokens
+from .coded_layer import CodedLayer
 from .config import CodingConfig
 
 
@@ -79,8 +79,8 @@ class InfiniGenGEARCache(InfiniGenCache):
         self.coding_config = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
         super().__init__(model, **options)
 
-    def _tokens(self, index: int) -> OffloadedTokens:
-        return CodedTokens(self.infinigen_config, self.coding_config, index)
+    def _offloaded_layer(self, index: int) -> InfiniGenLayer:
+        return CodedLayer(self.infinigen_config, index, self._given_mask, coding=self.coding_config)
 
 
 def _signature() -> inspect.Signature:

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen_gear.coded_store import CodedTokens, ValueRows
+from kvcache_plugins.infinigen_gear.coded_layer import CodedLayer, ValueRows
 from kvcache_plugins.infinigen_gear.config import CodingConfig
 from kvcache_plugins.infinigen_gear.grouped_keys import GroupedKeys
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -21,10 +20,10 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_layer(key_nbits=4, value_nbits=4, q_group_size=None, **options) -> InfiniGenLayer:
+def make_layer(key_nbits=4, value_nbits=4, q_group_size=None, **options) -> CodedLayer:
     coding = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
     config = InfiniGenConfig(**options)
-    return InfiniGenLayer(config, 0, tokens=CodedTokens(config, coding, 0))
+    return CodedLayer(config, 0, coding=coding)
 
 
 def quantized(keys: torch.Tensor, nbits: int, group_size: int) -> torch.Tensor:
@@ -122,7 +121,7 @@ CASES = {
 }
 
 
-def stored_case(case: Case, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> InfiniGenLayer:
+def stored_case(case: Case, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> CodedLayer:
     """A layer of two items, with a window."""
     bits = case.key_nbits, case.value_nbits, case.q_group_size
     layer = make_layer(*bits, sink=case.sink, pool_folder=folder)
@@ -131,17 +130,17 @@ def stored_case(case: Case, dtype: torch.dtype = torch.float32, folder: Path | N
     layer.take_prompt(keys, values, None if case.padding is None else torch.tensor(case.padding))
     if case.cropped:
         for seed in (1, 2):
-            layer.tokens.drop_newest(case.cropped)
+            layer.crop_tokens(case.cropped)
             new = (states(2, case.num_heads, 170, dim, seed=seed).to(dtype) for dim in (case.key_dim, case.value_dim))
-            layer.tokens.append(*new)
-            layer.tokens.flush(layer._left_padding)
-        assert len(layer.tokens.scoring.stored().runs) == 3
+            layer.update(*new)
+            layer._before_update()
+        assert len(layer.scoring.stored().runs) == 3
     return layer
 
 
-def random_choice(layer: InfiniGenLayer) -> Selection:
+def random_choice(layer: CodedLayer) -> Selection:
     """Slots in any order, sink tokens of some among them; of the first head all, and of the last none."""
-    num_slots, shape = layer.pool.num_slots, layer.tokens.window.keys.shape[:2]
+    num_slots, shape = layer.pool.num_slots, layer.window.keys.shape[:2]
     generator = torch.Generator().manual_seed(3)
     slots = torch.stack([torch.randperm(num_slots, generator=generator) for _ in range(shape.numel())])
     count = torch.randint(0, num_slots + 1, shape, generator=generator)
@@ -149,11 +148,11 @@ def random_choice(layer: InfiniGenLayer) -> Selection:
     return Selection(slots.view(*shape, -1), count)
 
 
-def exact_attention(layer: InfiniGenLayer, query: torch.Tensor, choice: Selection, scale, mask) -> torch.Tensor:
+def exact_attention(layer: CodedLayer, query: torch.Tensor, choice: Selection, scale, mask) -> torch.Tensor:
     """Head by head in float64, of what the codes stand for."""
-    store, window, slots = layer.tokens, layer.tokens.window, choice.slots
-    dense = store.scoring.decode(slots), store._value_rows.decode(store.pool.gather(slots))
-    keys, values = (side.double() for side in store.sinks.restore(*dense, slots))
+    window, slots = layer.window, choice.slots
+    dense = layer.scoring.decode(slots), layer._value_rows.decode(layer.pool.gather(slots))
+    keys, values = (side.double() for side in layer.sinks.restore(*dense, slots))
     output = torch.zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
     for b in range(query.shape[0]):
         for h in range(query.shape[1]):
@@ -162,19 +161,19 @@ def exact_attention(layer: InfiniGenLayer, query: torch.Tensor, choice: Selectio
             own_values = torch.cat([values[b, h, :count], window.values[b, h].double()])
             scores = query[b, h].double() @ own_keys.T * scale
             if mask is not None:
-                columns = torch.cat([slots[b, h, :count], torch.arange(layer.tokens.num_pooled, mask.shape[1])])
+                columns = torch.cat([slots[b, h, :count], torch.arange(layer.num_pooled, mask.shape[1])])
                 line = mask[b, columns]
                 scores = scores + (line if line.dtype != torch.bool else torch.where(line, 0.0, -torch.inf))
             output[b, h] = scores.softmax(dim=1).nan_to_num() @ own_values
     return output
 
 
-def check_attention(layer: InfiniGenLayer, groups: int, mask: torch.Tensor | None = None, scale=0.3) -> torch.Tensor:
-    tokens, choice = layer.tokens, random_choice(layer)
-    window = tokens.window.keys, tokens.window.values
+def check_attention(layer: CodedLayer, groups: int, mask: torch.Tensor | None = None, scale=0.3) -> torch.Tensor:
+    choice = random_choice(layer)
+    window = layer.window.keys, layer.window.values
     query = states(*window[0].shape[:2], groups, window[0].shape[3], seed=5).to(window[0].dtype)
     rows = None if mask is None else mask[:, None, None]
-    output, kernel, is_fallback = tokens.attend(query, choice, None, rows, scale)
+    output, kernel, is_fallback = layer.attend_selection(query, choice, None, rows, scale)
     assert (kernel, is_fallback) == ("compiled", False)
     assert output.dtype == query.dtype
     expected = exact_attention(layer, query, choice, scale, mask)
@@ -204,12 +203,12 @@ class TestAttention:
     @pytest.mark.parametrize("name", ["left padding", "groups of 8", "several runs of tokens"])
     def test_under_a_mask(self, name: str, is_boolean: bool) -> None:
         layer = stored_case(CASES[name])
-        mask = states(2, layer.tokens.length, seed=7)
+        mask = states(2, layer.get_seq_length(), seed=7)
         check_attention(layer, CASES[name].groups, mask > 0 if is_boolean else mask)
 
     def test_nothing_to_attend_to_is_zero(self) -> None:
         layer = stored_case(CASES["left padding"])
-        mask = torch.ones(2, layer.tokens.length, dtype=torch.bool)
+        mask = torch.ones(2, layer.get_seq_length(), dtype=torch.bool)
         mask[1] = False
         output = check_attention(layer, 4, mask)
         assert (output[0] != 0).any() and (output[1] == 0).all()
@@ -221,9 +220,9 @@ class TestAttention:
         released = []
         monkeypatch.setattr(disk_pages, "release", lambda page: released.append(page.data_ptr()))
         layer = stored_case(replace(CASES["as by default"], count=2100), folder=tmp_path)
-        tokens, choice = layer.tokens, random_choice(layer)
+        choice = random_choice(layer)
         released.clear()
-        tokens.attend(states(2, 3, 3, 64), choice, None, None, 0.1)
+        layer.attend_selection(states(2, 3, 3, 64), choice, None, None, 0.1)
         assert released == [page.data_ptr() for page in layer.pool.pages] and len(released) == 3
         check_attention(layer, 3)
 

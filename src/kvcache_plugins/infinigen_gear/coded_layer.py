@@ -1,4 +1,4 @@
-"""A store in codes: keys where they are scored, values in the pool, sink tokens exact.
+"""A layer in codes: keys where they are scored, values in the pool, sink tokens exact.
 
 Legend: B batch, H key/value heads, D and E head dimensions of keys and values, K slots chosen, S sink tokens.
 """
@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache_plugins.codecs.groups import SideCodec
-from kvcache_plugins.codecs.parts import CodedTokens as StoredCodes
-from kvcache_plugins.codecs.parts import ValuePages
+from kvcache_plugins.codecs.parts import CodedTokens, ValuePages
 from kvcache_plugins.codecs.quantization import STORAGE_DTYPE, check_range, packed_size
 from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.layer import Encoded, InfiniGenLayer
 from kvcache_plugins.infinigen.scoring import ScoringStates
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen.tokens import Encoded, OffloadedTokens
 from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.layers.finite_states import check_finite
-from kvcache_plugins.layers.left_padding import LeftPadding
 
 from .config import CodingConfig
 from .grouped_keys import GroupedKeys
@@ -61,53 +59,51 @@ class ValueRows:
         return states.dequantize_tile(slice(None), slice(None))
 
 
-class CodedTokens(OffloadedTokens):
+class CodedLayer(InfiniGenLayer):
     """
-    Tokens of one layer, in codes.
+    An InfiniGen layer in codes.
 
     Args:
-        config (`InfiniGenConfig`):
-            The options of InfiniGen.
-        coding (`CodingConfig`):
-            What keys and values are compressed to.
-        layer_idx (`int`):
-            Index of the layer, named in errors.
+        config, layer_idx, attention_mask: as for `InfiniGenLayer`.
+        coding (`CodingConfig`): what keys and values are compressed to.
     """
 
     scoring: GroupedKeys | None
 
-    def __init__(self, config: InfiniGenConfig, coding: CodingConfig, layer_idx: int):
+    def __init__(
+        self,
+        config: InfiniGenConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        coding: CodingConfig,
+    ):
         self.coding = coding
-        super().__init__(config, layer_idx)
         # Decoded tokens move on in whole groups
         self.flush_length = coding.token_group
+        super().__init__(config, layer_idx, attention_mask)
 
-    def clear(self) -> None:
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self.sinks = SinkTokens(self.config.sink)
-        self._table: StoredCodes | None = None
+        self._table: CodedTokens | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._value_rows = ValueRows(self.coding.value_codec(value_states.shape[3]))
         super().lazy_initialization(key_states, value_states)
 
-    def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None, padding: LeftPadding) -> GroupedKeys:
+    def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> GroupedKeys:
         return GroupedKeys(self.coding.key_codec(keys.shape[3]))
 
-    def _add(
-        self, keys: torch.Tensor, values: torch.Tensor, padding: LeftPadding, queries: torch.Tensor | None = None
-    ) -> None:
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor | None = None) -> None:
         position = self.num_pooled
-        super()._add(keys, values, padding, queries)
-        self.sinks.keep(keys, values, position, padding)
+        super()._move(keys, values, queries)
+        self.sinks.keep(keys, values, position, self._left_padding)
 
-    def _encode(
-        self, scoring: ScoringStates, keys: torch.Tensor, values: torch.Tensor, padding: LeftPadding
-    ) -> Encoded:
+    def _encode(self, scoring: ScoringStates, keys: torch.Tensor, values: torch.Tensor) -> Encoded:
         assert isinstance(scoring, GroupedKeys)
-        position = self.num_pooled
-        real = padding.valid_tokens(position, keys.shape[2], self.device)
-        compressible = real
+        position, padding = self.num_pooled, self._left_padding
+        compressible = real = self._valid_tokens(position, keys.shape[2])
         if self.sinks.are_from(position, padding):
             # The codecs do not see keys that stay exact
             check_finite(keys, values, real, self.layer_idx)
@@ -123,7 +119,7 @@ class CodedTokens(OffloadedTokens):
         # Of keys the pool holds nothing
         return groups, (rows,)
 
-    def dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.scoring is not None
         dense = self.scoring.decode(slots).to(self.dtype), self._value_rows.decode(rows).to(self.dtype)
         return self.sinks.restore(*dense, slots)
@@ -138,7 +134,7 @@ class CodedTokens(OffloadedTokens):
                 query, self._stored_codes(), selection.slots, selection.count, *window, scale, mask, self.num_pooled
             )
 
-    def _stored_codes(self) -> StoredCodes:
+    def _stored_codes(self) -> CodedTokens:
         """Everything held, the same object until it is somewhere else."""
         assert self.pool is not None and self.scoring is not None
         keys, pages, sinks, table = self.scoring.stored(), self.pool.pages, self.sinks.stored(), self._table
@@ -146,20 +142,20 @@ class CodedTokens(OffloadedTokens):
         if table is None or not is_same or not table.sinks.is_same(sinks):
             rows = self._value_rows
             values = ValuePages(pages, rows.codec.head_dim, rows.codec.nbits, rows.group_size)
-            table = self._table = StoredCodes(keys, values, sinks)
+            table = self._table = CodedTokens(keys, values, sinks)
         return table
 
-    def drop_newest(self, count: int) -> None:
-        super().drop_newest(count)
+    def _drop_newest(self, count: int) -> None:
+        super()._drop_newest(count)
         self._table = None
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().map(function)
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map_stored(function)
         self._table = None
         self.sinks.map(function)
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super().named_tensors()
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._stored_tensors()
         if self._table is not None:
             # Padding may have been told anew since, and what it was before is held no longer
             self._stored_codes()
