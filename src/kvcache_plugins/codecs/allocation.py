@@ -51,7 +51,8 @@ def expected_distortion(energies: torch.Tensor, widths: torch.Tensor, distortion
 def even_widths(head_dim: int, total: int) -> list[int]:
     """The widths of blocks that all have the same energy: two neighbouring ones, the wider first."""
     count = num_blocks(head_dim)
-    return [total // count + (block < total % count) for block in range(count)]
+    width, rest = divmod(total, count)
+    return [width + 1] * rest + [width] * (count - rest)
 
 
 def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:

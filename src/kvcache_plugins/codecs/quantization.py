@@ -64,12 +64,13 @@ def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
     planes = []
     for width, shift in _PLANES[nbits]:
         per_byte = 8 // width
-        plane = (codes >> shift) & (2**width - 1)
-        plane = F.pad(plane, (0, -plane.shape[-1] % per_byte))
-        slabs = plane.unflatten(-1, (per_byte, -1))
-        packed = slabs[..., 0, :].clone()
-        for i in range(1, per_byte):
-            packed |= slabs[..., i, :] << (i * width)
+        plane = codes if width == nbits else (codes >> shift) & (2**width - 1)
+        if plane.shape[-1] % per_byte:
+            plane = F.pad(plane, (0, -plane.shape[-1] % per_byte))
+        slabs = plane.unflatten(-1, (per_byte, -1)).unbind(-2)
+        packed = slabs[0].clone() if per_byte == 1 else slabs[0] | (slabs[1] << width)
+        for i in range(2, per_byte):
+            packed |= slabs[i] << (i * width)
         planes.append(packed)
     return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
 
@@ -91,14 +92,13 @@ def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
     return codes
 
 
-def _reduce(states: torch.Tensor, grouping: Grouping, reduction: str) -> torch.Tensor:
-    """Minimum or maximum of every group: [B, H, M, groups, D] for channels, [B, H or 1, M, L, groups] for tokens."""
+def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Views states with the values of a group along dimensions of their own, and names those."""
     if grouping.axis == "channel":
-        size = grouping.group_size or states.shape[3]
-        return getattr(states.unflatten(3, (-1, size)), reduction)(dim=4)
+        return states.unflatten(3, (-1, grouping.group_size or states.shape[3])), (4,)
     if grouping.group_size is None:
-        return getattr(states, reduction)(dim=(1, 4), keepdim=True)
-    return getattr(states.unflatten(4, (-1, grouping.group_size)), reduction)(dim=5)
+        return states, (1, 4)
+    return states.unflatten(4, (-1, grouping.group_size)), (5,)
 
 
 def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch.Size) -> torch.Tensor:
@@ -144,23 +144,26 @@ def quantize(
         `[B, H or 1, M, L, groups]`), which are not finite where a group holds NaN or its range exceeds float16: see
         `are_in_range`.
     """
+    grouped, dims = _by_group(states, grouping)
     if keep is None:
-        low, high = _reduce(states, grouping, "amin"), _reduce(states, grouping, "amax")
+        low, high = grouped.amin(dim=dims, keepdim=True), grouped.amax(dim=dims, keepdim=True)
     else:
-        low = _reduce(torch.where(keep, states, torch.inf), grouping, "amin")
-        high = _reduce(torch.where(keep, states, -torch.inf), grouping, "amax")
+        kept = _by_group(keep.expand_as(states), grouping)[0]
+        low = torch.where(kept, grouped, torch.inf).amin(dim=dims, keepdim=True)
+        high = torch.where(kept, grouped, -torch.inf).amax(dim=dims, keepdim=True)
         # A group of which nothing is kept
         low, high = torch.where(low == torch.inf, 0, low), torch.where(high == -torch.inf, 0, high)
     levels = 2**nbits - 1
     zero = low.to(STORAGE_DTYPE)
     scale = ((high - zero.float()).clamp(min=0) / levels).to(STORAGE_DTYPE)
     # A constant group has scale 0 and code 0 throughout
-    step = expand_groups(scale, grouping, states.shape).float()
-    inverse = torch.where(step > 0, 1 / step, 0)
-    numbers = (states - expand_groups(zero, grouping, states.shape).float()).mul_(inverse)
+    step = scale.float()
+    numbers = (grouped - zero.float()).mul_(torch.where(step > 0, 1 / step, 0)).reshape(states.shape)
     codes = numbers.round()
     if spread_errors:
         codes = _spread(codes, numbers, keep)
+    if len(dims) == 1:
+        scale, zero = scale.squeeze(dims[0]), zero.squeeze(dims[0])
     return codes.clamp_(0, levels).to(torch.uint8), scale, zero
 
 

@@ -70,8 +70,17 @@ class RotaryLayout:
         Returns:
             Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
         """
-        angles = positions.double()[..., None] * channels_of(self, positions.device)[1]
-        return angles.cos().float(), angles.sin().float()
+        if not self.frequencies:
+            ones = torch.ones((*positions.shape, self.head_dim), device=positions.device)
+            return ones, torch.zeros_like(ones)
+        rates = channels_of(self, positions.device)[1]
+        is_halves = self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim
+        # Channels of a pair turn as fast, the first of them the other way
+        angles = positions.double()[..., None] * (rates[self.head_dim // 2 :] if is_halves else rates)
+        cosines, sines = angles.cos().float(), angles.sin().float()
+        if is_halves:
+            return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+        return cosines, sines
 
     def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         """Applies the embedding of angles that `angles` returned to `states` `[..., D]`; undoes it with `-sines`."""

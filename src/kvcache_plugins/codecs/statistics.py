@@ -152,38 +152,32 @@ def _queries_at_keys(
     return (turned - 2 * moments.products[:, :, number] * mixed).clamp(min=0)
 
 
-def steady_mean(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
-    """
-    The mean `[B, H, D]`, float16, of states `[B, H, T, D]` in heads that hardly vary, as where a prompt repeats one
-    token: their errors are the same in all tokens, so that sums do not lose them. 0 in other heads, and `None` if
-    there are only such.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`): keys or values, on a device that holds data.
-        valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count.
-    """
-    share, states = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1), states.float()
-    mean = torch.einsum("bhtd,bt->bhd", states, share)
-    varying = torch.einsum("bhtd,bt->bh", (states - mean[:, :, None]).square(), share)
-    is_steady = varying < _STEADY_VALUES * torch.einsum("bhtd,bt->bh", states.square(), share)
-    return (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half() if bool(is_steady.any()) else None
-
-
 def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
-    """Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels."""
-    mean = None if values.is_meta else steady_mean(values, valid)
-    if mean is not None:
-        values = values.float() - mean.float()[:, :, None]
-    # Rotated, as they are coded, they are as large
+    """
+    Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
+
+    Heads that hardly vary, as where a prompt repeats one token, have a mean: their errors are the same in all tokens,
+    so that sums do not lose them. It is 0 in other heads, and `None` if there are only such.
+    """
     batch_size, num_heads, _, head_dim = values.shape
-    share = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    deviation = torch.einsum("bht,bt->bh", values.float().square().mean(dim=3), share).sqrt()
-    if mean is not None:
-        deviation = deviation.maximum(_LEAST_OF_STEADY * mean.float().square().mean(dim=2).sqrt())
+    share, values = valid.float() / valid.sum(dim=1, keepdim=True).clamp(min=1), values.float()
+    # Rotated, as they are coded, they are as large
+    energy, stored_mean = torch.einsum("bht,bt->bh", values.square().mean(dim=3), share), None
+    if not values.is_meta:
+        mean = torch.einsum("bhtd,bt->bhd", values, share)
+        varying = torch.einsum("bht,bt->bh", (values - mean[:, :, None]).square_().mean(dim=3), share)
+        is_steady = varying < _STEADY_VALUES * energy
+        if bool(is_steady.any()):
+            stored_mean = (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half()
+            values = values - stored_mean.float()[:, :, None]
+            energy = torch.einsum("bht,bt->bh", values.square().mean(dim=3), share)
+    deviation = energy.sqrt()
+    if stored_mean is not None:
+        deviation = deviation.maximum(_LEAST_OF_STEADY * stored_mean.float().square().mean(dim=2).sqrt())
     widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
     return RowTable(
         order=None,
-        mean=mean,
+        mean=stored_mean,
         deviation=_stored_deviation(deviation)[:, :, None],
         widths=widths.expand(batch_size, num_heads, num_blocks(head_dim)).contiguous(),
         row_size=1 + total,
@@ -220,21 +214,20 @@ def shared_errors(
     assert key_table.mean is not None and key_table.rope is not None
     # What keys are before their rotary embedding is what their mean is added to
     exact = apply_rope(keys[:, :, tail:].float(), key_table.rope, positions.after(tail), is_undone=True)
-    key_error = _shared_error(exact - key_table.decode(rows[0][:, :, tail:], None), share)
-    value_error = _shared_error(values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:]), share)
-    key_mean, value_mean = _added(key_table.mean, key_error), value_table.mean
-    if value_mean is not None or bool((value_error != 0).any()):
-        value_mean = _added(value_mean, value_error)
+    key_error = exact - key_table.decode(rows[0][:, :, tail:], None)
+    value_error = values[:, :, tail:].float() - value_table.decode(rows[1][:, :, tail:])
+    key_mean, value_mean = (
+        _with_shared_error(key_table.mean, key_error, share),
+        _with_shared_error(value_table.mean, value_error, share),
+    )
     return dataclasses.replace(key_table, mean=key_mean), dataclasses.replace(value_table, mean=value_mean)
 
 
-def _added(mean: torch.Tensor | None, error: torch.Tensor) -> torch.Tensor:
-    total = error if mean is None else mean.float() + error
-    return total.clamp(-_LARGEST, _LARGEST).half()
-
-
-def _shared_error(errors: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The mean `[B, H, D]` of errors `[B, H, T, D]`, 0 in heads where it is little of them."""
-    mean = torch.einsum("bhtd,bt->bhd", errors, share)
+def _with_shared_error(mean: torch.Tensor | None, errors: torch.Tensor, share: torch.Tensor) -> torch.Tensor | None:
+    """Adds to a mean `[B, H, D]` that of errors `[B, H, T, D]`, in heads where it is much of them."""
+    shared = torch.einsum("bhtd,bt->bhd", errors, share)
     energy = torch.einsum("bhtd,bt->bh", errors.square(), share)
-    return mean * (mean.square().sum(dim=2) > _LEAST_SHARED * energy)[:, :, None]
+    shared = shared * (shared.square().sum(dim=2) > _LEAST_SHARED * energy)[:, :, None]
+    if mean is None and not bool((shared != 0).any()):
+        return None
+    return (shared if mean is None else mean.float() + shared).clamp(-_LARGEST, _LARGEST).half()

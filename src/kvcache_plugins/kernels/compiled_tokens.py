@@ -144,7 +144,8 @@ def _describe(table: RowTable, batch_size: int) -> Structure:
     fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
     found = make("Coding", fields)
     # A copy would not see what is written into a table for another sequence
-    if table.basis is not None or all(tensor.is_contiguous() for _, tensor in table.named_tensors()):
+    own = () if table.basis is not None else (table.order, table.mean, table.deviation, table.widths)
+    if all(each is None or each.is_contiguous() for each in own):
         _CODINGS[table] = found
     return found
 
