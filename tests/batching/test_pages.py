@@ -1,12 +1,14 @@
 """Attention over coded pages is over what was written to them: rows decoded, first and newest tokens exact."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
-from kvcache_plugins.batching.context import CompressedBatching, PagedStates
-from kvcache_plugins.batching.pages import CodedAllocator, Recipe, Request
+from kvcache_plugins.batching.context import CompressedBatching, PagedStates, _as_tiles, own_states
+from kvcache_plugins.batching.pages import CodedAllocator, Recipe
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -34,6 +36,16 @@ def make_allocator(codec, num_recent, dtype, num_blocks=9):
     return allocator
 
 
+def find_requests(allocator, members):
+    """Requests of one pass, given the tokens before it, the new ones and the blocks of each."""
+    stride = allocator.block_physical_stride
+    places = [torch.tensor(blocks)[torch.arange(past + new) // PAGE] * stride for past, new, blocks in members]
+    starts = [0, *itertools.accumulate(new for _, new, _ in members)]
+    key_starts = [0, *itertools.accumulate(past + new for past, new, _ in members)]
+    write = [own[past:] for own, (past, _, _) in zip(places, members, strict=True)]
+    return allocator.requests(starts, key_starts, torch.cat(places), torch.cat(write))
+
+
 def expected_states(codec, keys, values, past, num_recent):
     """Keys and values as a pass of new tokens behind `past` others has them."""
     rows = codec.encode(keys, values, Positions(0, None))
@@ -43,7 +55,7 @@ def expected_states(codec, keys, values, past, num_recent):
     return [torch.where(exact[:, None], own, coded) for own, coded in zip((keys, values), found, strict=True)]
 
 
-@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("kernel", ["torch", "auto", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_recent", [0, 8])
 @torch.no_grad()
@@ -58,49 +70,48 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
     for counts in passes:
         new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]
         starts = [0, counts[0], sum(counts)]
-        requests = [
-            Request(slice(start, start + count), own[0].shape[2], there)
-            for start, count, own, there in zip(starts, counts, held, blocks, strict=False)
-        ]
-        newest = [allocator.newest(0, request) for request in requests]
-        for request, states in zip(requests, new, strict=True):
-            allocator.write(0, request, *states)
+        pasts = [own[0].shape[2] for own in held]
+        requests = find_requests(allocator, list(zip(pasts, counts, blocks, strict=True)))
         joined = [torch.cat([states[side] for states in new], dim=2) for side in range(2)]
-        states = PagedStates(batching, allocator, 0, requests, newest, (joined[0], joined[1]))
+        exact = [allocator.exact(0, each) for each in requests]
+        for each in requests:
+            allocator.write(0, each, *own_states(each, *joined))
+        states = PagedStates(batching, allocator, 0, requests, exact, (joined[0], joined[1]))
         query = torch.randn(1, HEADS * GROUPS, sum(counts), head_dim).to(dtype)
         output = states.attend(AttentionCall(query))
         dense = [states.materialize(side) for side in ("keys", "values")]
         position = 0
-        for number, request in enumerate(requests):
+        for number, (past, count) in enumerate(zip(pasts, counts, strict=True)):
             held[number] = [torch.cat(each, dim=2) for each in zip(held[number], new[number], strict=True)]
-            expected = expected_states(codec, *(each.float() for each in held[number]), request.past, num_recent)
-            length = request.past + request.num_new
+            expected = expected_states(codec, *(each.float() for each in held[number]), past, num_recent)
             for own, known in zip(dense, expected, strict=True):
-                torch.testing.assert_close(
-                    own[:, :, position : position + length], known.to(dtype), atol=1e-5, rtol=0.02
-                )
-            position += length
-            own = query[:, :, request.tokens]
-            mask = torch.ones(request.num_new, length, dtype=torch.bool).tril(request.past)
-            wanted = F.scaled_dot_product_attention(own.float(), *expected, attn_mask=mask, enable_gqa=True)
+                own = own[:, :, position : position + past + count]
+                torch.testing.assert_close(own, known.to(dtype), atol=1e-5, rtol=0.02)
+            position += past + count
+            tokens = slice(starts[number], starts[number + 1])
+            mask = torch.ones(count, past + count, dtype=torch.bool).tril(past)
+            wanted = F.scaled_dot_product_attention(
+                query[:, :, tokens].float(), *expected, attn_mask=mask, enable_gqa=True
+            )
             limit = 1e-4 if dtype == torch.float32 else 0.02
-            assert float((output[:, :, request.tokens].float() - wanted).abs().max()) < limit
+            assert float((output[:, :, tokens].float() - wanted).abs().max()) < limit
     assert batching.stats()["attend_calls"] == len(passes) * 2
-    assert (batching.stats()["fused_calls"] > 0) == (kernel == "auto")
+    assert (batching.stats()["fused_calls"] > 0) == (kernel != "torch")
 
 
 def test_copied_blocks_are_whole(tiny_llama):
     codec = make_codec(tiny_llama)
     allocator = make_allocator(codec, 8, torch.float32)
     keys, values = torch.randn(2, 1, HEADS, 70, codec.head_shapes[0][1])
-    allocator.write(0, Request(slice(0, 70), 0, [1, 2]), keys, values)
+    (requests,) = find_requests(allocator, [(0, 70, [1, 2])])
+    allocator.write(0, requests, keys, values)
     allocator.copy_blocks([1, 2], [6, 4])
     new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
 
     def held(blocks):
-        request = Request(slice(0, 1), 70, blocks)
-        parts = allocator.parts(0, request, allocator.newest(0, request), *new)
-        return [tile[side] for part in parts for tile in part.tiles() for side in range(2)]
+        (requests,) = find_requests(allocator, [(70, 1, blocks)])
+        parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
+        return [tile[side] for part in parts for tile in _as_tiles(part) for side in range(2)]
 
     for own, copy in zip(held([1, 2]), held([6, 4]), strict=True):
         assert torch.equal(own, copy)

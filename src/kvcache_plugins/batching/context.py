@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache_plugins.codecs.parts import CodedPart
+from kvcache_plugins.codecs.parts import PagedPart, Part, Tile
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -18,7 +18,7 @@ from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 
-from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Request, paged_cache
+from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Requests, find_head_dim, paged_cache
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
@@ -35,8 +35,9 @@ _UPDATE_ARGUMENTS = {"key_states", "value_states", "layer_idx", "kwargs"}
 _RELEASES = "Transformers 5.23 and 5.24"
 _DENSE_UPDATE = paged_cache.PagedAttentionCache.update
 _LOCK = threading.RLock()
-# The contexts that are open, by the identity of their model's config
-_OPEN: dict[int, "CompressedBatching"] = {}
+_DENSE_SIZING = paged_cache.PagedAttentionMemoryHandler
+# The contexts that are open, of a model the innermost last, by the identity of its config
+_OPEN: dict[int, list["CompressedBatching"]] = {}
 
 
 class CompressedBatching:
@@ -54,7 +55,7 @@ class CompressedBatching:
         )
         self._allocators: list[CodedAllocator] = []
         # Requests of the pass that is under way, by the tensor that Transformers makes for it
-        self._pass: tuple[torch.Tensor, list[Request]] | None = None
+        self._pass: tuple[torch.Tensor, list[Requests]] | None = None
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the context was opened, added up over layers."""
@@ -77,8 +78,10 @@ class CompressedBatching:
 
     def allocator(self, **options: Any) -> CodedAllocator:
         """Makes an allocator out of what Transformers gives one."""
-        self._allocators.append(CodedAllocator(self.recipe, **options))
-        return self._allocators[-1]
+        made = CodedAllocator(self.recipe, **options)
+        made.batching = self
+        self._allocators.append(made)
+        return made
 
     def update(
         self,
@@ -96,20 +99,28 @@ class CompressedBatching:
         requests = self._pass[1]
         kwargs["cu_seq_lens_k"] = lengths.to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
-        newest = [allocator.newest(layer_idx, request) for request in requests]
-        for request in requests:
-            own = slice(request.tokens.start, request.tokens.stop)
-            allocator.write(layer_idx, request, key_states[:, :, own], value_states[:, :, own])
-        self._counters["tokens_coded"] += sum(request.num_new for request in requests)
+        exact = [allocator.exact(layer_idx, each) for each in requests]
+        for each in requests:
+            allocator.write(layer_idx, each, *own_states(each, key_states, value_states))
+            self._counters["tokens_coded"] += each.tokens.numel()
         if not read.numel():
             return key_states, value_states
-        states = PagedStates(self, allocator, layer_idx, requests, newest, (key_states, value_states))
+        states = PagedStates(self, allocator, layer_idx, requests, exact, (key_states, value_states))
         sizes = states.states_shape("keys"), states.states_shape("values")
         return stored_states(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
 
     def count(self, name: str, number: int = 1) -> None:
         """Adds to a counter."""
         self._counters[name] += number
+
+
+def _as_tiles(part: Part) -> Iterator[Tile]:
+    return (part.gathered() if isinstance(part, PagedPart) else part).tiles()
+
+
+def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Takes the new tokens `[B, H, Q, D]` of requests out of those `[1, H, tokens, D]` of a pass."""
+    return [each[0].transpose(0, 1)[requests.tokens].transpose(1, 2) for each in states]
 
 
 class PagedStates:
@@ -120,8 +131,8 @@ class PagedStates:
         batching (`CompressedBatching`): what counts.
         allocator (`CodedAllocator`): whose pages they stand in.
         layer_idx (`int`): the layer.
-        requests (`list[Request]`): of the pass.
-        newest (`list[torch.Tensor]`): of every request, what `CodedAllocator.newest` returned.
+        requests (`list[Requests]`): of the pass.
+        exact (`list[torch.Tensor]`): of each of them, what `CodedAllocator.exact` returned.
         new (two `torch.Tensor` of shape `[1, H, Q, D]`): keys and values of the pass's tokens.
     """
 
@@ -132,16 +143,16 @@ class PagedStates:
         batching: CompressedBatching,
         allocator: CodedAllocator,
         layer_idx: int,
-        requests: list[Request],
-        newest: list[torch.Tensor],
+        requests: list[Requests],
+        exact: list[torch.Tensor],
         new: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self._batching, self._allocator, self._layer_idx = batching, allocator, layer_idx
-        self._requests, self._newest, self._new = requests, newest, new
+        self._requests, self._exact, self._new = requests, exact, new
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
-        return sum(request.past + request.num_new for request in self._requests)
+        return sum(int(each.past.sum()) + each.tokens.numel() for each in self._requests)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """Tells the shape that all states of a side have together."""
@@ -158,39 +169,41 @@ class PagedStates:
         """Counts what something other than attention has made dense."""
         self._batching.count("dense_reads")
 
-    def _parts(self, number: int) -> Iterator[Any]:
-        request = self._requests[number]
-        own = slice(request.tokens.start, request.tokens.stop)
-        keys, values = (states[:, :, own] for states in self._new)
-        return self._allocator.parts(self._layer_idx, request, self._newest[number], keys, values)
+    def _parts(self, number: int) -> Iterator[Part]:
+        requests = self._requests[number]
+        own = own_states(requests, *self._new)
+        return self._allocator.parts(self._layer_idx, requests, self._exact[number], own[0], own[1])
 
     def materialize(self, side: str) -> torch.Tensor:
         """Makes keys or values of all requests dense, `[1, H, T, D]`, one request behind the other."""
-        index, dtype, sinks = int(side == "values"), self._new[0].dtype, self._allocator.recipe.num_sink_tokens
-        found = []
-        for number in range(len(self._requests)):
-            for part in self._parts(number):
-                # A request's first page begins with tokens that are exact too
-                is_first = isinstance(part, CodedPart) and part.mask is not None
-                for tile in part.tiles():
-                    found.append(tile[index][:, :, max(sinks - tile[2], 0) if is_first else 0 :].to(dtype))
-        return torch.cat(found, dim=2)
+        index, recipe, found = int(side == "values"), self._allocator.recipe, {}
+        num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
+        for number, requests in enumerate(self._requests):
+            *coded, exact = ([tile[:2][index] for tile in _as_tiles(part)] for part in self._parts(number))
+            states = exact[0]
+            rows = torch.cat(coded[0], dim=2) if coded else states[:, :, :0]
+            for own, past in enumerate(requests.past.tolist()):
+                first, newest = min(num_sinks, past), min(num_exact - num_sinks, max(past - num_sinks, 0))
+                own_rows = rows[own, :, num_sinks : past - newest].to(states.dtype)
+                pieces = states[own, :, :first], own_rows, states[own, :, num_exact - newest :]
+                found[int(requests.tokens[own, 0])] = torch.cat(pieces, dim=1)
+        return torch.cat([found[first] for first in sorted(found)], dim=1)[None]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attends request by request, `[1, H * G, Q, D]`: no query sees another request, whatever the mask says."""
         heads, head_dim = self._new[0].shape[1], self._new[1].shape[3]
-        num_tokens = self._new[0].shape[2]
         # A single query may come with its heads in the place of tokens
-        query = call.query.reshape(1, -1, num_tokens, call.query.shape[3])
-        outputs = []
-        for number, request in enumerate(self._requests):
-            own = query[:, :, request.tokens.start : request.tokens.stop]
+        query = call.query.reshape(1, -1, self._new[0].shape[2], call.query.shape[3])
+        output = query.new_empty(*query.shape[:3], head_dim)
+        for number, requests in enumerate(self._requests):
+            own = own_states(requests, query)[0]
             kernel, is_fallback = choose_kernel(own) if call.is_plain else ("torch", False)
-            outputs.append(attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks))
-            self._batching.count("attend_calls")
-            self._batching.count("fused_calls", kernel != "torch")
-            self._batching.count("kernel_fallbacks", is_fallback)
-        return torch.cat(outputs, dim=2).reshape(*call.query.shape[:3], head_dim)
+            result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)
+            output[0].transpose(0, 1)[requests.tokens] = result.transpose(1, 2)
+            self._batching.count("attend_calls", len(own))
+            self._batching.count("fused_calls", len(own) * (kernel != "torch"))
+            self._batching.count("kernel_fallbacks", len(own) * is_fallback)
+        return output.reshape(*call.query.shape[:3], head_dim)
 
 
 def _check_release() -> None:
@@ -232,7 +245,8 @@ def compressed_batching(
 ) -> Iterator[CompressedBatching]:
     """
     Has continuous batching of a model keep its cache as a preset codes it, in all managers that are made and run in
-    this context: `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`.
+    this context: `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager`. Of contexts of
+    one model the innermost codes what is made in it.
 
     Args:
         model (`PreTrainedModel`):
@@ -248,8 +262,7 @@ def compressed_batching(
         `CompressedBatching`: counters, and bytes of a page.
 
     Raises:
-        ValueError: if the cache has no tables that requests can share, an option is none of the accepted values, or
-            the model has a context already.
+        ValueError: if the cache has no tables that requests can share, or an option is none of the accepted values.
         RuntimeError: if this release of Transformers has another paged cache.
 
     Example:
@@ -261,25 +274,28 @@ def compressed_batching(
     if isinstance(num_recent_tokens, bool) or not isinstance(num_recent_tokens, int) or num_recent_tokens < 0:
         raise ValueError(f"`num_recent_tokens` has to be an integer of at least 0 but got {num_recent_tokens!r}")
     key = id(model.config.get_text_config())
-    if key in _OPEN:
-        raise ValueError("`model` is in a `compressed_batching` already")
     _check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise ValueError("`model` has a persistent manager of another cache: destroy it first")
     batching = CompressedBatching(_recipe(model, name, text, num_recent_tokens))
     with _LOCK:
-        if not _OPEN:
-            paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator  # type: ignore[assignment]
-            paged_cache.PagedAttentionCache.update = _update  # type: ignore[method-assign]
-        _OPEN[key] = batching
+        _OPEN.setdefault(key, []).append(batching)
+        _set_seams(True)
     try:
         yield batching
     finally:
         with _LOCK:
-            del _OPEN[key]
-            if not _OPEN:
-                paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = FullAttentionCacheAllocator
-                paged_cache.PagedAttentionCache.update = _DENSE_UPDATE  # type: ignore[method-assign]
+            _OPEN[key].remove(batching)
+            if not _OPEN[key]:
+                del _OPEN[key]
+            _set_seams(bool(_OPEN))
+
+
+def _set_seams(is_open: bool) -> None:
+    """Puts what is ours into the place of Transformers' own, or takes it out again."""
+    paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator if is_open else FullAttentionCacheAllocator  # type: ignore[assignment]
+    paged_cache.PagedAttentionCache.update = _update if is_open else _DENSE_UPDATE  # type: ignore[method-assign]
+    paged_cache.PagedAttentionMemoryHandler = _Sizing if is_open else _DENSE_SIZING  # type: ignore[misc]
 
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
@@ -290,9 +306,21 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     def __new__(cls, *, config: Any, **options: Any) -> Any:
         """Makes the allocator of a model, coded where a context is open for it."""
-        batching = _OPEN.get(id(config))
-        make = FullAttentionCacheAllocator if batching is None else batching.allocator
+        batchings = _OPEN.get(id(config))
+        make = batchings[-1].allocator if batchings else FullAttentionCacheAllocator
         return make(config=config, **options)
+
+
+class _Sizing(_DENSE_SIZING):  # type: ignore[misc,valid-type]
+    """Stands for Transformers' sizing while any context is open: of coded tokens no dense copy is read."""
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Bytes that a token in the cache takes beside it, when it is read."""
+        whole = int(super().bytes_per_cache_token)
+        if id(self.config) not in _OPEN or self.num_groups > 1:
+            return whole
+        return whole - self.kv_heads_at_peak * find_head_dim(self.config) * self.activation_dtype.itemsize
 
 
 @torch.compiler.disable
@@ -300,7 +328,7 @@ def _update(
     cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for `PagedAttentionCache.update` while any context is open."""
-    allocator, batching = cache.layer_to_allocator[layer_idx], _OPEN.get(id(cache.config))
-    if batching is None or not isinstance(allocator, CodedAllocator):
+    allocator = cache.layer_to_allocator[layer_idx]
+    if not isinstance(allocator, CodedAllocator):
         return _DENSE_UPDATE(cache, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-    return batching.update(allocator, key_states, value_states, layer_idx, kwargs)
+    return allocator.batching.update(allocator, key_states, value_states, layer_idx, kwargs)

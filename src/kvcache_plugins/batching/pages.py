@@ -9,28 +9,38 @@ everything of that but what is in a block, layer by layer:
 The first tokens are those of a request, in its first block; the newest are those of the page, at their position modulo
 N. So a block has all that its tokens need, whoever refers to it.
 
-Legend: H key/value heads, P tokens of a page, R bytes of a row, S first tokens, N newest tokens, D head dim, Q tokens
-of a pass.
+Legend: B requests, H key/value heads, P tokens of a page, R bytes of a row, S first tokens, N newest tokens, D head
+dim, Q new tokens of a request.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import CodedPart, DensePart, Part
+from kvcache_plugins.codecs.parts import DensePart, PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec
 
 
 try:
     from transformers.generation.continuous_batching import cache as paged_cache
     from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.utils import find_head_dim
 except ImportError as error:
     raise ImportError("`compressed_batching` needs the paged cache of Transformers 5.23 or newer") from error
 
 
-__all__ = ["FULL", "CodedAllocator", "FullAttentionCacheAllocator", "Recipe", "Request", "paged_cache"]
+__all__ = [
+    "FULL",
+    "CodedAllocator",
+    "FullAttentionCacheAllocator",
+    "Recipe",
+    "Requests",
+    "find_head_dim",
+    "paged_cache",
+]
 
 FULL = "full_attention"
 # Addresses in a page are multiples of so many bytes
@@ -53,24 +63,69 @@ class Recipe(NamedTuple):
     num_recent_tokens: int
 
 
-class Request(NamedTuple):
+class Requests(NamedTuple):
     """
-    A request's share of a pass.
+    Requests of a pass with equally many new tokens, Q each, and where in their pages everything stands.
 
     Attributes:
-        tokens (`slice`): its new tokens among all of the pass.
-        past (`int`): tokens before them.
-        blocks (`list[int]`): blocks of all its tokens.
+        tokens (`torch.Tensor` of shape `[B, Q]`): new tokens among all of the pass.
+        past (`torch.Tensor` of shape `[B]`): tokens before them.
+        blocks (`torch.Tensor` of shape `[B, most]`): blocks of all tokens.
+        coded (`torch.Tensor` of shape `[B]`): tokens whose rows are attended to, the first ones among them.
+        mask (`torch.Tensor` of shape `[B, 1, Q, S + N + Q]`): added to scores of exact tokens.
+        held (two `torch.Tensor` of shape `[B, N]`): block and slot of the exact newest tokens before the new ones.
+        missing (`torch.Tensor` of shape `[B, S + N]`, *optional*): exact tokens that there are not; `None` for none.
+        rows (two `torch.Tensor` of shape `[B * Q]`): block and slot of the new tokens' rows.
+        recent, sinks (three `torch.Tensor` each): of the new tokens that stay as they are, where: token, block, slot.
     """
 
-    tokens: slice
-    past: int
-    blocks: list[int]
+    tokens: torch.Tensor
+    past: torch.Tensor
+    blocks: torch.Tensor
+    coded: torch.Tensor
+    mask: torch.Tensor
+    held: tuple[torch.Tensor, torch.Tensor]
+    missing: torch.Tensor | None
+    rows: tuple[torch.Tensor, torch.Tensor]
+    recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    sinks: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    @property
-    def num_new(self) -> int:
-        """New tokens."""
-        return int(self.tokens.stop - self.tokens.start)
+    @classmethod
+    def of(
+        cls, tokens: torch.Tensor, past: torch.Tensor, blocks: torch.Tensor, size: int, recipe: Recipe
+    ) -> "Requests":
+        """Works out where everything stands in pages of `size` tokens."""
+        num_sinks, num_recent, device = recipe.num_sink_tokens, recipe.num_recent_tokens, past.device
+        batch_size, num_new = tokens.shape
+        positions = past[:, None] + torch.arange(num_new, device=device)
+        pages = blocks.gather(1, positions // size)
+        newest = past[:, None] + torch.arange(-num_recent, 0, device=device)
+        exists = torch.cat(((torch.arange(num_sinks, device=device) < past[:, None]), newest >= num_sinks), dim=1)
+        coded = past - exists[:, num_sinks:].sum(dim=1)
+        mask = torch.zeros(batch_size, 1, num_new, num_sinks + num_recent + num_new, device=device)
+        mask[..., : num_sinks + num_recent].masked_fill_(~exists[:, None, None], -torch.inf)
+        future = torch.ones(num_new, num_new, dtype=torch.bool, device=device).triu(1)
+        mask[..., num_sinks + num_recent :].masked_fill_(future, -torch.inf)
+        newest = newest.clamp(min=0)
+
+        def places(kept: torch.Tensor, modulus: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            found = kept.flatten().nonzero()[:, 0]
+            return found, pages.flatten()[found], positions.flatten()[found] % max(modulus, 1)
+
+        # Of every page its newest tokens, as others may go on from there
+        ends = torch.minimum((positions // size + 1) * size, positions[:, -1:] + 1)
+        return cls(
+            tokens,
+            past,
+            blocks,
+            torch.where(coded > num_sinks, coded, 0),
+            mask,
+            (blocks.gather(1, newest // size), newest % max(num_recent, 1)),
+            None if bool(exists.all()) else ~exists,
+            (pages.flatten(), (positions % size).flatten()),
+            places(positions >= ends - num_recent, num_recent),
+            places(positions < num_sinks, size),
+        )
 
 
 class Page(NamedTuple):
@@ -100,6 +155,8 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """
 
     supports_block_table = False
+    # The context that it was made in
+    batching: Any
 
     def __init__(
         self,
@@ -150,7 +207,9 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
     ) -> None:
         """Takes the memory that blocks stand in: see `FullAttentionCacheAllocator.register_cache_tensor`."""
-        self.bytes_per_sector = bytes_per_sector
+        self.bytes_per_sector, self._memory = bytes_per_sector, cache_tensor
+        # Of the batch size that was met last
+        self._codecs: dict[int, tuple[int, RowCodec]] = {}
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         blocks, heads, recipe = len(self._copy_view), self.num_key_value_heads, self.recipe
@@ -181,79 +240,87 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     def requests(
         self, starts: list[int], key_starts: list[int], read: torch.Tensor, write: torch.Tensor
-    ) -> list[Request]:
+    ) -> list[Requests]:
         """
-        Lists the requests of a pass.
+        Lists the requests of a pass: those of one new token together, and each of the others.
 
         Args:
             starts, key_starts (`list[int]`): where the new tokens and all tokens of each begin, and the end.
             read (`torch.Tensor`): physical indices of all tokens; empty where no request has a past.
             write (`torch.Tensor`): physical indices of new tokens.
         """
-        blocks = (read if read.numel() else write).cpu() // self.block_physical_stride
-        found = []
+        blocks, device, size = (read if read.numel() else write) // self.block_physical_stride, write.device, 0
+        groups: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
         for first, stop, key_first, key_stop in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
             if stop > first:
                 own = blocks[key_first if read.numel() else first :][: key_stop - key_first : self.tokens_per_page]
-                found.append(Request(slice(first, stop), key_stop - key_first - (stop - first), own.tolist()))
+                request = first, stop - first, key_stop - key_first - (stop - first), own
+                groups.setdefault(-1 if stop - first == 1 else first, []).append(request)
+        found = []
+        for members in groups.values():
+            firsts, counts, pasts, own_blocks = zip(*members, strict=True)
+            size = max(len(own) for own in own_blocks)
+            table = torch.stack([F.pad(own, (0, size - len(own))) for own in own_blocks])
+            tokens = torch.tensor(firsts, device=device)[:, None] + torch.arange(counts[0], device=device)
+            past = torch.tensor(pasts, device=device)
+            found.append(Requests.of(tokens, past, table, self.tokens_per_page, self.recipe))
         return found
 
-    def newest(self, layer_idx: int, request: Request) -> torch.Tensor:
-        """Copies the exact tokens before the new ones, `[at most N, 2, H, D]`, which these may take the place of."""
-        recent, count = self._pages[layer_idx].recent, self.recipe.num_recent_tokens
-        positions = range(max(request.past - count, self.recipe.num_sink_tokens), request.past)
-        blocks = [request.blocks[position // self.tokens_per_page] for position in positions]
-        return recent[blocks, [position % count for position in positions]]
+    def exact(self, layer_idx: int, requests: Requests) -> torch.Tensor:
+        """Copies the exact tokens before the new ones, `[B, S + N, 2, H, D]`, which these may take the place of."""
+        page = self._pages[layer_idx]
+        states = torch.cat((page.sinks[requests.blocks[:, 0]], page.recent[requests.held]), dim=1)
+        # Memory that no token has been written to may hold anything
+        return states if requests.missing is None else states.masked_fill(requests.missing[..., None, None, None], 0)
 
-    def write(self, layer_idx: int, request: Request, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores the new tokens `[1, H, Q, D]` of a request."""
-        page, codec, size = self._pages[layer_idx], self.recipe.codecs[layer_idx], self.tokens_per_page
-        rows = codec.encode(keys, values, Positions(request.past, None))
-        states = torch.stack((keys[0], values[0]), dim=1).permute(2, 1, 0, 3)
-        sinks, recent = self.recipe.num_sink_tokens, self.recipe.num_recent_tokens
-        end = request.past + request.num_new
-        for number in range(request.past // size, -(-end // size)):
-            block, first = request.blocks[number], number * size
-            start, stop = max(first, request.past), min(first + size, end)
-            there, own = slice(start - first, stop - first), slice(start - request.past, stop - request.past)
-            page.key_rows[block, :, there], page.value_rows[block, :, there] = rows[0][0, :, own], rows[1][0, :, own]
-            newest = range(max(start, stop - recent), stop)
-            if newest:
-                slots = [position % recent for position in newest]
-                page.recent[block, slots] = states[newest.start - request.past :][: len(newest)]
-            if start < sinks:
-                page.sinks[block, start : min(stop, sinks)] = states[own][: sinks - start]
+    def write(self, layer_idx: int, requests: Requests, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores the new tokens `[B, H, Q, D]` of requests."""
+        page, most = self._pages[layer_idx], int(requests.past.max())
+        padding = None if len(requests.past) == 1 else most - requests.past
+        coded = self._codec(layer_idx, len(keys)).encode(keys, values, Positions(most, padding))
+        for stored, rows in zip((page.key_rows, page.value_rows), coded, strict=True):
+            stored.transpose(1, 2)[requests.rows] = rows.transpose(1, 2).flatten(0, 1)
+        states = torch.stack((keys, values), dim=1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        for kept, (tokens, blocks, slots) in ((page.recent, requests.recent), (page.sinks, requests.sinks)):
+            if len(tokens):
+                kept[blocks, slots] = states[tokens]
 
     def parts(
-        self, layer_idx: int, request: Request, newest: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_idx: int, requests: Requests, exact: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[Part]:
         """
-        Yields what a request's new tokens attend to.
+        Yields what requests' new tokens attend to.
 
         Args:
             layer_idx (`int`): the layer.
-            request (`Request`): the request.
-            newest (`torch.Tensor`): what `newest` returned before they were written.
-            keys, values (`torch.Tensor` of shape `[1, H, Q, D]`): the new tokens.
+            requests (`Requests`): the requests.
+            exact (`torch.Tensor`): what `exact` returned before they were written.
+            keys, values (`torch.Tensor` of shape `[B, H, Q, D]`): the new tokens.
         """
-        page, codec, size = self._pages[layer_idx], self.recipe.codecs[layer_idx], self.tokens_per_page
-        num_sinks, num_coded = min(self.recipe.num_sink_tokens, request.past), request.past - len(newest)
-        if num_sinks:
-            sinks = page.sinks[request.blocks[0], :num_sinks].permute(1, 2, 0, 3)[:, None].to(keys.dtype)
-            yield DensePart(sinks[0], sinks[1], num_sinks, None)
-        for number in range(-(-num_coded // size) if num_coded > num_sinks else 0):
-            block, length = request.blocks[number], min(num_coded - number * size, size)
-            mask = None
-            if number == 0 and num_sinks:
-                mask = (torch.arange(min(length, _aligned(num_sinks)), device=keys.device) >= num_sinks)[
-                    None, None, None
-                ]
-            rows = page.key_rows[block, None], page.value_rows[block, None]
-            yield CodedPart(*rows, codec, Positions(number * size, None), length, mask)
-        held = newest.permute(1, 2, 0, 3)[:, None].to(keys.dtype)
+        page, length = self._pages[layer_idx], int(requests.coded.max())
+        if length:
+            yield PagedPart(
+                page.key_rows,
+                page.value_rows,
+                self._memory,
+                requests.blocks,
+                requests.coded,
+                length,
+                self.recipe.num_sink_tokens,
+                self._codec(layer_idx, len(keys)),
+            )
+        held = exact.permute(2, 0, 3, 1, 4)
         keys, values = torch.cat((held[0], keys), dim=2), torch.cat((held[1], values), dim=2)
-        count, length = request.num_new, keys.shape[2]
-        mask = (
-            torch.ones(count, length, dtype=torch.bool, device=keys.device).tril(length - count) if count > 1 else None
-        )
-        yield DensePart(keys, values, length, None if mask is None else mask[None, None])
+        yield DensePart(keys, values, keys.shape[2], requests.mask)
+
+    def _codec(self, layer_idx: int, batch_size: int) -> RowCodec:
+        """Finds a layer's codec for so many sequences: tables without bases have each its own, here the same."""
+        codec = self.recipe.codecs[layer_idx]
+        tables = codec.tables(self._memory.device)
+        if tables[0].basis is not None or batch_size == 1:
+            return codec
+        known = self._codecs.get(layer_idx)
+        if known is None or known[0] != batch_size:
+            keys, values = (table.map(lambda own: own.repeat(batch_size, *[1] * (own.dim() - 1))) for table in tables)
+            known = self._codecs[layer_idx] = batch_size, RowCodec((keys, values))
+        return known[1]

@@ -80,6 +80,7 @@ class BenchGroup(LazyGroup):
 
     lazy_commands = {
         "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
+        "batching": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching",
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",

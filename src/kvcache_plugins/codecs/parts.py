@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .codec import Codec, Positions
+from .codec import START, Codec, Positions
 from .groups import CompressedStates, tile_slices
 from .rows import RowCodec
 
@@ -123,7 +123,47 @@ class CodedPart:
             yield keys, self.codec.decode_values(self.values[:, :, first:last]), first, last
 
 
-Part = DensePart | CompressedPart | CodedPart
+@dataclass(frozen=True, eq=False)
+class PagedPart:
+    """
+    Rows of several sequences in pages of one memory, which they may share: a page has rows of keys and of values,
+    `[H, tokens of a page, R]` each.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[pages, H, tokens of a page, R]`, uint8): rows of all pages, where they
+            stand in `memory`.
+        memory (`torch.Tensor` of shape `[bytes]`, uint8): what holds all pages.
+        pages (`torch.Tensor` of shape `[B, most]`, int64): numbers of every sequence's pages.
+        lengths (`torch.Tensor` of shape `[B]`, int64): tokens of every sequence; its first is at position 0.
+        length (`int`): the most of them, T.
+        num_hidden (`int`): tokens at every sequence's beginning that are not attended to.
+        codec (`RowCodec`): what rows mean; tables without bases are those of B sequences.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    memory: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    length: int
+    num_hidden: int
+    codec: RowCodec
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """D and E."""
+        keys, values = self.codec.tables()
+        return keys.head_dim, values.head_dim
+
+    def gathered(self) -> CodedPart:
+        """Returns the rows of every sequence one behind the other, copied, and a mask of what is attended to."""
+        keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
+        columns = torch.arange(self.length, device=self.lengths.device)
+        mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
+        return CodedPart(keys, values, self.codec, START, self.length, mask)
+
+
+Part = DensePart | CompressedPart | CodedPart | PagedPart
 
 
 @dataclass(frozen=True, eq=False)

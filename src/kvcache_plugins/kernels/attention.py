@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_plugins.codecs.parts import DensePart, Part
+from kvcache_plugins.codecs.parts import DensePart, PagedPart, Part
 
 from .engine import choose_flash
 from .masks import slice_mask
@@ -65,7 +65,8 @@ def attend(
 
         return attend_with_triton(query, given, num_key_value_heads, scale)
     attention = OnlineAttention(query, num_key_value_heads, scale, softcap, sinks)
-    for part in given or parts:
+    for each in given or parts:
+        part = each.gathered() if isinstance(each, PagedPart) else each
         for keys, values, start, stop in part.tiles():
             attention.add_tile(keys, values, slice_mask(part.mask, start, stop))
     return attention.result()

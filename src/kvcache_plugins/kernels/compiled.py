@@ -21,10 +21,10 @@ import torch
 from kvcache_plugins.codecs.basis import Basis
 from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
-from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
+from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 
@@ -72,6 +72,8 @@ def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: f
     for part in parts:
         if isinstance(part, CodedPart):
             call.add_rows(part)
+        elif isinstance(part, PagedPart):
+            call.add_pages(part)
         elif isinstance(part, CompressedPart):
             call.add_groups(part)
         else:
@@ -123,7 +125,7 @@ class AttentionCall:
         keys, values, capacity = self._contiguous(keys), self._contiguous(values), max(keys.shape[2], part.length)
         stored = make("Exact", sizes=self.sizes, kind=KINDS[keys.dtype], capacity=capacity, keys=keys, values=values)
         self.exact = stored, DensePart(keys, values, part.length, None)
-        self._add("PART_EXACT", stored, part)
+        self._add("PART_EXACT", stored, part.length, part.mask)
 
     def add_groups(self, part: CompressedPart) -> None:
         """Adds tokens in groups."""
@@ -138,19 +140,32 @@ class AttentionCall:
             own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
             if own != wanted:
                 raise ValueError(f"compressed keys and values have to be {wanted}, but got {own}")
-        self._add(
-            "PART_GROUPS", make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values), part
-        )
+        stored = make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
+        self._add("PART_GROUPS", stored, part.length, part.mask)
 
     def add_rows(self, part: CodedPart) -> None:
         """Adds tokens that are rows."""
         assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
         keys, _ = part.codec.tables(part.keys.device)
         stored = self.rows = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part)
+        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part.length, part.mask)
 
-    def _add(self, kind: str, stored: Structure, part: Part) -> None:
-        length, mask = part.length, part.mask
+    def add_pages(self, part: PagedPart) -> None:
+        """Adds rows in pages."""
+        keys, _ = part.codec.tables(part.keys.device)
+        stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
+        hidden = torch.full((1, 1, 1, max(part.num_hidden, 2)), 0.0)
+        hidden[..., : part.num_hidden] = -torch.inf
+        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part.length, hidden, part.lengths)
+
+    def _add(
+        self,
+        kind: str,
+        stored: Structure,
+        length: int,
+        mask: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> None:
         if mask is not None:
             # One column, or more than there are tokens, is not the mask of these tokens as it stands
             if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
@@ -162,7 +177,9 @@ class AttentionCall:
             allowed = (*self.query.shape[:3],)
             if any(size not in (1, most) for size, most in zip(mask.shape, allowed, strict=False)):
                 raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self.query.shape)}")
-        own = make("Part", kind=CONSTANTS[kind], length=length, mask=mask, stored=stored)
+        own = make(
+            "Part", kind=CONSTANTS[kind], length=length, lengths=lengths, mask=mask, stored=stored, sizes=self.sizes
+        )
         if mask is not None:
             own.mask_shape = tuple(mask.shape)
         self.parts.append(own)
@@ -191,17 +208,18 @@ class AttentionCall:
         codec: RowCodec,
         positions: Positions,
         length: int,
+        paged: PagedPart | None = None,
     ) -> Structure:
-        """Describes tokens that are rows; without those of values, which then stand in pages."""
-        keys, values = codec.tables(key_rows.device)
+        """Describes tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
+        keys, values = codec.tables(torch.device("cpu"))
         layout, sizes = keys.rope, {**self.sizes, "tables": self.sizes["batch"] if keys.basis is None else 1}
         assert layout is not None and keys.mean is not None
         if layout.head_dim != self.sizes["key_dim"]:
             raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
         of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
         sides = (
-            self._row_side(key_rows, length, keys, of_keys, "key_dim"),
-            self._row_side(value_rows, length, values, of_values, "value_dim"),
+            self._row_side(key_rows, length, keys, of_keys, "key_dim", paged),
+            self._row_side(value_rows, length, values, of_values, "value_dim", paged),
         )
         pairs, num_pairs = _pairs(layout)
         strip = _STRIPS.get(level(), 16)
@@ -232,8 +250,17 @@ class AttentionCall:
         return make("Rows", fields, sizes=sizes)
 
     def _row_side(
-        self, rows: torch.Tensor | None, length: int, table: RowTable, coefficients: torch.Tensor, dim_name: str
+        self,
+        rows: torch.Tensor | None,
+        length: int,
+        table: RowTable,
+        coefficients: torch.Tensor,
+        dim_name: str,
+        paged: PagedPart | None,
     ) -> Structure:
+        fields: dict[str, Any] = {}
+        if paged is not None and rows is not None:
+            fields, rows = _page_fields(rows, paged, self.sizes["heads"], table.row_size), None
         widths, dim = self._contiguous(table.widths), self.sizes[dim_name]
         rows, blocks = None if rows is None else self._contiguous(rows), widths.shape[2]
         capacity, size = (length, table.row_size) if rows is None else rows.shape[2:]
@@ -246,7 +273,7 @@ class AttentionCall:
             or (table.basis is None and 8 * blocks < dim)
         ):
             raise ValueError(f"{length} rows of {size} bytes in blocks {tuple(widths.shape)} of {dim} channels")
-        fields: dict[str, Any] = {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
+        fields |= {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
         fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
         return make("RowSide", fields, sizes=self.sizes)
 
@@ -430,6 +457,25 @@ def _group_side(states: CompressedStates) -> Structure:
     fields |= {"by_channel": by_channel, "scale_heads": scales[1], "scale_rows": rows, "scale_columns": columns}
     fields |= {"rotation_size": rotation_size(dim) if states.is_rotated else 1, "channel_bits": channel_bits(dim)}
     return make("GroupSide", fields)
+
+
+def _page_fields(rows: torch.Tensor, part: PagedPart, num_heads: int, row_size: int) -> dict[str, Any]:
+    """Tells where rows `[pages, H, tokens of a page, R]` stand in the memory of their part, to its last byte."""
+    count, heads, tokens, size = rows.shape
+    start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
+    end = start + (count - 1) * stride + heads * tokens * size
+    if (
+        (heads, size) != (num_heads, row_size)
+        or tokens % TILE
+        or rows.stride()[1:] != (tokens * size, size, 1)
+        or not 0 <= start < end <= part.memory.numel()
+        or stride < 0
+        or most * tokens < part.length
+    ):
+        raise ValueError(f"rows {tuple(rows.shape)} of strides {rows.stride()} are no pages of {part.length} tokens")
+    fields: dict[str, Any] = {"memory": part.memory, "memory_size": part.memory.numel(), "pages": part.pages}
+    fields |= {"num_pages": count, "most_pages": most, "page_tokens": tokens}
+    return {**fields, "page_start": start, "page_stride": stride}
 
 
 @cache

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
@@ -73,7 +73,8 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
         mask = torch.cat([each for each in masks if each is not None], dim=3) if last[0].mask is not None else None
         keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part.in_use() for part in last), strict=True))
         dense[-2:] = [DensePart(keys, values, keys.shape[2], mask)]
-    coded = [part for part in parts if not isinstance(part, DensePart)]
+    gathered = [part.gathered() if isinstance(part, PagedPart) else part for part in parts]
+    coded = [part for part in gathered if not isinstance(part, DensePart)]
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
         output = _attend_parts(rows, dense, coded, scale)

@@ -4,7 +4,7 @@
 static void write_newest(const Call *call, const Part *part, const Exact *exact, Unit unit) {
     size_t size = size_of_kind((int)exact->kind);
     size_t key = size * (size_t)call->key_dim, value = size * (size_t)call->value_dim;
-    int64_t at = unit.matrix * exact->capacity + part->length - 1;
+    int64_t at = unit.matrix * exact->capacity + length_of(part, unit) - 1;
     memcpy((char *)exact->keys + at * key, (const char *)exact->newest_key + unit.matrix * key, key);
     memcpy((char *)exact->values + at * value, (const char *)exact->newest_value + unit.matrix * value, value);
 }
@@ -14,12 +14,12 @@ INLINE void attend_exact(
     const Exact *exact = part->stored;
     int dim = (int)call->key_dim, value_dim = (int)call->value_dim, kind = (int)exact->kind;
     int key_size = padded(dim), value_size = padded(value_dim);
-    int64_t origin = unit.matrix * exact->capacity;
+    int64_t origin = unit.matrix * exact->capacity, length = length_of(part, unit);
     ALIGNED float scores[ROWS][TILE], numbers[MOST_CHANNELS], decay[ROWS];
     /* By every task of the head, which all write the same; only the one with the last tile reads it */
-    if (exact->newest_key && last == tiles_of(part)) write_newest(call, part, exact, unit);
-    for (int64_t start = first * TILE; start < last * TILE && start < part->length; start += TILE) {
-        int tokens = (int)(part->length - start < TILE ? part->length - start : TILE);
+    if (exact->newest_key && last == tiles_of(part, unit)) write_newest(call, part, exact, unit);
+    for (int64_t start = first * TILE; start < last * TILE && start < length; start += TILE) {
+        int tokens = (int)(length - start < TILE ? length - start : TILE);
         for (int t = 0; t < tokens; t++) {
             vf sums[ROWS] = {{0}};
             read_numbers(exact->keys, kind, (origin + start + t) * dim, dim, key_size, numbers);
@@ -58,11 +58,11 @@ static void run_task(const Call *call, int64_t number) {
         memset(state.sums[r], 0, sizeof(float) * (size_t)padded(call->value_dim));
     }
     state.sums_size = padded(call->value_dim), state.coded_size = 0;
-    for (int64_t p = 0; p < call->num_parts; p++) all += tiles_of(&call->parts[p]);
+    for (int64_t p = 0; p < call->num_parts; p++) all += tiles_of(&call->parts[p], unit);
     int64_t begin = all * run / call->runs, end = all * (run + 1) / call->runs;
     for (int64_t p = 0; p < call->num_parts; p++) {
         const Part *part = &call->parts[p];
-        int64_t tiles = tiles_of(part), first = begin > seen ? begin - seen : 0, last = end - seen < tiles ? end - seen : tiles;
+        int64_t tiles = tiles_of(part, unit), first = begin > seen ? begin - seen : 0, last = end - seen < tiles ? end - seen : tiles;
         seen += tiles;
         if (first >= last) continue;
         switch (part->kind) {

@@ -17,7 +17,8 @@ typedef struct { int64_t next, count, ended; } Tasks;
 /* ---- attention over the parts of a layer ---- */
 typedef struct {
     int64_t kind;
-    int64_t length;                 /* tokens in use */
+    int64_t length;                 /* tokens in use, or the most of any sequence */
+    const int64_t *lengths;         /* [batch]; tokens in use of each, or 0 */
     const float *mask;              /* [any, any, any, any]; added to the scores; sizes are 1 or those of batch, query heads, queries; fewer columns than tokens hide nothing of the others */
     int64_t mask_shape[4];
     const void *stored;             /* of its kind */
@@ -49,6 +50,11 @@ typedef struct {
     const uint8_t *widths;          /* [tables, heads, blocks] */
     int64_t blocks, tables;         /* blocks of a row; sequences that have tables, one if it serves all */
     const float *coefficients;      /* [9, 3]; of points */
+    /* Without `rows`: every sequence's rows stand in pages of one memory, `[heads, page_tokens, size]` at `page_start` and
+       a number of strides of `page_stride` bytes */
+    const uint8_t *memory;          /* [memory_size] */
+    const int64_t *pages;           /* [batch, most_pages]; numbers of pages */
+    int64_t memory_size, num_pages, most_pages, page_tokens, page_start, page_stride;
 } RowSide;
 
 typedef struct {

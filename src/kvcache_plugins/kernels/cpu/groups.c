@@ -481,7 +481,7 @@ void KVC_NAME(attend_groups, KVC_LEVEL)(
     const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     Work work;
     const Groups *groups = part->stored;
-    int64_t at = first * TILE, end_at = last * TILE < part->length ? last * TILE : part->length, chunk = -1;
+    int64_t at = first * TILE, end_at = last * TILE < length_of(part, unit) ? last * TILE : length_of(part, unit), chunk = -1;
     ALIGNED float scores[ROWS][TILE], decay[ROWS] = {1, 1, 1, 1};
     f4 by_token[TILE];
     int is_turned = groups->values->rotation_size > 1;

@@ -33,7 +33,12 @@ INLINE Unit unit_at(const Call *call, int64_t number) {
     int64_t matrix = number / blocks, row = number % blocks * most;
     return (Unit){matrix, matrix / call->heads, matrix % call->heads, (int)row, (int)(all - row < most ? all - row : most)};
 }
-INLINE int64_t tiles_of(const Part *part) { return (part->length + TILE - 1) / TILE; }
+/* A number of `size`, whatever memory says */
+INLINE int64_t clamped(int64_t x, int64_t size) { return x < 0 ? 0 : x >= size ? size - 1 : x; }
+INLINE int64_t length_of(const Part *part, Unit unit) {
+    return part->lengths ? clamped(part->lengths[unit.batch], part->length + 1) : part->length;
+}
+INLINE int64_t tiles_of(const Part *part, Unit unit) { return (length_of(part, unit) + TILE - 1) / TILE; }
 
 /* Calls an INLINE function whose first argument is how many rows there are, so that loops over them are unrolled */
 #define BY_ROWS(rows, function, ...) \

@@ -1,13 +1,13 @@
 /* Points of packed codes, a strip of STRIP tokens at a time: lanes are tokens.
 
-   A strip's rows are turned into planes, the byte at one place of every row. A channel's codes are then two shifts away,
-   a byte each, and its points are looked up as bytes: four look-ups of 16 entries, in runs of 16 lanes, give the four
-   bytes of a float32, and interleaving them gives four vectors of floats. Nothing is rounded, nothing crosses runs of
-   16 bytes, and it costs a third of a look-up of floats. Token v L + 4 h + k of a strip is byte 16 h + 4 v + k of a
-   plane, so that the four vectors are tokens in their order.
+   A strip's rows are turned into planes, the byte at one place of every row; a channel's codes are then a shift away, or
+   two. With AVX-512 the bytes of four tokens, L apart, are a lane of 32 bits, and points are looked up as floats by its
+   lowest bits: nothing is masked, as tables repeat themselves. Elsewhere they are looked up as bytes: four look-ups of
+   16 entries, in runs of 16 lanes, give the four bytes of a float32, and interleaving them gives four vectors of floats,
+   for a third of a look-up of floats; token v L + 4 h + k is then byte 16 h + 4 v + k of a plane.
 
-   Codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones, and states of a trellis,
-   are put into the polynomial that the tables are made of. */
+   There codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones, and states of a
+   trellis, are put into the polynomial that the tables are made of. */
 #pragma once
 #include "layer.h"
 
@@ -62,7 +62,11 @@ vb look_up_bytes(const uint8_t *table, vb at) {
 }
 /* 16 bytes of each of the rows that byte `i` of every run of a plane is of */
 INLINE vb load_run(const uint8_t *const *rows, int i, int64_t column) {
+#if defined(KVC_IS_AVX512)
+    int token = i % 4 * L + i / 4;
+#else
     int token = i / 4 * L + i % 4;
+#endif
 #if defined(KVC_IS_AVX512)
     __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[token] + column)));
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(rows[token + 4] + column)), 1);
@@ -77,8 +81,8 @@ INLINE vb load_run(const uint8_t *const *rows, int i, int64_t column) {
 }
 typedef uint8_t Planes[MOST_ROW + 1][STRIP];
 
-/* The planes of `tokens` rows of `size` bytes, the last one again in place of those that a strip lacks, and one of
-   zeros, which the states of a row's last channel reach into. No byte beside the rows is read. */
+/* The planes of `tokens` rows of `size` bytes behind their scales, the last one again in place of those that a strip
+   lacks, and one of zeros, which the states of a row's last channel reach into. No byte beside the rows is read. */
 APART void make_planes(const uint8_t *from, int64_t size, int tokens, Planes planes) {
     const uint8_t *rows[STRIP];
     uint8_t copies[STRIP][16];
@@ -86,7 +90,7 @@ APART void make_planes(const uint8_t *from, int64_t size, int tokens, Planes pla
         rows[t] = from + (t < tokens ? t : tokens - 1) * size;
         if (size < 16) memcpy(copies[t], rows[t], (size_t)size), rows[t] = copies[t];
     }
-    for (int64_t column = 0; column < size; column += 16) {
+    for (int64_t column = 1; column < size; column += 16) {
         int64_t first = column + 16 <= size ? column : size < 16 ? 0 : size - 16;
         vb x[16], y[16];
         for (int i = 0; i < 16; i++) x[i] = load_run(rows, i, first);
@@ -100,12 +104,24 @@ APART void make_planes(const uint8_t *from, int64_t size, int tokens, Planes pla
     memset(planes[size], 0, STRIP);
 }
 
-/* What a channel's codes stand for: bytes of points, or `u -> x (c[2] + x^2 (c[3] + x^2 c[4]))` of `x = u c[0] + c[1]` */
+/* What a channel's codes stand for: points, or `u -> x (c[2] + x^2 (c[3] + x^2 c[4]))` of `x = u c[0] + c[1]` */
+#if defined(KVC_IS_AVX512)
+enum { ENTRIES = 32 };
+typedef union { ALIGNED float table[32]; float c[5]; } Points;
+#else
+enum { ENTRIES = 16 };
 typedef union { ALIGNED uint8_t bytes[4][16]; float c[5]; } Points;
+#endif
 
 /* Where a block of eight channels is, and how it is coded: a width, or STATES + a width, or 0 for nothing */
 typedef struct { int kind, offset; } Block;
+/* The same of a channel: how many bits, from which bit of which byte on */
+typedef struct { int kind, bits, byte, shift; } Lane;
 
+INLINE Lane lane_of(Block block, int lane) {
+    int bit = block.kind % STATES * lane;
+    return (Lane){block.kind, block.kind > STATES ? 8 : block.kind, block.offset + bit / 8, bit % 8};
+}
 /* Blocks of a row; widths that no row has, or that reach beyond the row, are taken for 0 */
 APART void make_blocks(const uint8_t *widths, int count, int64_t size, const int64_t *multipliers, Block *blocks) {
     int64_t offset = 1;
@@ -120,13 +136,14 @@ INLINE float polynomial(const float *c, float code) {
     float x = code * c[0] + c[1], square = x * x;
     return x * (c[2] + square * (c[3] + square * c[4]));
 }
-/* The points of a kind as 16 numbers that are looked up, or five coefficients */
+/* The points of a kind as numbers that are looked up, the larger half of them where there is room for no more, or five
+   coefficients */
 APART void base_points(int kind, const float *coefficients, float *base) {
     int width = kind % STATES;
     float codes = (float)(1 << (kind > STATES ? 8 : width));
     float c[5] = {2 / codes, 1 / codes - 1, coefficients[3 * width], coefficients[3 * width + 1], coefficients[3 * width + 2]};
     if (kind > 5) memcpy(base, c, sizeof c);
-    else for (int i = 0; i < 16; i++) base[i] = polynomial(c, (float)(kind == 5 ? 16 + i : i % (1 << width)));
+    else for (int i = 0; i < ENTRIES; i++) base[i] = polynomial(c, (float)(kind == 5 ? 32 - ENTRIES + i : i % (1 << width)));
 }
 /* The same times a factor */
 APART Points points_of(int kind, const float *base, float factor) {
@@ -135,6 +152,9 @@ APART Points points_of(int kind, const float *base, float factor) {
         for (int i = 0; i < 5; i++) points.c[i] = i < 2 ? base[i] : base[i] * factor;
         return points;
     }
+#if defined(KVC_IS_AVX512)
+    for (int i = 0; i < 32; i++) points.table[i] = base[i] * factor;
+#else
     ALIGNED float scaled[16];
     u8x16 x[4], y[4];
     for (int i = 0; i < 16; i++) scaled[i] = base[i] * factor;
@@ -149,61 +169,74 @@ APART Points points_of(int kind, const float *base, float factor) {
         x[2 * i + 1] = __builtin_shufflevector(y[i], y[i + 2], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     }
     memcpy(points.bytes, x, sizeof x);
+#endif
     return points;
 }
 
-/* `bits` bits from bit `bit` of a row on, a byte for every token */
-INLINE vb field(const uint8_t (*planes)[STRIP], const int bit, const int bits) {
-    int shift = bit % 8, own = 8 - shift, mask = (1 << bits) - 1;
-    vb x = load_bytes(planes[bit / 8]);
-    if (shift) x = (vb)((vh)x >> (uint16_t)shift);
-    if (bits <= own) return bits == 8 ? x : x & all_bytes((uint8_t)mask);
-    vb next = (vb)((vh)load_bytes(planes[bit / 8 + 1]) << (uint16_t)own);
-    int low = (1 << own) - 1;
-    return (x & all_bytes((uint8_t)low)) | (next & all_bytes((uint8_t)(mask & ~low)));
+/* A channel's codes at the lowest bits of every byte, with anything above them */
+INLINE vb codes_of(const Lane *lane, const uint8_t (*planes)[STRIP]) {
+    int own = 8 - lane->shift;
+    vb at = (vb)((vh)load_bytes(planes[lane->byte]) >> (uint16_t)lane->shift);
+    if (lane->bits <= own) return at;
+    vb low = all_bytes((uint8_t)((1 << own) - 1)), next = (vb)((vh)load_bytes(planes[lane->byte + 1]) << (uint16_t)own);
+    return (at & low) | (next & ~low);
 }
-INLINE void interleave(vb a, vb b, vb c, vb d, float *to) {
+/* Bytes of a strip's tokens as L numbers four times */
+INLINE void spread_bytes(vb x, vu *to) {
+#if defined(KVC_IS_AVX512)
+    for (uint32_t u = 0; u < 4; u++) to[u] = ((vu)x >> (8 * u)) & 255;
+#else
+    vb zero = {0}, low = low_bytes(x, zero), high = high_bytes(x, zero);
+    to[0] = (vu)low_pairs(low, zero), to[1] = (vu)high_pairs(low, zero);
+    to[2] = (vu)low_pairs(high, zero), to[3] = (vu)high_pairs(high, zero);
+#endif
+}
+INLINE void look_up_points(int kind, const Points *points, vb at, vf *to) {
+#if defined(KVC_IS_AVX512)
+    __m512 low = _mm512_load_ps(points->table), high = _mm512_load_ps(points->table + 16);
+    for (uint32_t u = 0; u < 4; u++) {
+        __m512i own = (__m512i)((vu)at >> (8 * u));
+        to[u] = kind == 5 ? (vf)_mm512_permutex2var_ps(low, own, high) : (vf)_mm512_permutexvar_ps(own, low);
+    }
+#else
+    vb sign = {0};
+    if (kind == 5) sign = (vb)((vsb)(at & all_bytes(31)) < 16), at ^= sign;
+    at &= all_bytes(15);
+    vb a = look_up_bytes(points->bytes[0], at), b = look_up_bytes(points->bytes[1], at);
+    vb c = look_up_bytes(points->bytes[2], at), d = look_up_bytes(points->bytes[3], at) ^ (sign & all_bytes(0x80));
     vb low[2] = {low_bytes(a, b), low_bytes(c, d)}, high[2] = {high_bytes(a, b), high_bytes(c, d)};
-    store(to, (vf)low_pairs(low[0], low[1])), store(to + L, (vf)high_pairs(low[0], low[1]));
-    store(to + 2 * L, (vf)low_pairs(high[0], high[1])), store(to + 3 * L, (vf)high_pairs(high[0], high[1]));
+    to[0] = (vf)low_pairs(low[0], low[1]), to[1] = (vf)high_pairs(low[0], low[1]);
+    to[2] = (vf)low_pairs(high[0], high[1]), to[3] = (vf)high_pairs(high[0], high[1]);
+#endif
 }
-INLINE void widen_block(
-    const int kind, int multiplier, const uint8_t (*planes)[STRIP], const Points *points, int step, float (*to)[STRIP]) {
-    const int width = kind % STATES, is_state = kind > STATES;
-    _Pragma("GCC unroll 8")
-    for (int lane = 0; lane < 8; lane++, points += step) {
-        vb at = field(planes, lane * width, is_state ? 8 : width);
-        if (kind <= 5) {
-            vb sign = {0};
-            if (kind == 5) sign = (vb)((vsb)at < 16), at = (at ^ sign) & all_bytes(15);
-            vb last = look_up_bytes(points->bytes[3], at);
-            if (kind == 5) last ^= sign & all_bytes(0x80);
-            interleave(
-                look_up_bytes(points->bytes[0], at), look_up_bytes(points->bytes[1], at),
-                look_up_bytes(points->bytes[2], at), last, to[lane]);
-            continue;
-        }
-        if (is_state) {
-            vh even = (vh)at * (uint16_t)multiplier & 0xff, odd = ((vh)at >> 8) * (uint16_t)multiplier << 8;
-            at = (vb)(even | odd);
-        }
-        /* 2^23 and the code, as a float */
-        interleave(at, (vb){0}, (vb){0}, all_bytes(0x4b), to[lane]);
-        const float *c = points->c;
-        for (int t = 0; t < STRIP; t += L) {
-            vf x = (load(to[lane] + t) - 8388608.0f) * c[0] + c[1], square = x * x;
-            store(to[lane] + t, x * (c[2] + square * (c[3] + square * c[4])));
-        }
+/* The points of a channel's codes, L tokens four times */
+INLINE void read_points(
+    const Lane *lane, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, vf *to) {
+    vb at = codes_of(lane, planes);
+    if (lane->kind <= 5) {
+        if (lane->kind == 5) look_up_points(5, points, at, to);
+        else look_up_points(4, points, at, to);
+        return;
+    }
+    at &= all_bytes((uint8_t)((1 << lane->bits) - 1));
+    if (lane->kind > STATES) {
+        uint16_t multiplier = (uint16_t)multipliers[lane->kind % STATES];
+        at = (vb)(((vh)at * multiplier & 0xff) | (((vh)at >> 8) * multiplier << 8));
+    }
+    vu codes[4];
+    const float *c = points->c;
+    spread_bytes(at, codes);
+    for (int u = 0; u < 4; u++) {
+        vf x = to_float(codes[u]) * c[0] + c[1], square = x * x;
+        to[u] = x * (c[2] + square * (c[3] + square * c[4]));
     }
 }
-/* The points of a block's eight channels; `step` is 0 where all have the same */
-APART void widen(
-    Block block, const int64_t *multipliers, const Planes all, const Points *points, int step, float (*to)[STRIP]) {
-    const uint8_t (*planes)[STRIP] = all + block.offset;
-    switch (block.kind) {
-#define CASE(kind) case kind: widen_block(kind, (int)multipliers[(kind) % STATES], planes, points, step, to); break;
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-    CASE(STATES + 1) CASE(STATES + 2) CASE(STATES + 3) CASE(STATES + 4) CASE(STATES + 5) CASE(STATES + 6)
-#undef CASE
+/* The points of a block's eight channels, which all have the same */
+APART void widen(Block block, const int64_t *multipliers, const Planes planes, const Points *points, float (*to)[STRIP]) {
+    for (int i = 0; i < 8; i++) {
+        Lane lane = lane_of(block, i);
+        vf x[4];
+        read_points(&lane, multipliers, planes, points, x);
+        for (int u = 0; u < 4; u++) store(to[i] + u * L, x[u]);
     }
 }

@@ -61,20 +61,27 @@ INLINE void dot_pair(const int rows, vf a, vf b, const float *angles, const Turn
     vf c = load(angles), s = load(angles + STRIP), x = a * c + b * s, y = b * c - a * s;
     for (int r = 0; r < rows; r++) sums[r] += x * q[0][r][p], sums[r] += y * q[1][r][p];
 }
+/* Points of a pair's channels meet the queries in registers */
 INLINE void dot_strip(
-    const int rows, const Rows *part, const Pair *restrict pairs, const float (*restrict points)[STRIP],
-    const float *restrict scales, const float *restrict angles, const Turned q, float (*restrict scores)[TILE]) {
-    for (int t = 0; t < STRIP; t += 2 * L) {
-        vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
-        for (int p = 0; p < part->num_pairs; p++) {
-            const float *a = points[pairs[p].a] + t, *b = points[pairs[p].b] + t;
-            for (int u = 0; u < 2; u++) {
-                vf x = load(a + u * L) * scale[u] + pairs[p].mean_a, y = load(b + u * L) * scale[u] + pairs[p].mean_b;
-                dot_pair(rows, x, y, angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
-            }
+    const int rows, const Rows *part, const Pair *pairs, const Lane *lanes, const Points *points,
+    const uint8_t (*planes)[STRIP], const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
+    vf sums[ROWS][4] = {{{0}}};
+    for (int p = 0; p < part->num_pairs; p++) {
+        vf a[4] = {{0}}, b[4] = {{0}};
+        int i = pairs[p].a, j = pairs[p].b;
+        if (lanes[i].kind) read_points(&lanes[i], part->multipliers, planes, &points[i], a);
+        if (lanes[j].kind) read_points(&lanes[j], part->multipliers, planes, &points[j], b);
+        for (int u = 0; u < 4; u++) {
+            const float *angle = angles + 2 * STRIP * p + u * L;
+            vf scale = load(scales + u * L), c = load(angle), s = load(angle + STRIP);
+            vf x = a[u] * scale + pairs[p].mean_a, y = b[u] * scale + pairs[p].mean_b;
+            a[u] = x * c + y * s, b[u] = y * c - x * s;
         }
-        for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
+        for (int r = 0; r < rows; r++)
+            for (int u = 0; u < 4; u++) sums[r][u] += a[u] * q[0][r][p], sums[r][u] += b[u] * q[1][r][p];
     }
+    for (int r = 0; r < rows; r++)
+        for (int u = 0; u < 4; u++) store(scores[r] + u * L, sums[r][u]);
 }
 INLINE void dot_basis_strip(
     const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, const float *scales,
@@ -103,15 +110,18 @@ INLINE void dot_basis_strip(
 }
 /* A channel's place in a row, and its points times its deviation; without one, the row of zeros at `none` */
 static void load_places(
-    const Rows *part, Unit unit, int dim, const Block *blocks, float (*base)[16], int none, Points *points, Pair *pairs) {
+    const Rows *part, Unit unit, int dim, const Block *blocks, float (*base)[ENTRIES], int none, Points *points,
+    Lane *lanes, Pair *pairs) {
     int place[MOST_CHANNELS];
     const uint16_t *mean = part->mean + unit.matrix * dim, *deviation = part->deviation + unit.matrix * dim;
+    memset(lanes, 0, sizeof *lanes * (size_t)(none + 1));
     for (int d = 0; d < dim; d++) place[d] = none;
     for (int i = 0; i < dim; i++) {
         int64_t at = unit.matrix * dim + i;
         int d = part->is_wide ? ((const uint16_t *)part->order)[at] : ((const uint8_t *)part->order)[at];
         if (d >= dim) continue;
         place[d] = i;
+        lanes[i] = lane_of(blocks[i / 8], i % 8);
         if (blocks[i / 8].kind) points[i] = points_of(blocks[i / 8].kind, base[blocks[i / 8].kind], float_of_half(deviation[d]));
     }
     for (int p = 0; p < part->num_pairs; p++) {
@@ -121,7 +131,7 @@ static void load_places(
                           has_a ? float_of_half(mean[a]) : 0, has_b ? float_of_half(mean[b]) : 0};
     }
 }
-static void load_base(const Block *blocks, int count, const float *coefficients, float (*base)[16]) {
+static void load_base(const Block *blocks, int count, const float *coefficients, float (*base)[ENTRIES]) {
     int known = 0;
     for (int v = 0; v < count; v++)
         if (blocks[v].kind && !(known >> blocks[v].kind & 1))
@@ -134,14 +144,22 @@ INLINE void load_scales(const Rows *part, const uint8_t *rows, int64_t size, int
 }
 
 /* ---- values ---- */
-INLINE void add_strip(
-    const int rows, const float (*restrict points)[STRIP], const float (*restrict weights)[TILE], float (*restrict sums)[ROWS][L]) {
-    for (int d = 0; d < 8; d++)
+INLINE void add_block(
+    const int rows, Block block, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points,
+    const float (*restrict weights)[TILE], float (*restrict sums)[ROWS][L]) {
+    vf own[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int u = 0; u < 4; u++) own[r][u] = load(weights[r] + u * L);
+    for (int d = 0; d < 8; d++) {
+        Lane lane = lane_of(block, d);
+        vf x[4];
+        read_points(&lane, multipliers, planes, points, x);
         for (int r = 0; r < rows; r++) {
             vf sum = load(sums[d][r]);
-            for (int t = 0; t < STRIP; t += L) sum += load(points[d] + t) * load(weights[r] + t);
+            for (int u = 0; u < 4; u++) sum += x[u] * own[r][u];
             store(sums[d][r], sum);
         }
+    }
 }
 /* Adds the means `[E]` that were taken off values, if any, as often as their tokens weigh. Weights are summed up in the
    same order without means: whether a head has one may depend on others of the batch, and its result may not. */
@@ -186,6 +204,7 @@ typedef struct {
     int64_t used;                   /* components that have bits */
     Block keys[MOST_CHANNELS / 8], values[MOST_CHANNELS / 8];
     Points key_points[MOST_CHANNELS], value_points[2 * STATES];
+    Lane lanes[MOST_CHANNELS + 8];
     Pair pairs[MOST_PAIRS];
     ALIGNED Turning turning;
     ALIGNED float points[MOST_CHANNELS + 8][STRIP], sums[MOST_CHANNELS][ROWS][L], scales[STRIP];
@@ -195,11 +214,11 @@ typedef struct {
 static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, const Queries query, int dim) {
     const int64_t *multipliers = part->multipliers;
     int blocks = (int)part->keys.blocks;
-    ALIGNED float base[2 * STATES][16];
+    ALIGNED float base[2 * STATES][ENTRIES];
     work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0;
     make_blocks(part->keys.widths + (is_basis ? unit.head : unit.matrix) * blocks, blocks, part->keys.size, multipliers, work->keys);
     load_base(work->keys, blocks, part->keys.coefficients, base);
-    if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->pairs);
+    if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->lanes, work->pairs);
     else for (int v = 0; v < blocks; v++) {
         if (!work->keys[v].kind) continue;
         work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
@@ -211,7 +230,7 @@ static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, co
 static void start_values(Work *work) {
     const RowSide *side = &work->part->values;
     int blocks = work->value_blocks = (int)side->blocks;
-    ALIGNED float base[2 * STATES][16];
+    ALIGNED float base[2 * STATES][ENTRIES];
     make_blocks(
         side->widths + (work->is_basis ? work->unit.head : work->unit.matrix) * blocks, blocks, side->size,
         work->part->multipliers, work->values);
@@ -226,16 +245,22 @@ static void score_strip(Work *work, const uint8_t *at, int tokens, const float *
     const Rows *part = work->part;
     load_scales(part, at, part->keys.size, tokens, work->scales);
     make_planes(at, part->keys.size, tokens, work->planes);
-    for (int v = 0; v < work->key_blocks; v++)
-        if (work->keys[v].kind)
-            widen(work->keys[v], part->multipliers, work->planes, work->key_points + (work->is_basis ? v : 8 * v), !work->is_basis, work->points + 8 * v);
+    for (int v = 0; v < work->key_blocks && work->is_basis; v++)
+        if (work->keys[v].kind) widen(work->keys[v], part->multipliers, work->planes, &work->key_points[v], work->points + 8 * v);
     if (work->is_basis) BY_ROWS(work->unit.rows, dot_basis_strip, part, work->unit.head, work->used, work->points, work->scales, angles, turned, to)
-    else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->points, work->scales, angles, turned, to)
+    else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->lanes, work->key_points, work->planes, work->scales, angles, turned, to)
+}
+/* Rows of the tile from `start` on, of which no page has a part */
+INLINE const uint8_t *rows_at(const RowSide *side, Unit unit, int64_t start) {
+    if (side->rows) return side->rows + (unit.matrix * side->capacity + start) * side->size;
+    int64_t page = clamped(side->pages[unit.batch * side->most_pages + start / side->page_tokens], side->num_pages);
+    const uint8_t *own = side->memory + side->page_start + page * side->page_stride;
+    return own + (unit.head * side->page_tokens + start % side->page_tokens) * side->size;
 }
 /* Scores of the tile from `start` on */
 static void score_tile(Work *work, int64_t start, int tokens, float (*scores)[TILE]) {
     const RowSide *side = &work->part->keys;
-    const uint8_t *at = side->rows + (work->unit.matrix * side->capacity + start) * side->size;
+    const uint8_t *at = rows_at(side, work->unit, start);
     for (int t = 0; t < TILE; t += STRIP) {
         /* Later scores are those of no tokens */
         if (t >= tokens) { work->turning.strips++; continue; }
@@ -255,10 +280,9 @@ static void add_values(Work *work, const uint8_t *at, int tokens, float (*weight
     for (int r = 0; r < work->unit.rows; r++)
         for (int i = 0; i < STRIP; i += L) store(weights[r] + i, load(weights[r] + i) * load(work->scales + i));
     for (int v = 0; v < work->value_blocks; v++) {
-        if (!work->values[v].kind) continue;
-        float(*block)[STRIP] = work->points + 8 * work->key_blocks + 1;
-        widen(work->values[v], part->multipliers, work->planes, &work->value_points[work->values[v].kind], 0, block);
-        BY_ROWS(work->unit.rows, add_strip, block, (const float(*)[TILE])weights, work->sums + 8 * v)
+        const Points *points = &work->value_points[work->values[v].kind];
+        if (work->values[v].kind)
+            BY_ROWS(work->unit.rows, add_block, work->values[v], part->multipliers, work->planes, points, (const float(*)[TILE])weights, work->sums + 8 * v)
     }
 }
 static void end_unit_values(Work *work, int dim, State *state) {
@@ -268,19 +292,20 @@ static void end_unit_values(Work *work, int dim, State *state) {
 static void attend(
     int is_basis, const Call *call, const Part *own, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     const RowSide *values = &((const Rows *)own->stored)->values;
-    const uint8_t *at = values->rows + unit.matrix * values->capacity * values->size;
     ALIGNED float scores[ROWS][TILE], decay[ROWS];
     Work work;
     start_keys(&work, own->stored, is_basis, unit, query, (int)call->key_dim);
     start_values(&work);
     turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
-    for (int64_t start = first * TILE; start < last * TILE && start < own->length; start += TILE) {
-        int tokens = (int)(own->length - start < TILE ? own->length - start : TILE);
+    int64_t length = length_of(own, unit);
+    for (int64_t start = first * TILE; start < last * TILE && start < length; start += TILE) {
+        int tokens = (int)(length - start < TILE ? length - start : TILE);
+        const uint8_t *at = rows_at(values, unit, start);
         score_tile(&work, start, tokens, scores);
         add_mask(call, own, unit, start, tokens, scores);
         if (softmax_tile(state, unit.rows, tokens, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < tokens; t += STRIP)
-            add_values(&work, at + (start + t) * values->size, tokens - t, (float (*)[TILE])(scores[0] + t));
+            add_values(&work, at + t * values->size, tokens - t, (float (*)[TILE])(scores[0] + t));
     }
     end_unit_values(&work, (int)call->value_dim, state);
 }

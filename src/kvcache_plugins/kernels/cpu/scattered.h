@@ -27,7 +27,6 @@ INLINE float bias_at(const Mask *mask, int64_t batch, int64_t column) {
     if (mask->is_boolean) return ((const uint8_t *)mask->numbers)[at] ? 0 : -INFINITY;
     return ((const float *)mask->numbers)[at];
 }
-INLINE int64_t clamped(int64_t x, int64_t count) { return x < 0 ? 0 : x < count ? x : count - 1; }
 INLINE void call_for(const char *row, int64_t size) {
     for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(row + i);
 }

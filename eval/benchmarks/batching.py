@@ -1,0 +1,213 @@
+"""Decode steps of continuous batching: Transformers' own pages, dense tensors of every request, and coded pages.
+
+Transformers' way on a CPU copies keys and values of all requests together and hides them from each other by a mask, so
+it is no measure of what a dense cache could do: `dense, by request` attends to contiguous tensors of one request at a
+time, every key read once for all query heads of its group. Pages hold random bytes: no time depends on them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from kvcache_plugins.batching import compressed_batching
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
+from kvcache_plugins.eval.harness import read_tokens, spread, take_turns
+from kvcache_plugins.eval.rows import Found
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.option_checks import check_choice
+
+from .step import SHAPES, random_model
+
+
+BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
+_TABLE_TOKENS = 1024
+
+
+class RequestStates:
+    """
+    Dense keys and values of requests of one length, as `LazyStates` ask a layer for them.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): all tokens of every request, the newest the last.
+    """
+
+    has_gradients = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values = keys, values
+
+    def lazy_length(self) -> int:
+        """Tells the tokens of all requests."""
+        return self._keys.shape[0] * self._keys.shape[2]
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
+        """Answers that nothing is prepared."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attends request by request."""
+        batch_size, heads, _, head_dim = self._keys.shape
+        query = call.query.reshape(heads, -1, batch_size, head_dim).permute(2, 0, 1, 3)
+        outputs = [
+            F.scaled_dot_product_attention(own, keys, values, scale=call.scale)
+            for own, keys, values in zip(query.split(1), self._keys.split(1), self._values.split(1), strict=True)
+        ]
+        return torch.cat(outputs).permute(1, 2, 0, 3).reshape(call.query.shape)
+
+
+class RequestPages:
+    """Stands for `PagedAttentionCache.update` with tensors of its own for every request."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        self._states: dict[int, torch.Tensor] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a token of each request and returns all as `PagedAttentionCache.update` does, lazily."""
+        heads, batch_size, head_dim = key_states.shape[1:]
+        length = self._context + 1
+        if layer_idx not in self._states:
+            self._states[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
+        kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = None, length
+        keys, values = self._states[layer_idx]
+        keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        states: Any = RequestStates(keys, values)
+        shape = 1, heads, batch_size * length, head_dim
+        return stored_states(states, shape, shape, shape[2], key_states.dtype, key_states.device)
+
+
+class BatchedSteps:
+    """
+    Decode steps of requests of one length, by Transformers' own classes.
+
+    Args:
+        network (`PreTrainedModel`): the model.
+        num_requests, context (`int`): requests, and the tokens of each.
+        page_size (`int`): tokens of a page.
+        by_request (`bool`): whether every request has dense tensors of its own in the place of pages.
+    """
+
+    def __init__(
+        self, network: PreTrainedModel, num_requests: int, context: int, page_size: int, by_request: bool = False
+    ) -> None:
+        # What a fresh cache of Transformers' is filled with has no public name
+        from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
+
+        model: Any = network
+        self._network, self._context = network, context
+        config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+        paging = ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=num_requests * (context // page_size + 1),
+            max_batch_tokens=max(64, num_requests),
+            max_requests_per_batch=num_requests,
+        )
+        manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)
+        processor = manager._create_batch_processor()
+        network.__dict__.pop("_cached_continuous_batching_manager", None)
+        self.cache: Any = processor.cache
+        self._inputs, self._runner = processor.inputs_and_outputs, processor.model_runner
+        # Bytes that are small numbers, and any rows
+        self.cache.cache_tensor.random_(0, 60)
+        states = create_warmup_future_states(num_requests, RequestStatus.DECODING, 1, context, self.cache)
+        if len(states) < num_requests:
+            raise RuntimeError(f"the cache has room for {len(states)} of {num_requests} requests")
+        self._states = states
+        if by_request:
+            self.cache.update = RequestPages(context).update
+
+    @torch.inference_mode()
+    def step(self, number: int) -> None:
+        """Decodes a token of every request."""
+        for state in self._states:
+            state.state.position_offset, state.state.tokens_to_process = self._context, [number]
+        count, reads = len(self._states), len(self._states) * self._context
+        self._inputs.prepare_batch_tensors(self._states, self._runner.logit_processor, False, count, reads, False)
+        self._runner.compute_batch(self._network, self._inputs.get_model_kwargs())
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token in the pages of all layers."""
+        return float(sum(each.bytes_per_block / each.tokens_per_page for each in self.cache.cache_allocators.values()))
+
+
+@benchmark("step", "Decode steps of many requests, {dtype}")
+def benchmark_batching(
+    cache: CachesOption,
+    text_file: Annotated[
+        Path | None, typer.Option(help="A text that tables are made of, where a model has no calibration.")
+    ] = None,
+    model: ModelOption = "smollm2",
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model: a random one, mha, gqa-3, gqa-4 or mqa.")
+    ] = None,
+    requests: Annotated[list[int], typer.Option(help="Requests of a batch; repeatable.", min=1)] = [8],
+    context: Annotated[list[int], typer.Option(help="Tokens of every request; repeatable.", min=1)] = [1024],
+    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 10,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 256,
+    num_threads: NumThreadsOption = None,
+) -> Iterator[Found]:
+    """Time decode steps of continuous batching. Transformers' own pages, dense tensors by request and coded pages.
+
+    Seconds are those of the processor, on a CPU. Speeds are against Transformers' own.
+
+    \b
+    Examples:
+        kvcache-plugins bench batching --cache gear-c16 --context 1024 --context 4096 --num-threads 1
+        kvcache-plugins bench batching --cache gear-t25 --shape gqa-4 --requests 1 --requests 8
+    """
+    text = "" if text_file is None else read_text(text_file, "text_file")
+    if shape is None:
+        network, tokenizer = load_for_evaluation(model, None)
+        table_text = read_tokens(tokenizer, text, _TABLE_TOKENS, network.device) if text else None
+    else:
+        check_choice("shape", shape, tuple(SHAPES))
+        network = random_model(SHAPES[shape].config(), torch.float32)
+        table_text = torch.randint(network.config.vocab_size, (1, _TABLE_TOKENS))
+    yield from loaded_settings(network)
+    for count, length in product(requests, context):
+        with ExitStack() as stack:
+            ways = {
+                BY_INDEX: BatchedSteps(network, count, length, page_size),
+                BY_REQUEST: BatchedSteps(network, count, length, page_size, by_request=True),
+            }
+            counters = {}
+            for name in cache:
+                batching = stack.enter_context(compressed_batching(network, name, text=table_text))
+                ways[name], counters[name] = BatchedSteps(network, count, length, page_size), batching
+            say(f"{count} requests of {length} tokens")
+            functions: dict[str, Callable[[int], Any]] = {name: way.step for name, way in ways.items()}
+            measured = take_turns(functions, _time_processor, steps, warm_up=1)
+        first = statistics.median(measured[BY_INDEX])
+        for name, times in measured.items():
+            stats = counters[name].stats() if name in counters else {}
+            if name in counters and (stats["fused_calls"] != stats["attend_calls"] or stats["dense_reads"]):
+                raise RuntimeError(f"{name} was not attended to by its kernels: {stats}")
+            yield {
+                "batch_size": count,
+                "context": length,
+                "cache": name,
+                **spread(times),
+                "speed_against_first": first / statistics.median(times),
+                "bytes": round(ways[name].token_bytes * count * length),
+                "stats": stats,
+            }
+
+
+def _time_processor(function: Callable[[], Any]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
