@@ -44,7 +44,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 33_500),
     "triton_kernels": Room(("triton_kernels",), 3_500, 4_250),
     "eval": Room(("eval",), 5_500, 10_700),
-    "tests": Room(("tests",), 15_000, 28_400),
+    "tests": Room(("tests",), 15_000, 28_050),
 }
 
 
