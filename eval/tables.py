@@ -329,31 +329,19 @@ _KINDS = ("shape", "dtype", "batch_size", "num_threads")
 
 
 def render_shapes(rows: Rows) -> str:
-    """Renders speeds against the first cache: a line for each kind of model, a column a context."""
-    titles = {"step": "whole steps", "attention": "attention alone"}
-    parts = {part: [row for row in rows if row["part"] == part] for part in titles}
-    return "\n".join(_render_speeds(titles[part], own) for part, own in parts.items() if own)
-
-
-def _first_cache(row: Row) -> str:
-    return f"dense {row['dtype']}" if row["part"] == "attention" else REFERENCE
-
-
-def _render_speeds(title: str, rows: Rows) -> str:
-    contexts, first = sorted({row["context"] for row in rows}), _first_cache(rows[0])
-    others = list(dict.fromkeys(row["cache"] for row in rows if row["cache"] != _first_cache(row)))
+    """Renders speeds of steps against the first cache: a line for each kind of model, a column a context."""
+    contexts = sorted({row["context"] for row in rows})
+    others = [cache for cache in dict.fromkeys(row["cache"] for row in rows) if cache != REFERENCE]
     places: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
-        cache = first if row["cache"] == _first_cache(row) else row["cache"]
-        place = (*(row[key] for key in _KINDS), row["context"])
-        places[place][cache] = row
+        places[tuple(row[key] for key in (*_KINDS, "context"))][row["cache"]] = row
 
     def show(place: Mapping[str, Row] | None) -> str:
         if place is None:
             return "-"
         speeds = [place[other]["speed_against_first"] for other in others]
         shown = (f"**{speed:.2f}**" if speed < 1 / _TOLERANCE else f"{speed:.2f}" for speed in speeds)
-        return f"{1e3 * place[first]['median_s']:.2f}: {' / '.join(shown)}"
+        return f"{1e3 * place[REFERENCE]['median_s']:.2f}: {' / '.join(shown)}"
 
     kinds = dict.fromkeys(place[:-1] for place in places)
     cells = [[*map(str, kind), *(show(places.get((*kind, context))) for context in contexts)] for kind in kinds]
@@ -365,7 +353,7 @@ def _render_speeds(title: str, rows: Rows) -> str:
         counts.append(f"`{other}` in {slower} of {len(own)}, at worst {min(own):.2f} times as fast")
     names = " / ".join(f"`{other}`" for other in others)
     return (
-        f"Of {title}: milliseconds of {first}, and how many times as fast {names} are.\n\n"
+        f"Of whole steps: milliseconds of {REFERENCE}, and how many times as fast {names} are.\n\n"
         f"{make_markdown_table(head, cells)}\nSlower than {_TOLERANCE} times the time: {'; '.join(counts)}.\n"
     )
 
@@ -552,7 +540,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("MB", "bytes", ".1f", 1e-6),
         quartiles("ms a token (quartiles)"),
         SPEED,
-        number("first step, s", "first_step_s", ".1f", when=any_has("first_step_s")),
         Column("of which ms", _parts, any_has("parts_s")),
     ),
     "decode": render_decode,

@@ -4,8 +4,8 @@ With the dense cache both have to score alike, in every mode; with any other cac
 costs. Tasks of log-likelihoods only: multiple choice and rolling perplexity.
 """
 
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_plugins.console.display import Announce, track_progress
 from kvcache_plugins.console.inputs import CachesOption, DeviceOption, DtypeOption, ModelOption, load_for_evaluation
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
-from kvcache_plugins.eval.harness import spread
+from kvcache_plugins.eval.harness import spread, take_turns, time_call
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.eval.tasks import find_task
 
@@ -81,15 +81,14 @@ def compare_models(
     for cache in caches:
         for mode in modes:
             models[f"{cache}, {mode}"] = KVCacheLM(model, cache=cache, cache_mode=mode, cache_check=False, **common)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
     scores: dict[str, list[float]] = {}
-    for number in range(rounds):
-        for name in list(models)[:: 1 if number % 2 == 0 else -1]:
-            announce(f"round {number + 1} of {rounds}: {name}")
-            start = time.perf_counter()
-            answers = getattr(models[name], kind)(requests, disable_tqdm=True)
-            seconds[name].append(time.perf_counter() - start)
-            scores[name] = _log_likelihoods(answers)
+
+    def answer(name: str, number: int) -> None:
+        announce(f"round {number + 1} of {rounds}: {name}")
+        scores[name] = _log_likelihoods(getattr(models[name], kind)(requests, disable_tqdm=True))
+
+    functions = {name: partial(answer, name) for name in models}
+    seconds = take_turns(functions, partial(time_call, device=model.device), rounds)
     picks = _picks(requests, scores[OWN])
     for name in models:
         timing = spread(seconds[name])

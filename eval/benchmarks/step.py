@@ -18,12 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, parse_dtype, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import (
-    REFERENCE,
     cache_stats,
     check_length,
     fill_cache,
@@ -43,8 +42,6 @@ from kvcache_plugins.reports.memory import measure_memory
 
 # Of random models: longer contexts are these again
 _TOKENS_READ = 512
-# Steps in which everything is compiled and recompiled
-_COMPILING = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +82,6 @@ def time_steps(
     token_ids: torch.Tensor,
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
     seconds: float = float("inf"),
-    forwards: Mapping[str, Callable[..., Any]] | None = None,
-    start: int | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
     Times every decode step of each cache; the caches take turns.
@@ -96,8 +91,6 @@ def time_steps(
         caches (`Mapping[str, Cache]`): Caches that hold the context already.
         token_ids (`torch.Tensor` of shape `[batch_size, steps]`): What is fed, a token a step.
         guard, seconds: See `take_turns`.
-        forwards (`Mapping[str, Callable]`, *optional*): What is called instead of the model, by cache.
-        start (`int`, *optional*): Position of the first token, for what cannot tell it by itself: a static cache.
 
     Returns:
         Seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
@@ -105,9 +98,7 @@ def time_steps(
     logits: dict[str, torch.Tensor] = {}
 
     def step(name: str, number: int) -> None:
-        place = {} if start is None else {"position_ids": torch.tensor([[start + number]], device=network.device)}
-        token, forward = token_ids[:, number : number + 1], (forwards or {}).get(name, network)
-        output = forward(token, **as_argument(caches[name]), **place)
+        output = network(token_ids[:, number : number + 1], **as_argument(caches[name]))
         if number == 0:
             logits[name] = output.logits[:, -1].float()
 
@@ -179,10 +170,6 @@ def benchmark_steps(
     bin_length: Annotated[
         int | None, typer.Option(help="Medians over bins of so many steps: does a long decode slow down?", min=3)
     ] = None,
-    compiled: Annotated[
-        bool,
-        typer.Option("--compiled", help="Also by `torch.compile`, beside `StaticCache`; a CPU needs a C++ compiler."),
-    ] = False,
     seconds: Annotated[float | None, typer.Option(help="After these, three steps are enough in one place.")] = None,
     max_gigabytes: Annotated[
         float | None, typer.Option(help="Places where a dense cache takes more are left out.")
@@ -212,7 +199,7 @@ def benchmark_steps(
     text = "" if text_file is None or shape else read_text(text_file, "text_file")
     specs, threads = with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
-    num_fed = (steps + compiled * _COMPILING) * len(threads)
+    num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
     yield Content(benchmark="decode" if bin_length else "shapes" if shape else "step")
     start = time.perf_counter()
@@ -239,15 +226,9 @@ def benchmark_steps(
             if limit is not None and time.perf_counter() - start > limit:
                 yield Failure(where, f"{limit:.0f} seconds were over")
                 continue
-            forwards = _forwards(specs, network, compiled)
             caches: dict[str, Cache] = {}
-            for name in forwards:
-                spec, is_static = name.removesuffix(", compiled"), name.startswith("static")
-                caches[name] = (
-                    StaticCache(config=network.config, max_cache_len=length + num_fed)
-                    if is_static
-                    else make_cache(spec, network)
-                )
+            for name in specs:
+                caches[name] = make_cache(name, network)
                 if states is None:
                     network(token_ids[:, :length], **as_argument(caches[name]), logits_to_keep=1)
                     if size > 1:
@@ -257,37 +238,20 @@ def benchmark_steps(
                 say(f"{where}: {'read through' if states is None else 'filled into'} {name}")
             at = length if read is None else read
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
-            each_fed = num_fed // len(threads)
-            for index, (number, part) in enumerate(zip(threads, fed.split(each_fed, dim=1), strict=True)):
+            for number, part in zip(threads, fed.split(steps, dim=1), strict=True):
                 torch.set_num_threads(number)
-                used: dict[str, Any] = {"forwards": forwards, "start": length + index * each_fed} if compiled else {}
-                times, errors = time_steps(network, caches, part, seconds=seconds or float("inf"), **used)
+                times, errors = time_steps(network, caches, part, seconds=seconds or float("inf"))
                 if bin_length is not None:
                     yield from bin_rows(times, caches, length, bin_length)
                     continue
                 place: dict[str, Any] = {"batch_size": size, "num_threads": number}
                 place |= {"dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
-                kept = {name: each[compiled * _COMPILING :] for name, each in times.items()}
-                for row in step_rows(kept, caches, length, **place):
-                    firsts = {"first_step_s": times[row["cache"]][0]} if compiled else {}
-                    yield {**row, **firsts, "relative_error": errors[row["cache"]]}
-            if not compiled and seconds is None:
+                for row in step_rows(times, caches, length, **place):
+                    yield {**row, "relative_error": errors[row["cache"]]}
+            if seconds is None:
                 for used_cache in caches.values():
                     check_length(used_cache, length + num_fed)
-
-
-def _forwards(specs: Sequence[str], network: PreTrainedModel, compiled: bool) -> dict[str, Callable[..., Any]]:
-    """Lists what takes turns, and what each calls: shapes grow for all but a static cache."""
-    if not compiled:
-        return dict.fromkeys(specs, network)
-    forward: Callable[..., Any] = network.forward
-    found: dict[str, Callable[..., Any]] = {}
-    for spec in (*specs, "static"):
-        found[spec] = forward
-        if spec != REFERENCE:
-            found[f"{spec}, compiled"] = torch.compile(forward, dynamic=spec != "static")
-    return found
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ pytest.importorskip("lm_eval")
 
 import yaml
 
-from kvcache_plugins.eval.lm_eval_ranks import CacheRecord, find_rank
+from kvcache_plugins.eval.lm_eval_ranks import find_rank
 
 
 CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
@@ -88,8 +87,3 @@ def test_rank_is_the_launchers_where_processes_share_a_machine_without_gpus() ->
     assert find_rank(own) == (0, 1)
     launched = SimpleNamespace(rank=0, world_size=1, accelerator=SimpleNamespace(process_index=1, num_processes=2))
     assert find_rank(launched) == (1, 2)
-
-
-def test_an_empty_record_counts_nothing() -> None:
-    record = CacheRecord()
-    assert (record.counters, record.largest, record.largest_length) == (Counter(), None, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.eval.tables import RENDERERS, print_markdown, render, render_llama_cpp, render_shapes
+from kvcache_plugins.eval.tables import RENDERERS, print_markdown, render
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,133 +83,18 @@ def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
     assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
 
 
-def render_fidelity_rows(tmp_path, rows):
-    return render_rows(tmp_path, "fidelity", rows)
-
-
-def test_fetched_tokens_have_a_column_where_a_cache_fetches(tmp_path):
-    common = {"ppl_ratio": 1.0, "kl": 0.01, "top1_agreement": 0.9}
-    stats = {"infinigen": {"tokens_fetched": 97, "tokens_fetchable": 1000}, "h2o": {"tokens_kept": 5}}
-    rows = [
-        {"cache": name, **common, "memory_after_prefix": {"total_bytes": 1e6, "kv_percent": 10.0}, "stats": each}
-        for name, each in stats.items()
-    ]
-    text = render_fidelity_rows(tmp_path, rows)
-    assert "| same top token | % of tokens fetched |" in text
-    assert "| `infinigen` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | 9.7 |" in text
-    assert "| `h2o` | 1.00 | 10.0 | 1.000 | 0.0100 | 90.0 % | - |" in text
-
-
-def test_bytes_fetched_are_set_against_whole_layers_at_16_bits(tmp_path):
-    common = {"ppl_ratio": 1.0, "kl": 0.01, "kl_spread": 0.0, "top1_agreement": 0.9, "mean_kv_percent": 20.0}
-    # A cache of 1000 and then of 1200 bytes at 16 bits, read ten times
-    held = {
-        "memory_after_prefix": {"total_bytes": 200, "kv_percent": 20.0},
-        "memory_at_end": {"total_bytes": 360, "kv_percent": 30.0},
-    }
-    stats = {"tokens_fetched": 97, "tokens_fetchable": 1000, "bytes_fetched": 550}
-    rows = [{"cache": "coded", **common, **held, "stats": stats, "windows": [{"num_scored": 3}, {"num_scored": 10}]}]
-    text = render_fidelity_rows(tmp_path, rows)
-    assert "| % of 16 bits | % while decoding | PPL / dense |" in text
-    assert "| 20.0 | 20.0 | 1.000 |" in text
-    assert "| 9.7 | 5.00 |" in text
-
-
-def test_what_all_caches_share_has_a_column_where_there_is_something(tmp_path):
-    common = {"ppl_ratio": 1.0, "kl": 0.01, "top1_agreement": 0.9, "stats": {}}
-    held = {"total_bytes": 1e6, "kv_percent": 10.0}
-    rows = [
-        {"cache": "gear-c12", **common, "memory_after_prefix": {**held, "shared": {"calibration": 9}}},
-        {"cache": "gear-t16", **common, "memory_after_prefix": {**held, "shared": {}}},
-        {"cache": "from-before", **common, "memory_after_prefix": held},
-    ]
-    rows[0]["memory_after_prefix"]["kv_percent_with_shared"] = 14.0
-    text = render_fidelity_rows(tmp_path, rows)
-    assert "| % of 16 bits | % with what all caches share | PPL / dense |" in text
-    assert "| `gear-c12` | 1.00 | 10.0 | 14.0 | 1.000 |" in text
-    assert "| `gear-t16` | 1.00 | 10.0 | 10.0 | 1.000 |" in text
-    assert "| `from-before` | 1.00 | 10.0 | 10.0 | 1.000 |" in text
-    assert "share" not in render_fidelity_rows(tmp_path, rows[1:])
-
-
-TIMES = {"median_s": 2.0, "lower_quartile_s": 1.5, "upper_quartile_s": 2.5}
-
-
-def test_runahead_over_one_link_and_two(tmp_path):
-    row = {**TIMES, "length": 64, "method": "planned", "lengths": [40, 24], "speed_against_one_rank": 1.8}
-    row |= {"bytes_sent": 3_200_000, "link": "full"}
-    text = render_rows(tmp_path, "runahead", [row])
-    assert "| 64 | planned | 40 + 24 | 2.00 (1.50 to 2.50) | 1.80 | 3.2 |" in text
-    text = render_rows(tmp_path, "runahead", [row, {**row, "link": "throttled", "seconds_against_full": 1.04}])
-    assert "| 1.80 | 3.2 | full | - |" in text and "| 1.80 | 3.2 | throttled | 1.040 |" in text
-
-
 def test_simulations(tmp_path):
-    row = {"lengths": [40, 24], "measured_s": 2.0, "simulated_s": 1.9, "simulated_against_measured": 0.95}
-    assert "| 40 + 24 | 2.000 | 1.900 | 0.950 |" in render_rows(tmp_path, "runahead-simulation", [row])
     row = {"lengths": [40, 24], "length": 64, "gb_s": 10.0, "num_ranks": 4}
     row |= {"one_rank_s": 2.0, "tsp_s": 1.5, "runahead_s": 1.0}
     text = render_rows(tmp_path, "runahead-simulation", [row])
     assert "| 64 | 10 | 4 | 2.000 | 1.500 | 1.000 | 2 | 1.50 |" in text
 
 
-def test_perplexity_and_lm_eval(tmp_path):
+def test_perplexity(tmp_path):
     row = {"cache": "gear-2bit", "memory_at_end": {"total_bytes": 4_300_000}, "ppl": 17.1, "num_scored": 90}
     text = render_rows(tmp_path, "perplexity", [{**row, "stretch": 40, "ppl_by_stretch": [20.0, 18.0, 16.0]}])
     assert "| cache | MB | PPL | to 40 | to 80 | to 90 |" in text
     assert "| `gear-2bit` | 4.30 | 17.100 | 20.00 | 18.00 | 16.00 |" in text
-    row = {**TIMES, "model": "hf", "speed_against_hf": 1.0, "largest_difference": 4e-5}
-    text = render_rows(
-        tmp_path, "lm-eval", [{**row, "largest_relative_difference": 1e-6, "same_picks": 9, "num_items": 10}]
-    )
-    assert "| hf | 2.00 (1.50 to 2.50) | 1.00 | 4.0e-05 | 1.0e-06 | 9 of 10 |" in text
-
-
-def make_time(cache: str, context: int, **more: object) -> dict[str, object]:
-    times = {"median_s": 0.002, "lower_quartile_s": 0.001, "upper_quartile_s": 0.003}
-    return {"part": "step", "cache": cache, "context": context, "bytes": 1e6 * context, **times, **more}
-
-
-def test_columns_are_contexts():
-    rows = [make_time("dynamic", 4), make_time("dynamic", 9), make_time("llama.cpp f16", 9, kl_after_reading=0.0001)]
-    lines = render_llama_cpp(rows).splitlines()
-    assert lines[0] == "| decode step over | 4 tokens, ms | 9 tokens, ms | MB of 9 | KL to Transformers, same text |"
-    assert lines[2] == "| `dynamic` | 2.00 (1.00 to 3.00) | 2.00 (1.00 to 3.00) | 9.0 |  |"
-    assert lines[3] == "| `llama.cpp f16` | - | 2.00 (1.00 to 3.00) | 9.0 | 0.0001 |"
-
-
-def test_heads_have_a_table_each():
-    heads = [{"num_heads": 3, "groups": 3, "head_dim": 64}, {"num_heads": 8, "groups": 4, "head_dim": 128}]
-    rows = [make_time("gear-k4v3", 64, **each) | {"part": "attention"} for each in heads]
-    text = render_llama_cpp(rows)
-    assert "attention over 3 x 3 heads of 64" in text and "attention over 8 x 4 heads of 128" in text
-    assert "KL" not in text
-
-
-def make_rows(part: str, first: str, context: int, speeds: dict[str, float]) -> list[dict[str, object]]:
-    place = {"part": part, "shape": "mqa", "dtype": "float32", "batch_size": 8, "num_threads": 2, "context": context}
-    return [
-        {**place, "cache": name, "median_s": 0.01 / speed, "speed_against_first": speed}
-        for name, speed in {first: 1.0, **speeds}.items()
-    ]
-
-
-def test_a_line_a_kind_and_a_column_a_context():
-    rows = make_rows("step", "dynamic", 64, {"gear-k4v3": 0.97, "gear-t22": 0.99})
-    rows += make_rows("step", "dynamic", 4096, {"gear-k4v3": 2.0, "gear-t22": 1.5})
-    lines = render_shapes(rows).splitlines()
-    assert "`gear-k4v3` / `gear-t22`" in lines[0]
-    assert lines[2] == "| heads | dtype | batch | threads | 64 tokens | 4096 tokens |"
-    assert lines[4] == "| mqa | float32 | 8 | 2 | 10.00: **0.97** / 0.99 | 10.00: 2.00 / 1.50 |"
-    assert "`gear-k4v3` in 1 of 2, at worst 0.97 times as fast; `gear-t22` in 0 of 2" in lines[-1]
-
-
-def test_attention_stands_in_a_table_of_its_own():
-    rows = make_rows("attention", "dense float32", 64, {"gear-k4v3": 0.5})
-    rows += make_rows("step", "dynamic", 1, {"gear-k4v3": 1.0})
-    text = render_shapes(rows)
-    assert text.index("whole steps") < text.index("attention alone")
-    assert "10.00: **0.50**" in text
 
 
 def test_wide_tables_fit_a_terminal(monkeypatch, capsys):

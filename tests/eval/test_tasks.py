@@ -21,7 +21,7 @@ from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]
 HUB_CHOICES = {"text": CHOICES, "label": ["A", "B", "C", "D"]}
-# Of every set a row of a file, the same row as the hub has it, and what lm-eval is to see of both
+# Of every set a row of a file, what the hub has otherwise or besides, and what lm-eval is to see of both
 ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
     "copa": (
         {
@@ -31,23 +31,17 @@ ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] 
             "choice2": "It sang.",
             "label": 0,
         },
-        {
-            "question": "cause",
-            "premise": "The glass fell.",
-            "choice1": "It was hit.",
-            "choice2": "It sang.",
-            "label": 0,
-        },
+        {},
         {"query": "The glass fell because", "choices": ["it was hit.", "it sang."], "label": 0},
     ),
     "piqa": (
         {"goal": "Boil water", "sol1": "heat it", "sol2": "freeze it", "label": 0},
-        {"goal": "Boil water", "sol1": "heat it", "sol2": "freeze it", "label": 0},
+        {},
         {"query": "Question: Boil water\nAnswer:", "choices": ["heat it", "freeze it"], "label": 0},
     ),
     "rte": (
         {"sentence1": "It rains.", "sentence2": "It is dry.", "label": 1},
-        {"sentence1": "It rains.", "sentence2": "It is dry.", "label": 1, "idx": 3},
+        {"idx": 3},
         {
             "query": "It rains.\nQuestion: It is dry. True or False?\nAnswer:",
             "choices": ["True", "False"],
@@ -66,7 +60,7 @@ ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] 
     ),
     "winogrande": (
         {"sentence": "The cup fit in the bag as the _ was small.", "option1": "cup", "option2": "bag", "answer": "1"},
-        {"sentence": "The cup fit in the bag as the _ was small.", "option1": "cup", "option2": "bag", "answer": "1"},
+        {},
         {
             "choices": ["The cup fit in the bag as the cup", "The cup fit in the bag as the bag"],
             "ending": "was small.",
@@ -75,7 +69,7 @@ ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] 
     ),
     "gsm8k": (
         {"question": "One and one?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
-        {"question": "One and one?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
+        {},
         {"question": "One and one?", "target": "2"},
     ),
 }
@@ -121,7 +115,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
     own, hub, expected = ROWS[name]
     convert = loaders.SOURCES[name].convert
-    assert convert(own) == convert(hub) == expected
+    assert convert(own) == convert(hub if "answerKey" in hub else own | hub) == expected
     splits = getattr(loaders, name)(data_folder=str(data_folder), pretrained="ignored")
     assert splits["test"][0] == expected
     # Sets of one file give some rows to the examples, and no row to both

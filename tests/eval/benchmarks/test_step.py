@@ -43,18 +43,6 @@ def test_bins_of_a_long_decode(rows_of):
     assert row["stats"]["tokens_compressed"] > 0 < row["bytes"]
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_compiled(rows_of):
-    rows = rows_of("step --cache dynamic --cache gear-2bit --context 100 --steps 3 --compiled")
-    assert [row["cache"] for row in rows] == [
-        "dynamic",
-        *(name + way for name in ("gear-2bit", "static") for way in ("", ", compiled")),
-    ]
-    assert all(row["first_step_s"] > 0 for row in rows)
-    assert rows[3]["relative_error"] < 1e-4
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.console import results as report_file
-from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox, TimeIsUpError
+from kvcache_plugins.eval.gpu.partial_report import PartialReport
 
 
 @pytest.fixture
@@ -38,25 +38,10 @@ def test_an_error_is_noted_and_what_follows_goes_on(report):
     assert read(report)["rows"] == [{"name": "second"}]
 
 
-def test_want_of_time_is_noted_as_such(report):
-    with report.attempt("late"):
-        TimeBox(0.0).require(1.0)
-    assert read(report)["failures"] == [{"what": "late", "reason": "skipped: time"}]
-
-
 def test_an_interruption_is_no_failure(report):
     with pytest.raises(KeyboardInterrupt), report.attempt("it"):
         raise KeyboardInterrupt
     assert read(report)["failures"] == []
-
-
-def test_a_box_lets_through_what_fits():
-    box = TimeBox(100.0)
-    box.require(50.0)
-    assert not box.is_up
-    with pytest.raises(TimeIsUpError):
-        box.require(200.0)
-    assert TimeBox(-1.0).is_up
 
 
 def test_an_installed_package_is_told_its_commit(tmp_path, monkeypatch):
