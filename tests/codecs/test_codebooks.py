@@ -50,6 +50,7 @@ def test_thresholds_lead_to_the_nearest_point(width):
     assert torch.equal(codes, nearest)
 
 
-def test_further_bits_are_worth_less_and_less():
-    gains = -torch.tensor(DISTORTIONS).diff()
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_further_bits_are_worth_less_and_less(quantizer):
+    gains = -torch.tensor(QUANTIZERS[quantizer].distortions).diff()
     assert bool((gains.diff() < 0).all())

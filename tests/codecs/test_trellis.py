@@ -78,11 +78,6 @@ def test_distortions_are_those_of_rows(width):
     assert float(squared_errors(700, 8, width).mean()) == pytest.approx(1.025 * TRELLIS.distortions[width], rel=0.035)
 
 
-def test_further_bits_are_worth_less_and_less():
-    gains = -torch.tensor(TRELLIS.distortions).diff()
-    assert bool((gains.diff() < 0).all())
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_states_have_points_of_their_own(width):
     points = state_points(torch.device("cpu"))[width]

@@ -67,14 +67,6 @@ class TestLevels:
             library.function("attend")
 
 
-@pytest.fixture(params=[1, 2, 5])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=["openmp", "python"])
 def pool(request, monkeypatch):
     """What PyTorch has, and what takes its place on other systems."""
@@ -107,6 +99,7 @@ def tasks_done(num_threads: int) -> list[int]:
 
 
 @needs_library
+@pytest.mark.parametrize("num_threads", [1, 2, 5], indirect=True)
 class TestThreads:
     def test_as_many_as_asked_for_run_at_once(self, num_threads, pool):
         # After work of PyTorch's own, whose threads may still be awake
@@ -153,14 +146,16 @@ class TestThreads:
         for result in results:
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
-    def test_are_pytorchs(self):
-        assert library.find_threads() is not library._run_on_python_threads
-
     def test_a_forked_process_has_one(self, monkeypatch, num_threads):
         assert library.num_threads() == num_threads
         monkeypatch.setattr(library, "_PROCESS", os.getpid() + 1)
         assert library.num_threads() == 1
+
+
+@needs_library
+@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
+def test_threads_are_pytorchs():
+    assert library.find_threads() is not library._run_on_python_threads
 
 
 class TestMissing:

@@ -3,6 +3,7 @@
 What is written to is full of NaN before, so that a row which is not to be touched shows, and one left out too.
 """
 
+import itertools
 import os
 
 import pytest
@@ -60,6 +61,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
+def check_gather(pages, slots, count, *, offset=0, behind=0, room=0):
+    """Gathers into rows with other channels before and behind them, and rows behind all of them; none may change."""
+    batch_size, num_heads, num_slots = slots.shape
+    row_dim, dtype = pages[0].shape[3], pages[0].dtype
+    whole = poisoned(batch_size, num_heads, num_slots + room, offset + row_dim + behind, dtype=dtype)
+    expected = whole.cpu().clone()
+    rows = expected[:, :, :num_slots, offset : offset + row_dim]
+    last = len(pages) * PAGE_TOKENS - 1
+    is_row = torch.arange(num_slots) < (num_slots if count is None else count.cpu()[..., None])
+    known = rows_of(pages, slots.clamp(max=last))
+    rows.copy_(torch.where(is_row[..., None], known.float(), rows.float()).to(dtype))
+    out = whole[:, :, :num_slots, offset : offset + row_dim]
+    gather_rows(page_addresses(pages, DEVICE), slots, count, out, PAGE_TOKENS)
+    assert torch.equal(bits(whole), bits(expected))
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -67,95 +84,51 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     [(1, 1, 1, 1, 1), (3, 2, 3, 129, 37), (4, 1, 2, 40, 63), (2, 2, 2, 256, 5), (2, 1, 1, 1026, 9)],
 )
 def test_rows_up_to_count_are_gathered(num_pages, batch_size, num_heads, row_dim, num_slots, dtype):
-    pages = make_pages(num_pages, batch_size, num_heads, row_dim, dtype)
-    slots = make_slots(num_pages, batch_size, num_heads, num_slots)
     generator = torch.Generator().manual_seed(2)
     count = torch.randint(0, num_slots + 1, (batch_size, num_heads), generator=generator)
     count[-1, -1] = num_slots
-    out = poisoned(batch_size, num_heads, num_slots, row_dim, dtype=dtype)
-    expected = torch.where(
-        (torch.arange(num_slots) < count[..., None])[..., None], rows_of(pages, slots).float(), out.cpu().float()
-    )
-    gather_rows(page_addresses(pages, DEVICE), slots, count.to(DEVICE), out, PAGE_TOKENS)
-    assert torch.equal(bits(out), bits(expected.to(dtype)))
+    pages = make_pages(num_pages, batch_size, num_heads, row_dim, dtype)
+    check_gather(pages, make_slots(num_pages, batch_size, num_heads, num_slots), count.to(DEVICE))
 
 
-def test_without_a_count_all_rows_are_gathered():
-    pages, slots = make_pages(2, 1, 2, 8, torch.float16), make_slots(2, 1, 2, 11)
-    out = poisoned(1, 2, 11, 8, dtype=torch.float16)
-    gather_rows(page_addresses(pages, DEVICE), slots, None, out, PAGE_TOKENS)
-    assert torch.equal(out.cpu(), rows_of(pages, slots))
-
-
-def test_a_count_beyond_the_slots_is_all_of_them_and_no_slots_are_none():
-    pages, slots = make_pages(2, 1, 1, 8, torch.float32), make_slots(2, 1, 1, 5)
-    whole = poisoned(1, 1, 7, 8, dtype=torch.float32)
-    count = torch.full((1, 1), 9, device=DEVICE)
-    gather_rows(page_addresses(pages, DEVICE), slots, count, whole[:, :, :5], PAGE_TOKENS)
-    assert torch.equal(whole[:, :, :5].cpu(), rows_of(pages, slots))
-    assert whole[:, :, 5:].isnan().all()
-    gather_rows(page_addresses(pages, DEVICE), slots[:, :, :0], count, whole[:, :, :0], PAGE_TOKENS)
-
-
-def test_what_is_beyond_count_is_not_read():
-    """Slots of pages that are not there, which would be read at address zero."""
-    pages, slots = make_pages(1, 1, 1, 8, torch.float32), make_slots(1, 1, 1, 6)
-    expected = rows_of(pages, slots)[:, :, :4]
-    slots[:, :, 4:] = 10**9
-    out = poisoned(1, 1, 6, 8, dtype=torch.float32)
-    gather_rows(page_addresses(pages, DEVICE), slots, torch.full((1, 1), 4, device=DEVICE), out, PAGE_TOKENS)
-    assert torch.equal(out[:, :, :4].cpu(), expected)
-    assert out[:, :, 4:].isnan().all()
+@pytest.mark.parametrize("num_slots", [11, 0])
+@pytest.mark.parametrize("number", [None, 4, 20])
+def test_counts_from_none_to_beyond_the_slots(number, num_slots):
+    pages, slots = make_pages(2, 1, 2, 8, torch.float16), make_slots(2, 1, 2, num_slots)
+    # Of pages that are not there, which would be read at address zero
+    slots[:, :, 11 if number is None else number :] = 10**9
+    check_gather(pages, slots, None if number is None else torch.full((1, 2), number, device=DEVICE), room=2)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4], ids="offset{}".format)
 def test_strides_and_alignment_may_be_anything(offset):
     """Slots and counts of every other head, into rows that begin at an odd number and lie apart."""
-    pages = make_pages(2, 2, 3, 6, torch.bfloat16)
     slots = make_slots(2, 2, 3, 8).repeat_interleave(2, dim=1)[:, ::2]
     count = torch.tensor([[8, 0, 3], [5, 8, 1]], device=DEVICE).T.contiguous().T
-    whole = poisoned(2, 3, 8, 6 + 9, dtype=torch.bfloat16)
-    expected = whole.cpu().clone()
-    gather_rows(page_addresses(pages, DEVICE), slots, count, whole[..., offset : offset + 6], PAGE_TOKENS)
-    is_row = (torch.arange(8) < count.cpu()[..., None])[..., None]
-    expected[..., offset : offset + 6] = torch.where(is_row, rows_of(pages, slots), expected[..., :6])
-    assert torch.equal(bits(whole), bits(expected))
+    check_gather(make_pages(2, 2, 3, 6, torch.bfloat16), slots, count, offset=offset, behind=9 - offset)
 
 
 def test_more_rows_than_the_programs_hold_at_once():
-    pages, slots = make_pages(40, 1, 1, 512, torch.float32), make_slots(40, 1, 1, 640)
     count = torch.full((1, 1), 601, device=DEVICE)
-    out = poisoned(1, 1, 640, 512, dtype=torch.float32)
-    gather_rows(page_addresses(pages, DEVICE), slots, count, out, PAGE_TOKENS)
-    assert torch.equal(out[:, :, :601].cpu(), rows_of(pages, slots)[:, :, :601])
-    assert out[:, :, 601:].isnan().all()
+    check_gather(make_pages(40, 1, 1, 512, torch.float32), make_slots(40, 1, 1, 640), count)
 
 
+@pytest.mark.parametrize(("row_dim", "stride", "is_counted"), [(33, 40, True), (10, 10, False)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_written_where_they_belong(dtype):
-    pages, slots = make_pages(3, 2, 2, 33, dtype), make_slots(3, 2, 2, 21)
-    before = [page.clone() for page in pages]
-    rows = torch.randn(2, 2, 21, 40, generator=torch.Generator().manual_seed(3)).to(dtype).to(DEVICE)[..., :33]
-    count = torch.tensor([[21, 4], [0, 13]], device=DEVICE)
-    write_rows(page_addresses(pages, DEVICE), slots, count, rows, PAGE_TOKENS)
+def test_rows_are_written_where_they_belong(dtype, row_dim, stride, is_counted):
+    pages, slots = make_pages(3, 2, 2, row_dim, dtype), make_slots(3, 2, 2, 21)
+    expected = torch.cat(pages, dim=2)
+    rows = torch.randn(2, 2, 21, stride, generator=torch.Generator().manual_seed(3)).to(dtype)[..., :row_dim]
+    count = torch.tensor([[21, 4], [0, 13]] if is_counted else [[21, 21], [21, 21]])
+    on_device = torch.empty(2, 2, 21, stride, dtype=dtype, device=DEVICE)[..., :row_dim].copy_(rows)
+    given = count.to(DEVICE) if is_counted else None
+    write_rows(page_addresses(pages, DEVICE), slots, given, on_device, PAGE_TOKENS)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    expected = torch.cat(before, dim=2)
-    for item in range(2):
-        for head in range(2):
-            number = int(count[item, head])
-            expected[item, head, slots[item, head, :number].cpu()] = rows[item, head, :number].cpu()
+    for item, head in itertools.product(range(2), range(2)):
+        number = int(count[item, head])
+        expected[item, head, slots[item, head, :number].cpu()] = rows[item, head, :number]
     assert torch.equal(bits(torch.cat(pages, dim=2)), bits(expected))
-
-
-def test_written_rows_are_gathered_again():
-    pages = make_pages(2, 1, 2, 10, torch.float16)
-    addresses, slots = page_addresses(pages, DEVICE), make_slots(2, 1, 2, 20)
-    rows = torch.randn(1, 2, 20, 10).half().to(DEVICE)
-    write_rows(addresses, slots, None, rows, PAGE_TOKENS)
-    out = poisoned(1, 2, 20, 10, dtype=torch.float16)
-    gather_rows(addresses, slots, None, out, PAGE_TOKENS)
-    assert torch.equal(out, rows)
 
 
 def test_pages_that_do_not_lie_side_by_side_are_refused():

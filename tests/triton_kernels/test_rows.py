@@ -39,6 +39,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 # decoded error, relative
 MOST_DIFFERENT, SAME_ERROR = 0.005, 1e-3
 HALVES = [torch.float16, torch.bfloat16]
+LAYOUTS = ["interleaved", "partial", "none"]
 # Of attention: batch size, heads, query heads a head, tokens, head dims of keys and values, sums of widths, queries
 PROMPTS = {
     "smollm2": (1, 3, 3, 65, 64, 64, 19, 16, 1),
@@ -202,19 +203,21 @@ def test_queries_of_any_size(query_scale):
     check_attention("least", [part], torch.bfloat16, query_scale * queries)
 
 
-def test_means_of_keys_much_larger_than_deviations():
-    check_attention("unlike-dims", [make_part("unlike-dims", offset=10.0)], torch.bfloat16)
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "partial", "none"])
-@pytest.mark.parametrize("case", ["least", "basis-widest"])
-def test_attention_by_layout(case, layout):
-    check_attention(case, [make_part(case, layout=layout)])
-
-
-@pytest.mark.parametrize("start", [200, 70_001])
-def test_positions_far_on(start):
-    check_attention("least", [make_part("least", start=start)])
+@pytest.mark.parametrize(
+    ("case", "options", "length", "dtype"),
+    [
+        *((case, {"layout": layout}, None, torch.float32) for case in ("least", "basis-widest") for layout in LAYOUTS),
+        *(("least", {"start": start}, None, torch.float32) for start in (200, 70_001)),
+        # Means much larger than deviations
+        ("unlike-dims", {"offset": 10.0}, None, torch.bfloat16),
+        # Capacity behind the rows in use
+        ("unlike-dims", {}, 43, torch.float32),
+    ],
+    ids=str,
+)
+def test_attention_to_other_keys(case, options, length, dtype):
+    part = make_part(case, **options)
+    check_attention(case, [dataclasses.replace(part, length=length or part.length)], dtype)
 
 
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "added"])
@@ -249,10 +252,6 @@ def test_several_coded_parts():
     part = make_part("many-rows")
     second = CodedPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.codec, part.positions.after(20), 45, None)
     check_attention("many-rows", [part, second, part])
-
-
-def test_capacity_behind_the_rows_in_use_is_not_read():
-    check_attention("unlike-dims", [dataclasses.replace(make_part("unlike-dims"), length=43)])
 
 
 def test_splits_are_merged(monkeypatch):
@@ -349,24 +348,20 @@ def test_coding_in_half_precision(case, dtype):
     check_coding(*make_states(case, dtype))
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "partial", "none"])
-@pytest.mark.parametrize("case", ["t16-d64", "basis-odd-dim"])
-def test_coding_by_layout(case, layout):
-    check_coding(*make_states(case, layout=layout))
-
-
-@pytest.mark.parametrize("start", [0, 70_001])
-def test_positions_of_coded_tokens(start):
-    check_coding(*make_states("t25-d64", start=start))
-
-
-@pytest.mark.parametrize(("case", "start"), [("t16-d64", 4), ("basis-d80", 300)])
-def test_padding_of_coded_tokens(case, start):
-    check_coding(*make_states(case, padding=torch.tensor([0, 7]), start=start))
-
-
-def test_coded_means_much_larger_than_deviations():
-    check_coding(*make_states("t25-d64", offset=20.0))
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *((case, {"layout": layout}) for case in ("t16-d64", "basis-odd-dim") for layout in LAYOUTS),
+        *(("t25-d64", {"start": start}) for start in (0, 70_001)),
+        ("t16-d64", {"padding": torch.tensor([0, 7])}),
+        ("basis-d80", {"padding": torch.tensor([0, 7]), "start": 300}),
+        # Means much larger than deviations
+        ("t25-d64", {"offset": 20.0}),
+    ],
+    ids=str,
+)
+def test_coding_of_other_keys(case, options):
+    check_coding(*make_states(case, **options))
 
 
 def test_channels_that_do_not_vary_and_tokens_of_zeros():
