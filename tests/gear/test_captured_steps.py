@@ -18,6 +18,18 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 PRESETS = ["gear", "gear-t16", "gear-2bit", "kivi-2bit", "gear-k4v3"]
 
 
+def prompts(batch_size, length, padding=0):
+    """Ids, and a mask that hides the first tokens of the first sequence."""
+    ids = torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generate(model, cache, inputs, num_tokens):
+    return model.generate(**inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
+
+
 def contents(cache):
     """What a cache holds, room aside."""
     tensors = [
@@ -33,18 +45,25 @@ CASES = [
 ]
 
 
+def replayed(model, make_cache, inputs, num_tokens):
+    """Generates with a cache, and the same tokens with one whose steps are captured: both caches, and the steps."""
+    expected, cache = make_cache(), make_cache()
+    tokens = generate(model, expected, inputs, num_tokens)
+    with cache.captured_steps(model, num_tokens) as steps:
+        assert torch.equal(generate(model, cache, inputs, num_tokens), tokens)
+    assert steps.num_recorded == 1
+    return expected, cache, steps
+
+
 @pytest.mark.parametrize(("name", "batch_size", "padding"), CASES)
-def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama, prompts, generate):
-    inputs, num_tokens = prompts(batch_size, 97, padding), 45 if name == "gear" else 70
-    expected = create_cache(name, tiny_llama)
-    tokens = generate(tiny_llama, expected, inputs, num_tokens)
-    cache = create_cache(name, tiny_llama)
-    with cache.captured_steps(tiny_llama, num_tokens) as steps:
-        assert torch.equal(generate(tiny_llama, cache, inputs, num_tokens), tokens)
+def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama):
+    num_tokens = 45 if name == "gear" else 70
+    make_cache = functools.partial(create_cache, name, tiny_llama)
+    expected, cache, steps = replayed(tiny_llama, make_cache, prompts(batch_size, 97, padding), num_tokens)
     # The prompt, and the steps before which a chunk was compressed
     packing = cache.layers[0].packing
     num_others = 2 + (num_tokens - 2 - packing.residual_length) // (packing.residual_length - packing.num_kept)
-    assert (steps.num_recorded, steps.num_others) == (1, num_others)
+    assert steps.num_others == num_others
     assert steps.num_replayed == num_tokens - num_others
     assert cache.stats() == expected.stats()
     for mine, theirs in zip(contents(cache), contents(expected), strict=True):
@@ -52,26 +71,19 @@ def test_tokens_are_those_of_the_cache(name, batch_size, padding, tiny_llama, pr
 
 
 @pytest.mark.long
-def test_in_calibrated_bases(tiny_llama, random_windows, prompts, generate):
-    calibration, inputs = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1), prompts(1, 97)
-    tokens = generate(tiny_llama, create_cache("gear-c16", tiny_llama, calibration=calibration), inputs, 30)
-    cache = create_cache("gear-c16", tiny_llama, calibration=calibration)
-    with cache.captured_steps(tiny_llama) as steps:
-        assert torch.equal(generate(tiny_llama, cache, inputs, 30), tokens)
-    assert steps.num_recorded == 1 and steps.num_replayed > 20
+def test_in_calibrated_bases(tiny_llama, random_windows):
+    calibration = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1)
+    make_cache = functools.partial(create_cache, "gear-c16", tiny_llama, calibration=calibration)
+    assert replayed(tiny_llama, make_cache, prompts(1, 97), 30)[2].num_replayed > 20
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama-mqa"])
-def test_other_models(architecture, tiny_model, prompts, generate):
-    model, inputs = tiny_model(architecture), prompts(1, 97)
-    tokens = generate(model, GEARCache(model), inputs, 50)
-    cache = GEARCache(model)
-    with cache.captured_steps(model) as steps:
-        assert torch.equal(generate(model, cache, inputs, 50), tokens)
-    assert steps.num_recorded == 1 and steps.num_replayed > 40
+def test_other_models(architecture, tiny_model):
+    model = tiny_model(architecture)
+    assert replayed(model, functools.partial(GEARCache, model), prompts(1, 97), 50)[2].num_replayed > 40
 
 
-def test_guesses_that_are_taken_back(tiny_llama, prompts):
+def test_guesses_that_are_taken_back(tiny_llama):
     ids = prompts(1, 20)["input_ids"].repeat(1, 5)
     # Older releases of Transformers look for an end among what they propose
     options = {"max_new_tokens": 60, "do_sample": False, "prompt_lookup_num_tokens": 3, "eos_token_id": 1}
@@ -98,7 +110,7 @@ def read(model, cache, inputs):
 
 
 @pytest.mark.parametrize("name", ["gear", "gear-2bit"])
-def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama, tmp_path, prompts):
+def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama, tmp_path):
     cache = create_cache(name, tiny_llama)
     first = read(tiny_llama, cache, prompts(1, 97))
     with pytest.raises(RuntimeError, match="by the user"), cache.captured_steps(tiny_llama):
@@ -119,7 +131,7 @@ def test_leaving_gives_an_ordinary_cache_with_the_same_contents(name, tiny_llama
     assert all(torch.equal(each, tokens[0]) for each in tokens)
 
 
-def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama, prompts):
+def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama):
     expected, cache = (GEARCache(tiny_llama.config, nbits=2, residual_length=8, q_group_size=8) for _ in range(2))
     first = read(tiny_llama, expected, prompts(1, 97))
     assert torch.equal(read(tiny_llama, cache, prompts(1, 97)), first)
@@ -142,7 +154,7 @@ def test_what_grows_and_shrinks_is_recorded_anew(tiny_llama, prompts):
     assert cache.stats() == expected.stats()
 
 
-def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama, prompts, generate):
+def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama):
     cache, seen = GEARCache(tiny_llama.config), []
     with cache.captured_steps(tiny_llama), pytest.MonkeyPatch.context() as patch:
         forward = tiny_llama.forward
@@ -157,7 +169,7 @@ def test_generate_is_not_told_to_compile_or_to_make_masks(tiny_llama, prompts, g
     assert seen == 4 * [(False, 2)]
 
 
-def test_outputs_stay_as_they_are(tiny_llama, prompts):
+def test_outputs_stay_as_they_are(tiny_llama):
     cache = GEARCache(tiny_llama.config)
     first = read(tiny_llama, cache, prompts(1, 97))
     with torch.no_grad(), cache.captured_steps(tiny_llama):
@@ -168,7 +180,7 @@ def test_outputs_stay_as_they_are(tiny_llama, prompts):
     assert outputs.past_key_values is cache
 
 
-def test_another_mask_is_not_ignored(tiny_llama, prompts):
+def test_another_mask_is_not_ignored(tiny_llama):
     expected, cache = (GEARCache(tiny_llama.config) for _ in range(2))
     first = read(tiny_llama, expected, prompts(1, 97))
     read(tiny_llama, cache, prompts(1, 97))
@@ -200,7 +212,7 @@ def read_with_masks(model, cache, inputs, hidden, num_tokens):
     ids=["prompt", "decoded", "beside-padding", "padding-shown"],
 )
 @pytest.mark.parametrize("num_tokens", [12, 40], ids=["at-the-end", "at-the-next-chunk"])
-def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama, prompts):
+def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_llama):
     cache = create_cache("gear", tiny_llama)
     steps = cache.captured_steps(tiny_llama)
     with pytest.raises(ValueError, match="`attention_mask` hides other tokens than the padding"), steps:
@@ -210,15 +222,12 @@ def test_a_mask_that_changes_later_is_refused(padding, hidden, num_tokens, tiny_
     assert "forward" not in vars(tiny_llama)
 
 
-def test_short_prompts_wait_until_something_is_compressed(tiny_llama, prompts, generate):
-    expected, cache = (create_cache("gear", tiny_llama) for _ in range(2))
-    tokens = generate(tiny_llama, expected, prompts(1, 9), 75)
-    with cache.captured_steps(tiny_llama) as steps:
-        assert torch.equal(generate(tiny_llama, cache, prompts(1, 9), 75), tokens)
-    assert steps.num_recorded == 1 and 0 < steps.num_replayed < 45
+def test_short_prompts_wait_until_something_is_compressed(tiny_llama):
+    *_, steps = replayed(tiny_llama, functools.partial(create_cache, "gear", tiny_llama), prompts(1, 9), 75)
+    assert 0 < steps.num_replayed < 45
 
 
-def test_beam_search_is_refused(tiny_llama, prompts):
+def test_beam_search_is_refused(tiny_llama):
     cache = GEARCache(tiny_llama.config)
     with pytest.raises(ValueError, match="beam search"), cache.captured_steps(tiny_llama):
         tiny_llama.generate(**prompts(1, 97), past_key_values=cache, max_new_tokens=20, num_beams=2, do_sample=False)

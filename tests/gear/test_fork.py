@@ -72,23 +72,6 @@ def test_the_prefix_is_held_once(tiny_model):
     assert measure_memory(forks).total_bytes == one + sum(tensor.nbytes for tensor in own)
 
 
-def test_what_one_does_the_others_do_not_see(tiny_model):
-    model = tiny_model("llama")
-    cache = GEARCache(model.config, **OPTIONS)
-    fill(model, cache)
-    before = [tensor.clone() for layer in cache.layers for _, tensor in layer.named_tensors()]
-    cropped, grown, reset, reordered = cache.fork(4)
-    cropped.crop(-100)
-    logits_of(model, cropped, tokens(30, 5))
-    logits_of(model, grown, tokens(90, 6))
-    reset.reset()
-    fill(model, reset, 90)
-    reordered.batch_repeat_interleave(2)
-    reordered.reorder_cache(torch.tensor([1, 0]))
-    after = [tensor for layer in cache.layers for _, tensor in layer.named_tensors()]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-
-
 def test_generates_from_a_prompt_that_was_not_settled(tiny_model):
     model = tiny_model("llama")
     prefix = tokens(150, 0)

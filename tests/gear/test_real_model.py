@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import GEARCache
 
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
@@ -63,15 +63,3 @@ def test_each_part_lowers_the_error_of_every_head(smollm2, batch, nbits, backbon
     )
     assert (gear < gear_l).all()
     assert (gear_l < plain).all()
-
-
-@pytest.mark.long
-def test_padded_row_continues_as_it_does_alone(smollm2, batch):
-    model, name = smollm2[0], "gear-2bit"
-    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
-    together = model.generate(**batch, past_key_values=create_cache(name, model), **options)
-    for item, length in enumerate(LENGTHS):
-        alone = model.generate(
-            batch["input_ids"][item : item + 1, -length:], past_key_values=create_cache(name, model), **options
-        )
-        assert torch.equal(together[item, -64:], alone[0, -64:])

@@ -1,12 +1,8 @@
 """Lazy states report what dense ones would, attend without becoming dense, and are right for any other reader."""
 
-import copy
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from kvcache_plugins import GEARCache
@@ -115,20 +111,3 @@ def test_causal_mask_without_a_mask_is_aligned_upper_left(layer):
     dense = layer.materialize("keys"), layer.materialize("values")
     expected = F.scaled_dot_product_attention(query, *dense, is_causal=True)
     assert torch.allclose(F.scaled_dot_product_attention(query, keys, values, is_causal=True), expected, atol=1e-5)
-
-
-def test_positive_crop(layer):
-    if "max_length" in inspect.signature(DynamicLayer.crop).parameters:
-        # Transformers before 5.15 says the length to keep
-        layer.crop(5)
-        assert layer.get_seq_length() == 5
-        return
-    with pytest.raises(ValueError, match="negative.*5"):
-        layer.crop(5)
-
-
-def test_copies_are_independent(layer):
-    twin = copy.deepcopy(layer)
-    twin.crop(-100)
-    assert layer.get_seq_length() == 150
-    assert twin.get_seq_length() == 50

@@ -256,14 +256,6 @@ def test_forks_share_what_is_coded():
     assert torch.equal(held[0][:, :, :300], held[1][:, :, :300])
 
 
-def test_what_is_not_finite_is_refused():
-    layer, (keys, values) = make_layer(), states(1, 100)
-    keys[0, 1, 50, 3] = torch.nan
-    with pytest.raises(ValueError, match="layer 0: the keys"):
-        feed(layer, keys, values)
-    assert layer.get_seq_length() == 0
-
-
 def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     """A tile's positions go on where the one before ended."""
     layer = make_layer()

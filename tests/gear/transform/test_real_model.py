@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import create_cache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
@@ -53,42 +53,3 @@ def test_decoding_is_near_a_dense_cache(model_and_ids):
         assert {layer.codec.rope.name for layer in layers} == {"half-split"}
         assert sum(block.length for block in layers[0].blocks) > PREFIX
     assert kl["gear-t30"] < kl["gear-t16"] / 4
-
-
-def test_saved_forked_and_copied_caches_go_on_alike(model_and_ids, tmp_path):
-    model, token_ids = model_and_ids
-    cache = create_cache("gear-t22", model)
-    with torch.inference_mode():
-        model(token_ids[:, :PREFIX], past_key_values=cache, logits_to_keep=1)
-        # Rows that follow stand in a block of their own after `fork`, so that sums round otherwise than before it
-        forks = cache.fork(2)
-        cache.save(tmp_path / "cache.safetensors", model)
-        others = [GEARCache.load(tmp_path / "cache.safetensors", model), *forks]
-        for token in token_ids[:, PREFIX : PREFIX + 10].split(1, dim=1):
-            expected = model(token, past_key_values=cache).logits
-            for other in others:
-                assert torch.equal(model(token, past_key_values=other).logits, expected)
-
-
-@pytest.mark.long
-def test_beams_in_bfloat16(model_and_ids):
-    """As many tokens as the buffer holds twice, of sequences that are moved at every step."""
-    model, token_ids = model_and_ids
-    options = {"num_beams": 3, "max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    before = model.dtype
-    try:
-        model.to(torch.bfloat16)
-        # With eight bits a cache is nearly exact: its best beam is nearly as good as the dense cache's
-        scores = []
-        for cache in (create_cache("gear-t22", model, key_nbits=8, value_nbits=8), DynamicCache(config=model.config)):
-            found = model.generate(
-                token_ids[:, :PREFIX],
-                past_key_values=cache,
-                return_dict_in_generate=True,
-                output_scores=True,
-                **options,
-            )
-            scores.append(float(found.sequences_scores[0]))
-    finally:
-        model.to(before)
-    assert scores[0] == pytest.approx(scores[1], abs=0.1)
