@@ -37,6 +37,8 @@ def test_the_loop_over_tiles_lies_within_that_over_chunks():
         "byte permutation": 1,
         "control": 2,
     }
+    counts = listing.count(loop, without=listing.loops_within(loop))
+    assert counts == {"global memory": 1, "tensor core": 1, "byte permutation": 1, "control": 1}
 
 
 def test_the_shortest_loop_with_products_is_that_over_whole_tiles():
@@ -49,13 +51,6 @@ def test_the_shortest_loop_with_products_is_that_over_whole_tiles():
     listing = Listing(LISTING + rest)
     assert listing.tile_loop() == (2, 7)
     assert listing.shortest_loop() == (11, 12)
-
-
-def test_instructions_of_inner_loops_are_left_out_on_request():
-    listing = Listing(LISTING)
-    loop = listing.tile_loop()
-    counts = listing.count(loop, without=listing.loops_within(loop))
-    assert counts == {"global memory": 1, "tensor core": 1, "byte permutation": 1, "control": 1}
 
 
 def test_loops_with_products_count_as_often_as_they_turn():

@@ -137,26 +137,19 @@ def test_dense_logits_are_computed_once_a_window(tiny_llama: PreTrainedModel, wi
     assert len(forwards) == len(windows) * 2 * (1 + 3)
 
 
-def test_a_cache_that_is_not_gone_through_is_an_error(
-    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
-) -> None:
-    with pytest.raises(RuntimeError, match="ForgetfulCache reports 0 tokens after 96"):
-        measure_fidelity(tiny_llama, windows, {"forgetful": ForgetfulCache}, prefix_length=PREFIX)
-    with pytest.raises(ValueError, match="The cache is empty"):
-        continuation_logits(tiny_llama, windows[0], DynamicCache())
-
-
-def test_a_factory_must_return_a_fresh_cache(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+def test_what_cannot_be_scored_is_an_error(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
     used = DynamicCache()
     fill_cache(tiny_llama, windows[0], used)
-    with pytest.raises(ValueError, match="fresh, empty cache"):
-        measure_fidelity(tiny_llama, windows, {"used": lambda: used}, prefix_length=PREFIX)
-
-
-def test_prefix_must_leave_something_to_score(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
-    for prefix_length in (0, PREFIX + SCORED):
-        with pytest.raises(ValueError, match="leaves nothing to score"):
-            measure_fidelity(tiny_llama, windows, {"dense": DynamicCache}, prefix_length=prefix_length)
+    for factory, prefix_length, kind, message in (
+        (ForgetfulCache, PREFIX, RuntimeError, "ForgetfulCache reports 0 tokens after 96"),
+        (lambda: used, PREFIX, ValueError, "fresh, empty cache"),
+        (DynamicCache, 0, ValueError, "leaves nothing to score"),
+        (DynamicCache, PREFIX + SCORED, ValueError, "leaves nothing to score"),
+    ):
+        with pytest.raises(kind, match=message):
+            measure_fidelity(tiny_llama, windows, {"mine": factory}, prefix_length=prefix_length)
+    with pytest.raises(ValueError, match="The cache is empty"):
+        continuation_logits(tiny_llama, windows[0], DynamicCache())
 
 
 def test_command_writes_rows_with_their_provenance(

@@ -57,14 +57,13 @@ def test_fewer_records(tmp_path, asked: int, num_records: int) -> None:
     assert "Record:\n\nline" in by_line.context and "\n\nNow tell me." in by_line.context
 
 
-def test_no_records(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`records` has to be at least 1"):
-        read_questions(write_rows(tmp_path / "rows.jsonl", PAIRS), 0)
-
-
-def test_other_rows_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`data_file`.*neither set"):
-        read_questions(write_rows(tmp_path / "rows.jsonl", {"question": "?"}))
+@pytest.mark.parametrize(
+    ("row", "records", "message"),
+    [(PAIRS, 0, "`records` has to be at least 1"), ({"question": "?"}, None, "`data_file`.*neither set")],
+)
+def test_what_cannot_be_asked_is_refused(tmp_path, row, records, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_questions(write_rows(tmp_path / "rows.jsonl", row), records)
 
 
 def test_an_answer_is_right_if_greedy_decoding_says_it(tiny_llama: PreTrainedModel) -> None:
