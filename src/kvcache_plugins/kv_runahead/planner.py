@@ -582,7 +582,7 @@ def searched(
     check_integer("last_step", last_step, 1)
     seconds: dict[Partition, float] = {}
     boundaries = tuple(range(len(best) - 1))
-    moved = list(itertools.pairwise(boundaries)) or [boundaries]
+    moved: list[tuple[int, ...]] = [*itertools.pairwise(boundaries)] or [boundaries]
     while True:
         before = best
         for some in moved:
