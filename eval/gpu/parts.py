@@ -6,7 +6,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +18,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, Contest
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
-from kvcache_plugins.eval.harness import cache_stats, spread, time_call, time_on_gpu
-from kvcache_plugins.gear.cache import GEARCache
-from kvcache_plugins.gear.captured_steps import CapturedSteps
+from kvcache_plugins.eval.harness import cache_stats, spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close_layers, require_same_rows
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -40,8 +37,8 @@ _TEST_PROCESSES = "8"
 _CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
 # Times that coding is timed, and bytes that are copied before that: more than a GPU's cache holds
 _ROUNDS, _AHEAD_BYTES = 20, 2**28
-# Of decoded tokens, whose room is kept from the beginning
-_ROOM = 1024
+# Tokens of a static cache, and steps until a graph of it is captured
+_ROOM, _WARM_STEPS = 8192, 3
 
 
 def build_llama(fields: Mapping[str, int], device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
@@ -279,40 +276,44 @@ def _fill(
     return cache, seconds
 
 
-def captured(cache: Cache, model: PreTrainedModel) -> CapturedSteps:
-    """Enters the capture of a GEAR cache's steps."""
-    assert isinstance(cache, GEARCache)
-    return cache.captured_steps(model, _ROOM)
+def compiled(model: PreTrainedModel) -> Callable[..., Any]:
+    """Has steps of a model be CUDA graphs, as `generate` does; on a CPU graphs that are run as they are."""
+    options = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
+    made: Callable[..., Any] = torch.compile(model.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
+    return made
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def check_captured(name: str, model: PreTrainedModel, plan: Plan) -> dict[str, Any]:
     """
-    Decodes what a cache decodes, with and without graphs, chunks being compressed on the way.
+    Decodes what a static cache decodes, by graphs and without.
 
     Raises:
-        MismatchError: if tokens differ, or there were other graphs than one.
+        MismatchError: if tokens differ.
     """
     tokens = torch.randint(model.config.vocab_size, (1, plan.preset_tokens[0]), device=model.device)
 
-    def decode(cache: Cache) -> torch.Tensor:
-        step, decoded = tokens, []
-        for _ in range(plan.captured_tokens):
-            step = model(step, **as_argument(cache), logits_to_keep=1).logits.argmax(dim=-1)
+    def decode(run: Callable[..., Any]) -> torch.Tensor:
+        cache, step, decoded = create_static(name, model), tokens, []
+        for number in range(plan.captured_tokens):
+            step = (
+                (run if number else model)(step, **as_argument(cache), logits_to_keep=1).logits.argmax(dim=-1).clone()
+            )
             decoded.append(step)
         return torch.cat(decoded, dim=1)
 
-    expected, cache = decode(create_cache(name, model)), create_cache(name, model)
-    with captured(cache, model) as steps:
-        got = decode(cache)
-    counts = {"recorded": steps.num_recorded, "replayed": steps.num_replayed, "others": steps.num_others}
-    num_equal = int((got == expected).cumprod(dim=1).sum())
-    if num_equal < plan.captured_tokens or steps.num_recorded != 1:
-        raise MismatchError(f"{name}, captured: {num_equal} of {plan.captured_tokens} tokens are right, {counts}")
-    return counts
+    num_equal = int((decode(compiled(model)) == decode(model)).cumprod(dim=1).sum())
+    if num_equal < plan.captured_tokens:
+        raise MismatchError(f"{name}, captured: {num_equal} of {plan.captured_tokens} tokens are right")
+    return {"checked_tokens": num_equal}
 
 
-@torch.inference_mode()
+def create_static(name: str, model: PreTrainedModel) -> Cache:
+    """Makes a cache with room for the tokens of any part."""
+    return create_cache(name, model, max_cache_len=_ROOM)
+
+
+@torch.no_grad()
 def time_captured(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
     """Times whole steps at batch 1, captured as CUDA graphs and not, if they decode the same tokens in float32."""
     checked = {"steps": plan.steps, "checked_tokens": plan.captured_tokens}
@@ -324,22 +325,27 @@ def time_captured(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> 
             typer.echo(f"{name}: tokens of {plan.captured_tokens} steps are equal, {counts[name]}")
     model = build_llama(plan.model, device)
     tokens = torch.randint(model.config.vocab_size, (1, plan.context + 1 + plan.steps), device=device)
-    caches: dict[str, Cache] = {}
-    with ExitStack() as stack:
-        longest = 0.0
-        for name in ("dynamic", *(each for right in counts for each in (right, f"{right}, captured"))):
-            with report.attempt(name):
-                box.require(2 * longest)
-                preset, _, way = name.partition(", ")
-                cache = create_cache(preset, model)
-                read = partial(model, tokens[:, : plan.context], **as_argument(cache), logits_to_keep=1)
-                longest = max(longest, time_call(read, device))
-                if way:
-                    stack.enter_context(captured(cache, model))
-                # What is compiled and recorded is so before the first turn
-                model(tokens[:, plan.context : plan.context + 1], **as_argument(cache))
-                caches[name] = cache
-        seconds, _ = time_steps(model, caches, tokens[:, plan.context + 1 :], report.attempt, box.left)
-        for row in step_rows(seconds, caches, plan.context):
-            report.add({**row, **counts.get(row["cache"].partition(", ")[0], {})})
-            typer.echo(milliseconds(row))
+    caches, longest, graphs = dict[str, Cache](), 0.0, compiled(model)
+
+    def step(name: str, number: int) -> None:
+        place = plan.context + 1 + number
+        (graphs if ", " in name else model)(tokens[:, place : place + 1], **as_argument(caches[name]))
+
+    for name in ("dynamic", *(each for right in counts for each in (right, f"{right}, captured"))):
+        with report.attempt(name):
+            box.require(2 * longest)
+            preset, _, way = name.partition(", ")
+            cache = create_static(preset, model) if way else create_cache(preset, model)
+            read = partial(model, tokens[:, : plan.context], **as_argument(cache), logits_to_keep=1)
+            longest = max(longest, time_call(read, device))
+            caches[name] = cache
+            # What is compiled and captured is so before the first turn
+            for _ in range(_WARM_STEPS):
+                step(name, -1)
+    clock = partial(time_call, device=device)
+    seconds = take_turns(
+        {name: partial(step, name) for name in caches}, clock, plan.steps, seconds=box.left, guard=report.attempt
+    )
+    for row in step_rows(seconds, caches, plan.context):
+        report.add({**row, **counts.get(row["cache"].partition(", ")[0], {})})
+        typer.echo(milliseconds(row))

@@ -28,12 +28,14 @@ import math
 import torch
 import triton
 
+from kvcache_plugins.triton_kernels.launch import Launch
+
 from .arguments import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
 from .attend_kernel import attend_kernel
 from .compressed_tensors import CompressedTensors
 from .masks import mask_arguments
 from .outliers import STORED_TILE, number_table
-from .partials import Launch, Partials
+from .partials import Partials
 from .splits import choose_tiles_per_split
 
 
@@ -104,17 +106,13 @@ def prepare(
     *,
     num_chunks: int,
     length: int,
-    num_tokens: torch.Tensor | None = None,
     mask: torch.Tensor | None,
     scale: float,
     value_head_dim: int | None,
     num_sms: int | None = None,
     packed: bool,
 ) -> Launch:
-    """
-    The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs. `num_tokens`
-    `[1]` are the tokens in use where the host does not know them, as it replays the launch: the grid is for `length`.
-    """
+    """Prepares the launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs."""
     batch_size, num_heads, num_rows, key_dim = query.shape
     value_dim = key_dim if value_head_dim is None else value_head_dim
     chunk_length = keys.codes.shape[3]
@@ -159,7 +157,6 @@ def prepare(
         "num_heads": num_heads,
         "num_rows": num_rows,
         "length": length,
-        "length_ptr": num_tokens,
         "chunk_length": chunk_length,
         "num_tiles": num_tiles,
         "tiles_per_chunk": tiles_per_chunk,
@@ -177,7 +174,7 @@ def prepare(
         "BLOCK_E": _BLOCK_ENTRIES,
     }
     options = {**_OPTIONS, "num_stages": _num_stages(keys, values, block_tokens)}
-    return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, partials, options)
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, options, partials)
 
 
 def _block_rows(num_rows: int, head_dim: int) -> int:

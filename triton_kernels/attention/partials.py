@@ -7,7 +7,7 @@ Legend as in `attend.py`.
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,31 +29,6 @@ class Partials(NamedTuple):
     output: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
-
-
-class Launch(NamedTuple):
-    """
-    A launch that leaves partial results, made when it is called.
-
-    Args:
-        kernel (`triton.JITFunction`): the kernel.
-        grid (`tuple[int, int, int]`): programs.
-        arguments (`dict[str, Any]`): all of its parameters by name.
-        partials (`Partials`): what it writes.
-        options (`dict[str, Any]`): warps, stages and what else it is compiled with.
-    """
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    partials: Partials
-    options: dict[str, Any]
-
-    def __call__(self) -> Partials:
-        """Launches, unless there is nothing to do."""
-        if self.partials.output.shape[2]:
-            self.kernel[self.grid](**self.arguments, **self.options)
-        return self.partials
 
 
 def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:

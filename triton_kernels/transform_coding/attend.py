@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
-from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
+from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.launch import Launch
 
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
@@ -138,7 +139,7 @@ def prepare_rows(
         "VALUE_ROTATION": values.table.head_dim & -values.table.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
-    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, partials, options)
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, partials)
 
 
 def num_split_tiles(length: int, block_tokens: int, num_programs: int, num_sms: int) -> int:

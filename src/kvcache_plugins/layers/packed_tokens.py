@@ -405,7 +405,7 @@ class PreparedParts:
         """Has the newest block be of `length` tokens, which stand where it stood; tells whether the call can."""
         if self.call is None or not self.call.extend(length):
             return False
-        self.parts[-1] = replace(self.parts[-1], length=length, kept={})
+        self.parts[-1] = replace(self.parts[-1], length=length)
         return True
 
     def __deepcopy__(self, memo: object) -> None:

@@ -92,11 +92,10 @@ def test_captured_steps(tmp_path):
     content = read(tmp_path, "gpu_captured")
     assert content["failures"] == []
     rows = {row["cache"]: row for row in content["rows"]}
-    names = ["gear", "gear, captured", "gear-2bit", "gear-2bit, captured"]
-    assert list(rows) == ["dynamic", *names]
-    assert all(rows[name]["recorded"] == 1 and rows[name]["replayed"] > 20 for name in names)
+    assert list(rows) == ["dynamic", "gear", "gear, captured"]
+    assert rows["gear, captured"]["checked_tokens"] == TINY.captured_tokens
     # Captured ones have room for what is to come
-    assert all(rows[f"{name}, captured"]["bytes"] > rows[name]["bytes"] for name in ("gear", "gear-2bit"))
+    assert rows["gear, captured"]["bytes"] > rows["gear"]["bytes"]
 
 
 def test_offloading(tmp_path):
