@@ -138,8 +138,9 @@ def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | No
     Raises:
         ValueError: if it holds more than keys and values, which no file would.
     """
-    is_ours = isinstance(layer, CompressedLayer)
-    keeps_more = is_ours and (type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index)
+    keeps_more = isinstance(layer, CompressedLayer) and (
+        type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
+    )
     if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     if isinstance(layer, CompressedLayer):

@@ -97,7 +97,8 @@ class StaticForm:
         parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
         parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
         starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
-        return list(zip(parts, starts if len(parts) == len(starts) else [prefix.positions, *starts], strict=True))
+        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
+        return list(zip(parts, [*in_front, *starts], strict=True))
 
     def holds(self, layer: "StaticLayer") -> bool:
         """Tells whether all that the layer stores is still where it was."""
