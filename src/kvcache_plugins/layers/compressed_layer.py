@@ -80,8 +80,6 @@ class CompressedLayer(PromptLayer):
     on_first_prompt: Callable[["CompressedLayer", torch.Tensor], None] | None = None
     # Of plain tokens: with how many there is something to be packed, and after how many queries are shown
     _plain_limit = _first_heard = 0
-    # Whether as many of the newest tokens are exact at any time: see `static_layer`
-    _stands_still = False
 
     def __init__(
         self,
@@ -265,10 +263,8 @@ class CompressedLayer(PromptLayer):
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, start, length = self.packing, self._length - keys.shape[2], self._length
         is_first, end = self.codec is None, None
-        num_kept = packing.residual_length
-        if not self._stands_still:
-            num_kept = 0 if is_prompt or is_first else packing.num_kept
-        num_kept = min(num_kept, keys.shape[2])
+        most = 0 if is_prompt or is_first else packing.num_kept
+        num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
             split = packing.split(padding, length - (0 if is_first else num_kept))
