@@ -363,7 +363,12 @@ class CompressedLayer(PromptLayer):
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
                 too_large = (too_large if valid is None else too_large & valid).any()
-            check_finite(keys, values, valid, self.layer_idx, packing.largest, too_large)
+            # What the codec is fitted to has been read
+            num_read = keys.shape[2] if first_end is not None else 0
+            new = None if valid is None else valid[:, num_read:]
+            check_finite(
+                keys[:, :, num_read:], values[:, :, num_read:], new, self.layer_idx, packing.largest, too_large
+            )
             if first_end is not None:
                 rows, positions = (block.keys, block.values), Positions(start, self.padding)
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
