@@ -5,8 +5,7 @@
 The life of a token: `update` hands it out exact; a prompt is packed right after attention has seen it, layer by layer,
 so that never more than one layer's prompt is dense at a time, and with it the codec is fitted that packs all that
 follows. A decoded token waits in the buffer, of which all, or of rows the older part, is packed at the *beginning* of
-an update: a rollback (`crop`) of the newest update, as in assisted decoding, finds its tokens exact. How a run of
-tokens becomes bytes is asked of the layer's `Packing` and its codec.
+an update: a rollback (`crop`) of the newest update, as in assisted decoding, finds its tokens exact.
 
 Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
 first token that the newest queries see, as in Transformers' own sliding layer. What no query to come sees is let go of
