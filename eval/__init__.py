@@ -7,7 +7,6 @@
 | `measures/` | what is measured of a cache's answers: divergence, perplexity, retrieval, texts side by side |
 | `benchmarks/` | what is timed or weighed: `kvcache-plugins bench` |
 | `families` | caches tried on a tiny model of every decoder family: `kvcache-plugins models` |
-| `llama_cpp` | llama.cpp's step and attention, through its bindings |
 | `sweep` | caches x models x measures, from a file: `kvcache-plugins eval sweep` |
 | `tables`, `figures` | results as documents and figures: `kvcache-plugins eval report` |
 | `tasks/` | tasks of lm-eval that need no network |

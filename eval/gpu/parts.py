@@ -190,7 +190,7 @@ def _time_coding_of(
     for count in tokens:
         own = [each[:, :, start : start + count] for each in (keys, values)]
         encode = partial(codec.encode, *own, positions)
-        found = require_same_rows(f"{name}, {count} tokens", codec, *own, positions)
+        found = require_same_rows(f"{name}, {count} tokens", codec, own[0], own[1], positions)
         ways: dict[str, Callable[[], Any]] = {
             "kernels": encode,
             "plain": partial(_in_plain_pytorch, encode),
