@@ -12,7 +12,7 @@
 | `tasks/` | tasks of lm-eval that need no network |
 | `machine_code` | kernels compiled for a GPU that need not be there, and their instructions counted |
 | `gpu/` | the checks and timings for a machine with a GPU |
-| `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
+| `runahead/` | KV-Runahead's prefill over several processes |
 | `results/` | JSON of what was measured |
 
 `lm_eval_model` is lm-eval's model `kvcache`. A function that a command runs declares the command's

@@ -394,33 +394,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def render_simulation(rows: Rows) -> str:
-    """Renders measured runs beside their simulation, or a grid of simulated ones."""
-    return (MEASURED_RUNS if "measured_s" in rows[0] else SIMULATED)(rows)
-
-
 def _slices(row: Row) -> str:
     return " + ".join(map(str, row["lengths"]))
 
 
 SLICES = Column("slices", _slices)
-MEASURED_RUNS = Table(
-    SLICES,
-    number("measured, s", "measured_s", ".3f"),
-    number("simulated, s", "simulated_s", ".3f"),
-    number("simulated / measured", "simulated_against_measured", ".3f"),
-)
-SIMULATED = Table(
-    number("tokens", "length", ""),
-    number("GB/s", "gb_s", "g"),
-    number("ranks", "num_ranks", ""),
-    number("one rank, s", "one_rank_s", ".3f"),
-    number("TSP, s", "tsp_s", ".3f"),
-    number("KV-Runahead, s", "runahead_s", ".3f"),
-    Column("ranks used", lambda row: str(len(row["lengths"]))),
-    Column("times TSP", lambda row: f"{row['tsp_s'] / row['runahead_s']:.2f}"),
-)
-
 # Of one row, by the kind of the result
 
 
@@ -531,11 +509,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     ),
     "batch": Table(
         code(),
-        # A search that ran out of time gives a batch that fits, perhaps not the largest
-        Column(
-            "largest batch",
-            lambda row: ("" if row["search"] == "complete" else "at least ") + str(row["largest_batch"]),
-        ),
+        number("largest batch", "largest_batch", ""),
         number("tokens/s", "tokens_per_s", ".0f"),
         number("times first", "throughput_against_first", ".2f"),
         number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
@@ -548,8 +522,8 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("seconds to the first token (quartiles)", 1),
         number("times one rank", "speed_against_one_rank", ".2f"),
         number("MB sent", "bytes_sent", ".1f", 1e-6),
+        number("predicted, s", "predicted_s", ".2f", when=any_has("predicted_s")),
     ),
-    "runahead-simulation": render_simulation,
 }
 
 
