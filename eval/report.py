@@ -109,7 +109,7 @@ def compile_overview(results: Path) -> dict[str, Any]:
             }
         )
     files = (", ".join(each["files"]) for each in merged)
-    sources = {**dict(zip(("prompt", "decoded"), files, strict=True)), "steps": STEPS}
+    sources: dict[str, object] = {**dict(zip(("prompt", "decoded"), files, strict=True)), "steps": STEPS}
     sources |= {"context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
