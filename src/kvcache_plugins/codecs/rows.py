@@ -134,7 +134,8 @@ class RowTable:
     def finer(self, nbits: int) -> "RowTable":
         """Returns the table of rows with `nbits` more bits a number, or as many as its quantizer has."""
         widths = (self.widths + nbits).clamp(max=len(QUANTIZERS[self.quantizer].distortions) - 1)
-        return dataclasses.replace(self, widths=widths, row_size=1 + int(widths.long().sum(dim=-1).max()))
+        # Known without asking a device: rows of heads that have the most bits already end with zeros
+        return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists name and tensor of everything stored but the basis."""

@@ -71,9 +71,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             number up to 8, by default 4 for keys and 3.25 for values (with a calibration 3.625, shared among all).
         backbone (`str`, *optional*):
             `"transform"` codes every token by itself, keys before the rotary embedding and bits where channels have
-            energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (8 by default, 20 in a
-            cache without options), `num_sink_tokens` (4), `quantizer`, `sliding` and `calibration`. The others say how
-            values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in
+            energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (5 by default),
+            `num_sink_tokens` (4), `quantizer`, `sliding`, `recent_length`, `recent_nbits` and `calibration`. The others
+            say how values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in
             groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"transform"` if no
             option is given but those of both, which are `residual_length`, `num_sink_tokens` and `sliding`; else to
             `"kcvt"` at 4 bits and more and to `"kivi"` below.
