@@ -72,11 +72,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         backbone (`str`, *optional*):
             `"transform"` codes every token by itself, keys before the rotary embedding and bits where channels have
             energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (5 by default),
-            `num_sink_tokens` (4), `quantizer`, `sliding`, `recent_length`, `recent_nbits` and `calibration`. The others
-            say how values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the
-            same in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"transform"` if no
-            option is given but those of both, which are `residual_length`, `num_sink_tokens` and `sliding`; else to
-            `"kcvt"` at 4 bits and more and to `"kivi"` below.
+            `num_sink_tokens` (4), `quantizer`, `sliding`, `recent_length`, `recent_nbits` and `calibration`. The
+            others say how values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"`
+            (the same in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to
+            `"transform"` if no option is given but those of both, which are `residual_length`, `num_sink_tokens` and
+            `sliding`; else to `"kcvt"` at 4 bits and more and to `"kivi"` below.
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
