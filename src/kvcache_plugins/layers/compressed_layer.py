@@ -417,11 +417,8 @@ class CompressedLayer(PromptLayer):
 
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
-        recent, packing = self.blocks[-1], self.packing
-        codec, tokens = packing.recent_codec(self.codec), slice(count)
-        keys = codec.decode_keys(recent.keys[:, :, tokens], Positions(recent.start, self.padding))
-        values = codec.decode_values(recent.values[:, :, tokens])
-        block, _ = packing.encode(self.codec, keys, values, recent.start, self.padding, None, is_prompt=False)
+        recent = self.blocks[-1]
+        block = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding)
         if self._is_older_open and len(self.blocks) > 1:
             self.blocks[-2].append(block, self._most_rows)
         else:
