@@ -15,7 +15,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 
 
 BUFFER = 8
-OPTIONS = {"max_cache_len": 300, "backbone": "transform", "residual_length": BUFFER}
+OPTIONS = {"max_cache_len": 300, "backbone": "transform", "residual_length": BUFFER, "recent_length": 0}
 
 
 def prompts(batch_size, length, padding=0):

@@ -33,10 +33,10 @@ needs_kernels = pytest.mark.skipif(
 TOLERANCE = 1e-5
 # Options of the cache, padding, head dim, and whether bases are calibrated
 CASES = {
-    "alone": ({"residual_length": 4}, [0], 16, False),
-    "padded": ({"residual_length": 4, "nbits": 2}, [3, 0], 16, False),
-    "wide-values": ({"residual_length": 2}, [0], 48, False),
-    "calibrated": ({"residual_length": 4, "nbits": 2.25}, [0], 16, True),
+    "alone": ({"residual_length": 4, "recent_length": 0}, [0], 16, False),
+    "padded": ({"residual_length": 4, "recent_length": 0, "nbits": 2}, [3, 0], 16, False),
+    "wide-values": ({"residual_length": 2, "recent_length": 0}, [0], 48, False),
+    "calibrated": ({"residual_length": 4, "recent_length": 0, "nbits": 2.25}, [0], 16, True),
 }
 NUM_PROMPT, NUM_DECODED, ROOM = 75, 3, 700
 WRITING, READING = {"index_copy_", "add_", "copy_"}, {"_local_scalar_dense", "item", "nonzero", "equal", "_to_cpu"}

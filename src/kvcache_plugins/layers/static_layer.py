@@ -34,12 +34,14 @@ from .contexts import in_own_context
 from .finite_states import check_finite
 from .layer_state import LayerState
 from .lazy_states import stored_states
-from .packing import Packing
+from .packing import Packing, RowPacking
 from .prompt_layer import kind_of
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
 _SHARE, _LEAST = 8, 64
+# Newest tokens that are exact where others would be rows of more bits
+_NUM_EXACT = 20
 # Tokens after which the host asks whether all of them could be coded
 _CHECK_STEP = 64
 # An operator is given tensors and numbers: forms by a number, as long as they are in use
@@ -207,6 +209,11 @@ class StaticLayer(CompressedLayer):
         if self.max_length is not None and self.device.type == "cuda" and not has_kernels:
             raise ValueError(f"`max_cache_len` needs Triton's kernels: {explain_kernel('cuda')[1] or 'not chosen'}")
         self._stands_still = has_kernels or self.max_length is not None
+        if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
+            # In the place of rows of more bits, which are coded twice
+            self.end_recent()
+            num_exact = max(self.packing.residual_length, _NUM_EXACT)
+            self.packing = replace(self.packing, residual_length=num_exact)
 
     # Tokens of the sequence and of the blocks, which a replayed graph adds to
 
