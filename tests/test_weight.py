@@ -42,7 +42,7 @@ ROOMS = {
     "cli": Room(in_package("cli", "console"), 1_600, 1_860),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_870),
     "all of src": Room(("src",), 20_000, 33_000),
-    "triton_kernels": Room(("triton_kernels",), 3_500, 4_160),
+    "triton_kernels": Room(("triton_kernels",), 3_500, 3_960),
     "eval": Room(("eval",), 5_500, 8_280),
     "tests": Room(("tests",), 15_000, 28_050),
 }

@@ -19,12 +19,13 @@ MAX_SHARED = 65536
 
 def tokens_of_2_bits(axis):
     """Empty storage of a prompt of 1024 tokens in groups of 64, with 8 heads of 128."""
-    from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+    from kvcache_plugins.codecs.groups import CompressedStates
+    from kvcache_plugins.codecs.quantization import Grouping
 
     grouped = (16, 128) if axis == "channel" else (1024, 2)
     scale = torch.empty(1, 8, 1, *grouped, dtype=torch.float16)
     codes = torch.empty(1, 8, 1, 1024, 32, dtype=torch.uint8)
-    return CompressedTensors(codes, scale, scale, None, None, None, None, None, nbits=2, axis=axis, group_size=64)
+    return CompressedStates(codes, scale, scale, None, None, None, None, None, 2, Grouping(axis, 64), 128)
 
 
 def main(architecture):
@@ -42,7 +43,6 @@ def main(architecture):
         "length": 1000,
         "mask": None,
         "scale": 0.1,
-        "value_head_dim": 128,
         "num_sms": 104,
     }
     attending = prepare(query, *sides, packed=False, **sizes)

@@ -74,7 +74,8 @@ COMBINATIONS = {
 
 def compressed(side, head_dim):
     """Empty storage of a prompt of 1024 tokens in one chunk, with 8 heads."""
-    from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+    from kvcache_plugins.codecs.groups import CompressedStates
+    from kvcache_plugins.codecs.quantization import Grouping
 
     nbits, (axis, group_size), rank, outliers = side
     chunk, length = (2, 8, 3), 1024
@@ -85,7 +86,7 @@ def compressed(side, head_dim):
     )
     scale = torch.empty(*chunk, *grouped, dtype=HALF)
     entries = torch.empty(2, 1, 3, 4096)
-    return CompressedTensors(
+    return CompressedStates(
         codes=torch.empty(*chunk, length, head_dim * nbits // 8, dtype=torch.uint8),
         scale=scale,
         zero=scale,
@@ -95,7 +96,8 @@ def compressed(side, head_dim):
         outlier_values=entries.to(HALF) if outliers else None,
         outlier_offsets=torch.empty(2, 1, 3, 129, dtype=torch.int32) if outliers else None,
         nbits=nbits,
-        axis=axis,
+        grouping=Grouping(axis, None),
+        head_dim=head_dim,
     )
 
 
@@ -114,7 +116,6 @@ def compile_variant(name, capability):
         length=1000,
         mask=mask,
         scale=0.1,
-        value_head_dim=head_dim,
         num_sms=132,
         packed=True,
     )

@@ -10,16 +10,12 @@ are a `SideLayout` each, with blocks of channels and ranks.
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import dot_parts
-from kvcache_plugins.triton_kernels.powers import inverse_power
+from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, same_number, update_softmax
 
-from .keys import score_codes
-from .loops import same_number
+from .keys import load_queries, score_codes, sum_groups
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores
 from .outliers import score_outliers, weigh_outliers
-from .queries import load_queries, sum_groups
-from .softmax import update_softmax
 from .values import empty_outputs, store_partials, weigh_codes
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import block_size, dot_precision
+from kvcache_plugins.triton_kernels.arithmetic import block_size, dot_precision
 from kvcache_plugins.triton_kernels.launch import Launch
 
 from .dense_part import DensePart, attend_part, part_arguments
@@ -166,33 +166,23 @@ def combine_kernel(
     )
 
 
-def combine(
-    partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """
-    The attention over compressed blocks and exact parts together, zero where a row may attend to nothing.
-
-    Args:
-        partials (`Sequence[Partials]`):
-            What `attend_compressed` returned for each compressed block.
-        exact_parts (`Sequence[DensePart]`):
-            At most two stretches stored as they are.
-        query (`torch.Tensor` of shape `[B, H, rows, D]`):
-            The queries of `attend_compressed`.
-        scale (`float`):
-            Factor of the scores.
-
-    Returns:
-        `[B, H, rows, value D]` in the queries' dtype.
-    """
-    result: torch.Tensor = prepare_combination(partials, exact_parts, query, scale)()
-    return result
-
-
 def prepare_combination(
     partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
 ) -> Launch:
-    """Prepares the launch of `combine`."""
+    """
+    Prepares the launch whose result is attention over compressed blocks and exact parts together, zero where a row may
+    attend to nothing.
+
+    Args:
+        partials (`Sequence[Partials]`):
+            What launches over compressed blocks leave.
+        exact_parts (`Sequence[DensePart]`):
+            At most two stretches stored as they are.
+        query (`torch.Tensor` of shape `[B, H, rows, D]`):
+            The queries of those launches. The result is `[B, H, rows, value D]` in their dtype.
+        scale (`float`):
+            Factor of the scores.
+    """
     exact_parts = [part for part in exact_parts if part.keys.shape[2] > 0]
     if len(exact_parts) > _MAX_PARTS:
         raise ValueError(f"`exact_parts` may be at most {_MAX_PARTS}, not {len(exact_parts)}")
@@ -238,8 +228,9 @@ def prepare_combination(
         # Known to the compiler because a decode step, which has few, needs fewer registers so
         "MANY_ROWS": num_rows > block_rows,
     }
-    # Tiles of keys and values that are on their way or in use
-    options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1}
+    # Tiles of keys and values that are on their way or in use. Without fused products, which not all lanes that hold a
+    # sum have in the same places, what they store to one place is the same
+    options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1, "enable_fp_fusion": False}
     return Launch(combine_kernel, grid, arguments, options, result)
 
 

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.triton_kernels.arithmetic import update_softmax
+
 from .masks import mask_arguments, mask_row_offsets, mask_scores
-from .softmax import update_softmax
 
 
 _STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")

@@ -6,6 +6,7 @@ Legend as in `attend.py`.
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,17 @@ class Partials(NamedTuple):
     output: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
+
+
+def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: int) -> int:
+    """Counts tiles of a split, at least so many, so that programs, one a split of each of a number, fill all slots."""
+    return max(least, triton.cdiv(num_tiles * num_programs, num_slots))
+
+
+@functools.cache
+def device_num_sms(device: torch.device) -> int:
+    """Counts multiprocessors of a device, or a few where there is none."""
+    return 16 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.triton_kernels.dot import dot_exact
+from kvcache_plugins.triton_kernels.arithmetic import dot_exact
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, Launch
 
 from .attend import angle_arguments, block_channels, contiguous

@@ -17,18 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
+from kvcache_plugins.triton_kernels.arithmetic import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
-from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
-from kvcache_plugins.triton_kernels.dot import has_pairs
 from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
@@ -113,10 +111,9 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     if isinstance(part, CompressedPart):
         launch = prepare(
             rows,
-            _tensors(part.keys),
-            _tensors(part.values),
+            part.keys,
+            part.values,
             num_chunks=-(-part.length // part.keys.chunk_length),
-            value_head_dim=part.values.head_dim,
             **where,
         )
         return PartStep(launch, _rotate_back if part.values.is_rotated else None)
@@ -131,13 +128,6 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
-
-
-def _tensors(states: CompressedStates) -> CompressedTensors:
-    tensors = {name: getattr(states, name) for name in TENSOR_NAMES}
-    return CompressedTensors(
-        **tensors, nbits=states.nbits, axis=states.grouping.axis, group_size=states.grouping.group_size
-    )
 
 
 def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
