@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.layers.prompt_layer import ANOTHER_PROMPT
 from kvcache_plugins.layers.recurrent_states import HybridLayersMixin
 from kvcache_plugins.models.layer_config import decoder_config
@@ -157,7 +158,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             )
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
-        config = decoder_config(model.config)
+        config = self._decoder_config = decoder_config(model.config)
         self._full_layers = choose_full_layers(
             self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
         )
@@ -194,11 +195,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             attach(model, self)
 
     def _layer(self, index: int) -> CacheLayerMixin:
-        return DynamicLayer() if index in self._full_layers else self._offloaded_layer(index)
+        if index in self._full_layers:
+            return DynamicLayer()
+        packing = self._packing(self._decoder_config, index)
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
 
-    def _offloaded_layer(self, index: int) -> InfiniGenLayer:
-        """Makes a layer, whose class says in which form tokens stand in the pool."""
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask)
+    def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking | None:
+        """Says how tokens of a layer of a model's config are coded; `None` if they are in the pool as they are."""
+        return None
 
     @property
     def _attachment(self) -> Attachment | None:
