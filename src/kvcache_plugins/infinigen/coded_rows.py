@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Positions, QueryMoments
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.compiled_tokens import attend_chosen
@@ -81,7 +81,8 @@ class CodedRows(ScoringStates):
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
         """Codes tokens, see `ScoringStates.encode`; a `ValueError` if they cannot be stored."""
-        codec, sinks, moments, valid = self.codec, self.sinks, self.moments, None
+        codec: Codec = self.codec
+        sinks, moments, valid = self.sinks, self.moments, None
         if not self.is_fitted or start <= self.padding.longest() + self.packing.num_sink_tokens:
             # With its data even where states have none
             on = torch.device("cpu") if keys.is_meta else keys.device
@@ -113,7 +114,7 @@ class CodedRows(ScoringStates):
 
     def _fitted_codec(
         self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int, number: torch.Tensor
-    ) -> Any:
+    ) -> Codec:
         """
         Returns a codec that knows all sequences of which tokens are coded from now on.
 
@@ -121,7 +122,8 @@ class CodedRows(ScoringStates):
             keys, values, count, start: as in `encode`.
             number (`torch.Tensor` of shape `[B, T]`): numbers of the tokens in their sequences, below 0 for padding.
         """
-        sinks, codec = self.packing.num_sink_tokens, self.codec
+        codec: Codec = self.codec
+        sinks = self.packing.num_sink_tokens
         begins = number[:, count - 1] >= sinks
         if not self.is_fitted:
             valid = (number >= sinks) & begins[:, None]
