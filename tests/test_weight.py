@@ -35,7 +35,7 @@ ROOMS = {
     "cache": Room(in_package("layers", "reports"), 3_300, 4_650),
     "gear": Room(in_package("gear"), 1_600, 2_950),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_150),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 2_100),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_975),
     "baselines": Room(in_package("baselines"), 700, 1_250),
     "batching": Room(in_package("batching"), 900, 700),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_200),
@@ -43,7 +43,7 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 2_000),
     "all of src": Room(("src",), 20_000, 33_000),
     "triton_kernels": Room(("triton_kernels",), 3_500, 4_250),
-    "eval": Room(("eval",), 5_500, 10_670),
+    "eval": Room(("eval",), 5_500, 9_600),
     "tests": Room(("tests",), 15_000, 27_750),
 }
 

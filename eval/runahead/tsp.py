@@ -14,10 +14,10 @@ import torch.distributed as dist
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import CostModel, Link
 from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
 from kvcache_plugins.kv_runahead.transport import Neighbours
-from kvcache_plugins.kv_runahead.wire import LayerShape, layer_shapes
 from kvcache_plugins.models.cache_argument import as_argument
 
 
@@ -31,14 +31,14 @@ class GatheringExchange(PrefixExchange):
 
     Args:
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        shapes (`list[LayerShape]`): of every layer.
+        layouts (`list[MessageLayout]`): of every layer.
         length (`int`), batch_size (`int`): tokens and items of the prompt.
 
     Raises:
         ValueError: if a rank would have no token.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shapes: list[LayerShape], *, length: int, batch_size: int):
+    def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
         rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         # Rounded up: what ranks contribute has to be of one length, and the last may have less
         self._share = -(-length // self._size)
@@ -48,20 +48,16 @@ class GatheringExchange(PrefixExchange):
         start, stop = rank * self._share, min((rank + 1) * self._share, length)
         # The first that takes part: it waits for none before it
         neighbours = Neighbours(group, first=rank, run=-1)
-        super().__init__(neighbours, shapes, PromptSlice(start=start, stop=stop, batch_size=batch_size))
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """Tokens of each rank's slice."""
-        return (*[self._share] * (self._size - 1), self._length - self._share * (self._size - 1))
+        super().__init__(neighbours, layouts, PromptSlice(start=start, stop=stop, batch_size=batch_size))
+        self.partition = (*[self._share] * (self._size - 1), length - self._share * (self._size - 1))
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
-        part, wire, num_new = self.prompt_slice, self.shapes[layer_idx].wire, keys.shape[2]
-        kept = self.shapes[layer_idx].num_kept(part.start)
-        own = wire.make_rows(self._share, part.batch_size)
-        wire.write(own[:num_new], keys, values)
-        rows = wire.make_rows(self._share * self._size, part.batch_size)
+        part, layout, num_new = self.prompt_slice, self.layouts[layer_idx], keys.shape[2]
+        kept = layout.num_kept(part.start)
+        own = layout.make_rows(self._share, part.batch_size)
+        layout.write(own[:num_new], keys, values)
+        rows = layout.make_rows(self._share * self._size, part.batch_size)
         start = time.perf_counter()
         _gather(rows, own, group=self.neighbours.group)
         self.neighbours.seconds_waited += time.perf_counter() - start
@@ -70,7 +66,7 @@ class GatheringExchange(PrefixExchange):
         self.neighbours.bytes_received += own.nbytes * (self._size - 1)
         self.entries_sent += 2 * num_new * (self._size - 1)
         self.dot_products += num_new * self._length
-        return (keys, values) if kept == 0 else wire.read(rows[part.start - kept : part.stop])
+        return (keys, values) if kept == 0 else layout.read(rows[part.start - kept : part.stop])
 
 
 @torch.no_grad()
@@ -97,7 +93,8 @@ def tsp_prefill(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
-    exchange = GatheringExchange(group, layer_shapes(model), length=input_ids.shape[1], batch_size=input_ids.shape[0])
+    batch_size, length = input_ids.shape
+    exchange = GatheringExchange(group, message_layouts(model), length=length, batch_size=batch_size)
     chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
     ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
     with chain:
@@ -106,15 +103,9 @@ def tsp_prefill(
             model.base_model(ids, **as_argument(chain.cache), use_cache=True)
         else:
             logits = model(ids, **as_argument(chain.cache), use_cache=True, logits_to_keep=1).logits
-    neighbours = exchange.neighbours
-    stats: dict[str, int | float] = {
-        "seconds": time.perf_counter() - start,
-        "seconds_waited": neighbours.seconds_waited,
-        "bytes_sent": neighbours.bytes_sent,
-        "bytes_received": neighbours.bytes_received,
-        "dot_products": exchange.dot_products,
-        "entries_sent": exchange.entries_sent,
-    }
+    stats: dict[str, int | float] = {"seconds": time.perf_counter() - start}
+    stats |= {name: getattr(exchange.neighbours, name) for name in ("seconds_waited", "bytes_sent", "bytes_received")}
+    stats |= {name: getattr(exchange, name) for name in ("dot_products", "entries_sent")}
     return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)
 
 
