@@ -38,12 +38,12 @@ ROOMS = {
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_975),
     "baselines": Room(in_package("baselines"), 700, 1_250),
     "batching": Room(in_package("batching"), 900, 700),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_200),
-    "cli": Room(in_package("cli", "console"), 1_600, 1_950),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_060),
+    "cli": Room(in_package("cli", "console"), 1_600, 1_880),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 2_000),
     "all of src": Room(("src",), 20_000, 33_000),
     "triton_kernels": Room(("triton_kernels",), 3_500, 4_250),
-    "eval": Room(("eval",), 5_500, 9_600),
+    "eval": Room(("eval",), 5_500, 9_350),
     "tests": Room(("tests",), 15_000, 27_750),
 }
 
