@@ -34,7 +34,7 @@ ROOMS = {
     "codecs": Room(in_package("codecs"), 2_500, 3_420),
     "cache": Room(in_package("layers", "reports"), 3_300, 4_650),
     "gear": Room(in_package("gear"), 1_600, 2_950),
-    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_150),
+    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_110),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_960),
     "baselines": Room(in_package("baselines"), 700, 1_250),
     "batching": Room(in_package("batching"), 900, 700),
