@@ -35,7 +35,7 @@ ROOMS = {
     "cache": Room(in_package("layers", "reports"), 3_300, 4_650),
     "gear": Room(in_package("gear"), 1_600, 2_950),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_250),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 2_100),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_975),
     "baselines": Room(in_package("baselines"), 700, 1_250),
     "batching": Room(in_package("batching"), 900, 700),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 4_200),

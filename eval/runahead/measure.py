@@ -19,10 +19,10 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import TRIANGLE, CostModel, Link, Timing, bytes_of_token, planned
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.transport import Neighbours
-from kvcache_plugins.kv_runahead.wire import LayerShape, layer_shapes
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
@@ -73,21 +73,21 @@ class Prefill:
 class _NoExchange(PrefixExchange):
     """A slice behind a prefix of random numbers: everything that a rank does but receiving and sending."""
 
-    def __init__(self, neighbours: Neighbours, shapes: list[LayerShape], prompt_slice: PromptSlice):
-        super().__init__(neighbours, shapes, prompt_slice)
+    def __init__(self, neighbours: Neighbours, layouts: list[MessageLayout], prompt_slice: PromptSlice):
+        super().__init__(neighbours, layouts, prompt_slice)
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, part = self.shapes[layer_idx], self.prompt_slice
-        wire, kept = shape.wire, shape.num_kept(part.start)
-        rows = wire.make_rows(kept + part.num_tokens, part.batch_size)
+        layout, part = self.layouts[layer_idx], self.prompt_slice
+        kept = layout.num_kept(part.start)
+        rows = layout.make_rows(kept + part.num_tokens, part.batch_size)
         # Random numbers are made once; in every layer it is new memory that they stand in, as when they are received
         filled = self._rows.get(tuple(rows.shape))
         if filled is None:
             filled = self._rows[tuple(rows.shape)] = torch.randn_like(rows)
         rows.copy_(filled)
-        wire.write(rows[kept:], keys, values)
-        return (keys, values) if kept == 0 else wire.read(rows)
+        layout.write(rows[kept:], keys, values)
+        return (keys, values) if kept == 0 else layout.read(rows)
 
 
 def describe_model(worker: Worker) -> ModelFacts:
@@ -97,7 +97,7 @@ def describe_model(worker: Worker) -> ModelFacts:
     return ModelFacts(
         fingerprint=fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=len(layer_shapes(model)),
+        num_layers=len(message_layouts(model)),
         bytes_per_token=bytes_of_token(model, model.dtype),
         vocab_size=config.vocab_size,
         by_shapes=CostModel.of_shapes(model),
@@ -145,7 +145,7 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     model = worker.model
     prompt_slice = PromptSlice(start=prefix, stop=prefix + len(token_ids), batch_size=1)
     chain = Chain(
-        _NoExchange(Neighbours(None, first=worker.rank, run=-1), layer_shapes(model), prompt_slice),
+        _NoExchange(Neighbours(None, first=worker.rank, run=-1), message_layouts(model), prompt_slice),
         is_lazy=model.config.get_text_config(decoder=True)._attn_implementation == "sdpa",
         cache=None,
     )

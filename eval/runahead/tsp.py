@@ -14,10 +14,10 @@ import torch.distributed as dist
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import CostModel, Link
 from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
 from kvcache_plugins.kv_runahead.transport import Neighbours
-from kvcache_plugins.kv_runahead.wire import LayerShape, layer_shapes
 from kvcache_plugins.models.cache_argument import as_argument
 
 
@@ -31,14 +31,14 @@ class GatheringExchange(PrefixExchange):
 
     Args:
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        shapes (`list[LayerShape]`): of every layer.
+        layouts (`list[MessageLayout]`): of every layer.
         length (`int`), batch_size (`int`): tokens and items of the prompt.
 
     Raises:
         ValueError: if a rank would have no token.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shapes: list[LayerShape], *, length: int, batch_size: int):
+    def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
         rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         # Rounded up: what ranks contribute has to be of one length, and the last may have less
         self._share = -(-length // self._size)
@@ -48,7 +48,7 @@ class GatheringExchange(PrefixExchange):
         start, stop = rank * self._share, min((rank + 1) * self._share, length)
         # The first that takes part: it waits for none before it
         neighbours = Neighbours(group, first=rank, run=-1)
-        super().__init__(neighbours, shapes, PromptSlice(start=start, stop=stop, batch_size=batch_size))
+        super().__init__(neighbours, layouts, PromptSlice(start=start, stop=stop, batch_size=batch_size))
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -57,11 +57,11 @@ class GatheringExchange(PrefixExchange):
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
-        part, wire, num_new = self.prompt_slice, self.shapes[layer_idx].wire, keys.shape[2]
-        kept = self.shapes[layer_idx].num_kept(part.start)
-        own = wire.make_rows(self._share, part.batch_size)
-        wire.write(own[:num_new], keys, values)
-        rows = wire.make_rows(self._share * self._size, part.batch_size)
+        part, layout, num_new = self.prompt_slice, self.layouts[layer_idx], keys.shape[2]
+        kept = layout.num_kept(part.start)
+        own = layout.make_rows(self._share, part.batch_size)
+        layout.write(own[:num_new], keys, values)
+        rows = layout.make_rows(self._share * self._size, part.batch_size)
         start = time.perf_counter()
         _gather(rows, own, group=self.neighbours.group)
         self.neighbours.seconds_waited += time.perf_counter() - start
@@ -70,7 +70,7 @@ class GatheringExchange(PrefixExchange):
         self.neighbours.bytes_received += own.nbytes * (self._size - 1)
         self.entries_sent += 2 * num_new * (self._size - 1)
         self.dot_products += num_new * self._length
-        return (keys, values) if kept == 0 else wire.read(rows[part.start - kept : part.stop])
+        return (keys, values) if kept == 0 else layout.read(rows[part.start - kept : part.stop])
 
 
 @torch.no_grad()
@@ -97,7 +97,9 @@ def tsp_prefill(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
-    exchange = GatheringExchange(group, layer_shapes(model), length=input_ids.shape[1], batch_size=input_ids.shape[0])
+    exchange = GatheringExchange(
+        group, message_layouts(model), length=input_ids.shape[1], batch_size=input_ids.shape[0]
+    )
     chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
     ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
     with chain:

@@ -157,37 +157,6 @@ def compare_with_one_process(
     return results
 
 
-def prefill_real_model(
-    rank: int, name: str, caches: list[str], length: int, new: int, implementation: str = "sdpa"
-) -> tuple[float, dict[str, bool]] | None:
-    """On the last rank: difference of logits, and for every cache whether the tokens are those of one process."""
-    from kvcache_plugins.models.reference_model import load_model
-
-    model, tokenizer = load_model(name, attn_implementation=implementation)
-    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
-    input_ids = tokenizer(text, return_tensors="pt").input_ids[:, :length]
-    is_last = rank == dist.get_world_size() - 1
-    output = runahead_prefill(model, input_ids)
-    same_tokens = {}
-    for cache in caches:
-        filled = create_cache(cache, model) if is_last else None
-        generated, _ = runahead_generate(model, input_ids, past_key_values=filled, max_new_tokens=new, **GREEDY)
-        if is_last:
-            alone = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                past_key_values=create_cache(cache, model),
-                max_new_tokens=new,
-                **GREEDY,
-            )
-            same_tokens[cache] = torch.equal(generated, alone)
-    if output.logits is None:
-        return None
-    with torch.no_grad():
-        expected = model(input_ids, logits_to_keep=1).logits
-    return float((output.logits - expected).abs().max()), same_tokens
-
-
 def prefill_each(rank: int, folder: str, calls: list[dict[str, Any]]) -> list[Any]:
     """Partition, statistics and logits of one prefill after the other, or the error that it raised."""
     model = _load(folder, "sdpa")
@@ -250,95 +219,78 @@ def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
     return messages
 
 
-# Moments at which a rank can be killed, in the order of a prefill
+# What happens to a rank in the order of a prefill, and what others say when it was
 MOMENTS = {
-    "before it is called": "before layer 0",
-    "while the ranks agree": "before layer 0",
-    "before it sends layer 0": "in layer",
-    "while layer 1 is computed": "in layer",
-    "while it sends layer 3": "in layer",
-    "before it sends the last layer": "in layer",
+    "killed before it is called": "before layer 0",
+    "killed while the ranks agree": "before layer 0",
+    "killed before it sends layer 0": "in layer",
+    "killed while layer 1 is computed": "in layer",
+    "killed while it sends layer 3": "in layer",
+    "killed before it sends the last layer": "in layer",
+    "hangs while layer 1 is computed": "in layer",
+    "raises while layer 1 is computed": "in layer",
 }
 
 
-def die_at(rank: int, folder: str, failing: int, moment: str, warm: bool) -> Any:
-    """One rank is killed; the others say what they see, and what their cache holds."""
+def fail_at(rank: int, folder: str, failing: int, moment: str, warm: bool) -> Any:
+    """One rank is killed, hangs or raises; the others say what they see, and what their cache holds."""
     model = _load(folder, "sdpa")
     input_ids, _ = make_prompt(1, 130)
+    group = dist.new_group(timeout=timedelta(seconds=3)) if moment.startswith("hangs") else None
     cache = create_cache("gear-4bit", model)
     if warm:
         # Ranks that have met find a closed connection, others none
-        runahead_prefill(model, input_ids, partition="even")
+        runahead_prefill(model, input_ids, partition="even", group=group)
     if rank == failing:
-        _kill_at(moment, len(model.model.layers))
+        _fail_at(moment, model)
     try:
-        runahead_prefill(model, input_ids, past_key_values=cache, partition="even")
+        runahead_prefill(model, input_ids, past_key_values=cache, partition="even", group=group)
     except Exception as error:
         held = cache.get_seq_length() + sum(tensor.numel() for _, tensor in cache.layers[0].named_tensors())
         return type(error).__name__, str(error), held
     return None
 
 
-def _kill_at(moment: str, num_layers: int) -> None:
-    def die(*args: Any, **kwargs: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _fail_at(moment: str, model: Any) -> None:
+    how, _, when = moment.partition(" ")
 
-    if moment == "before it is called":
-        die()
-    elif moment == "while the ranks agree":
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hangs":
+            time.sleep(7)
+        else:
+            raise RuntimeError("no memory left")
+
+    if when == "before it is called":
+        fail()
+    elif when == "while the ranks agree":
         # Sizes are gathered before what is said: the second collective of the two
         gather, calls = dist.distributed_c10d.all_gather, []
 
         def gather_once(*args: Any, **kwargs: Any) -> Any:
             calls.append(None)
-            return die() if len(calls) == 2 else gather(*args, **kwargs)
+            return fail() if len(calls) == 2 else gather(*args, **kwargs)
 
         dist.distributed_c10d.all_gather = gather_once
-    elif moment == "while layer 1 is computed":
+    elif when == "while layer 1 is computed":
         take_part = prefill.take_part
 
         def take_part_and_listen(model: Any, *args: Any) -> Any:
             answer = take_part(model, *args)
-            model.model.layers[1].mlp.register_forward_hook(die)
+            model.model.layers[1].mlp.register_forward_hook(fail)
             return answer
 
         prefill.take_part = take_part_and_listen
     else:
-        layer = {"before it sends layer 0": 0, "while it sends layer 3": 3}.get(moment, num_layers - 1)
+        layer = {"before it sends layer 0": 0, "while it sends layer 3": 3}.get(when, len(model.model.layers) - 1)
         send = Neighbours.send
 
-        def send_or_die(self: Neighbours, layer_idx: int, tensor: torch.Tensor) -> None:
-            if layer_idx == layer and "while" not in moment:
-                die()
+        def send_or_fail(self: Neighbours, layer_idx: int, tensor: torch.Tensor) -> None:
+            if layer_idx == layer and "while" not in when:
+                fail()
             send(self, layer_idx, tensor)
             if layer_idx == layer:
-                die()
+                fail()
 
-        Neighbours.send = send_or_die  # type: ignore[method-assign]
-
-
-def fail_in_the_middle(rank: int, folder: str, failing: int, how: str) -> Any:
-    """One rank dies, hangs or raises in the second layer; the others say what they see, and what their cache holds."""
-    model = _load(folder, "sdpa")
-    input_ids, _ = make_prompt(1, 130)
-    group = dist.new_group(timeout=timedelta(seconds=3))
-
-    def fail(*args: Any) -> None:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "hangs":
-            time.sleep(7)
-        elif how == "raises":
-            raise RuntimeError("no memory left")
-
-    cache = create_cache("gear-4bit", model)
-    # Once, so that all ranks have met before the one that fails
-    runahead_prefill(model, input_ids, group=group)
-    if rank == failing:
-        model.model.layers[1].mlp.register_forward_hook(fail)
-    try:
-        runahead_prefill(model, input_ids, past_key_values=cache, group=group, partition="even")
-    except Exception as error:
-        held = cache.get_seq_length() + sum(tensor.numel() for _, tensor in cache.layers[0].named_tensors())
-        return type(error).__name__, str(error), held
-    return None
+        Neighbours.send = send_or_fail  # type: ignore[method-assign]

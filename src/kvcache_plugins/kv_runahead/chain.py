@@ -26,8 +26,8 @@ from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 
 from .attention import attend_behind_prefix
+from .messages import MessageLayout
 from .transport import RECEIVES_AHEAD, Neighbours, RunaheadError
-from .wire import LayerShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,27 +62,18 @@ class PrefixExchange:
     """
     The states of one rank's slice, and of what stands before it, layer by layer.
 
-    Args:
-        neighbours (`Neighbours`): the neighbours.
-        shapes (`list[LayerShape]`): of every layer.
-        prompt_slice (`PromptSlice`): the rank's slice.
-
     Attributes:
         dot_products (`int`): pairs of queries and keys that lay before attention, for one head, summed over layers.
         entries_sent (`int`): keys and values, counted apart, that one head sent, summed over layers.
         hop_errors (`list[float]`): relative error of this rank's quantized states, layer by layer.
     """
 
-    def __init__(self, neighbours: Neighbours, shapes: list[LayerShape], prompt_slice: PromptSlice):
-        self.neighbours, self.shapes, self.prompt_slice = neighbours, shapes, prompt_slice
+    def __init__(self, neighbours: Neighbours, layouts: list[MessageLayout], prompt_slice: PromptSlice):
+        self.neighbours, self.layouts, self.prompt_slice = neighbours, layouts, prompt_slice
         # Buffers of receives posted and not yet waited for
         self._posted: dict[int, torch.Tensor] = {}
         self.dot_products, self.entries_sent = 0, 0
         self.hop_errors: list[float] = []
-
-    def start(self) -> None:
-        """Posts the receives of the first layers."""
-        self._post_receives(0)
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -95,63 +86,50 @@ class PrefixExchange:
         Returns:
             Keys and values of the prefix, or what the layer's window needs of it, and of the slice.
         """
-        shape, part = self.shapes[layer_idx], self.prompt_slice
-        kept, wire = shape.num_kept(part.start), shape.wire
+        layout, part = self.layouts[layer_idx], self.prompt_slice
+        kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
         rows = self._receive(layer_idx)
         self.dot_products += keys.shape[2] * (kept + keys.shape[2])
-        if self.neighbours.behind is not None:
-            wire.write(rows[kept:], keys, values)
-            sent = rows[rows.shape[0] - shape.num_kept(part.stop) :]
+        # The rank's own states are exact for itself; and beams repeat what has come for the prompt
+        is_whole = kept > 0 and layout.nbits is None and keys.shape[0] == part.batch_size
+        if is_whole or not is_last:
+            layout.write(rows[kept:], keys, values)
+        if not is_last:
+            sent = rows[rows.shape[0] - layout.num_kept(part.stop) :]
             self.neighbours.send(layer_idx, sent)
             self.entries_sent += 2 * sent.shape[0]
-            if wire.nbits is not None:
-                for rounded, exact in zip(wire.read(rows[kept:]), (keys, values), strict=True):
+            if layout.nbits is not None:
+                for rounded, exact in zip(layout.read(rows[kept:]), (keys, values), strict=True):
                     error = (rounded.float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-30)
                     self.hop_errors.append(float(error))
-        if kept == 0:
-            return keys, values
-        if wire.nbits is None and keys.shape[0] == part.batch_size:
-            if self.neighbours.behind is None:
-                wire.write(rows[kept:], keys, values)
-            return wire.read(rows)
-        # The rank's own states are exact for itself; and beams repeat what has come for the prompt
+        if kept == 0 or is_whole:
+            return layout.read(rows) if is_whole else (keys, values)
         repeats = keys.shape[0] // part.batch_size
-        before_keys, before_values = (states.repeat_interleave(repeats, dim=0) for states in wire.read(rows[:kept]))
+        before_keys, before_values = (states.repeat_interleave(repeats, dim=0) for states in layout.read(rows[:kept]))
         return torch.cat([before_keys, keys], dim=2), torch.cat([before_values, values], dim=2)
 
-    def _post_receives(self, layer_idx: int) -> None:
-        """Posts the receives of the layers from `layer_idx` on, a few of them."""
-        if self.neighbours.before is None:
-            return
+    def post_receives(self, layer_idx: int = 0) -> None:
+        """Posts the receives of a few layers from `layer_idx` on."""
         part = self.prompt_slice
-        for index in range(layer_idx, min(layer_idx + RECEIVES_AHEAD, len(self.shapes))):
-            if index not in self._posted:
-                kept = self.shapes[index].num_kept(part.start)
+        for index in range(layer_idx, min(layer_idx + RECEIVES_AHEAD, len(self.layouts))):
+            if self.neighbours.before is not None and index not in self._posted:
+                kept = self.layouts[index].num_kept(part.start)
                 # With capacity for the slice behind the prefix
-                rows = self.shapes[index].wire.make_rows(kept + part.num_tokens, part.batch_size)
+                rows = self.layouts[index].make_rows(kept + part.num_tokens, part.batch_size)
                 self.neighbours.post_receive(index, rows[:kept])
                 self._posted[index] = rows
 
     def _receive(self, layer_idx: int) -> torch.Tensor:
         """Returns rows of a layer: what is kept of the prefix, and uninitialized ones for the slice."""
         if self.neighbours.before is None:
-            return self.shapes[layer_idx].wire.make_rows(self.prompt_slice.num_tokens, self.prompt_slice.batch_size)
+            return self.layouts[layer_idx].make_rows(self.prompt_slice.num_tokens, self.prompt_slice.batch_size)
         self.neighbours.wait_for(layer_idx)
-        rows = self._posted.pop(layer_idx)
-        self._post_receives(layer_idx + 1)
-        return rows
+        self.post_receives(layer_idx + 1)
+        return self._posted.pop(layer_idx)
 
 
 class RunaheadLayer(LazyLayer):
-    """
-    Keys and values of one layer on one rank, [KV-Runahead](https://huggingface.co/papers/2405.05329).
-
-    Args:
-        chain (`Chain`): the rank's part, which gets the prefix and takes the states when attention is done.
-        layer_idx (`int`): index of the layer.
-        window (`int`, *optional*): sliding window of the layer.
-        is_lazy (`bool`): whether attention is by `sdpa`.
-    """
+    """Keys and values of one layer on one rank, lazy if attention is by `sdpa`."""
 
     is_croppable = False
 
@@ -290,10 +268,8 @@ class Chain:
     Args:
         exchange (`PrefixExchange`): how the rank gets what comes before its slice.
         is_lazy (`bool`): whether attention is by `sdpa`.
-        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states.
-
-    Attributes:
-        cache (`Cache`): inside of the `with` statement, what the forward takes as `past_key_values`.
+        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states. Inside of
+            the `with` statement the attribute `cache` is what the forward takes.
     """
 
     cache: Cache
@@ -301,7 +277,7 @@ class Chain:
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):
         self.exchange, self.prompt_slice, self._given = exchange, exchange.prompt_slice, cache
         self._layers = [
-            RunaheadLayer(self, index, shape.window, is_lazy=is_lazy) for index, shape in enumerate(exchange.shapes)
+            RunaheadLayer(self, index, layout.window, is_lazy=is_lazy) for index, layout in enumerate(exchange.layouts)
         ]
         # The user's own layers while others stand in their place
         self._own: list[Any] = []
@@ -319,7 +295,7 @@ class Chain:
                 self._own.append(make_layer())
             self.cache.layers[:] = self._layers
         try:
-            self.exchange.start()
+            self.exchange.post_receives()
         except BaseException as error:
             self._end(error)
             raise

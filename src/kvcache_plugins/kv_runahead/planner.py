@@ -41,14 +41,7 @@ _PROJECTION_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """
-    A measured prefill on one process.
-
-    Attributes:
-        length (`int`): tokens of the slice.
-        prefix (`int`): tokens before it, whose keys and values were in the cache.
-        seconds (`float`): through all layers.
-    """
+    """Measured `seconds` of a slice of `length` tokens through all layers, those of a `prefix` before it cached."""
 
     length: int
     prefix: int = 0
@@ -63,12 +56,8 @@ class Timing:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """
-    The link from one rank to the next.
-
-    Attributes:
-        latency (`float`): seconds a message takes beside its bytes.
-        bytes_per_second (`float`): of one link, in one direction.
-        shared (`bool`): whether all ranks share it, as over one host's bus; else every rank has its own to the next.
+    The link from one rank to the next: seconds a message takes beside its bytes, and bytes a second in one direction;
+    `shared` if all ranks have one link, as over one host's bus, and not each its own to the next.
     """
 
     latency: float = 0.0
@@ -141,8 +130,8 @@ class CostModel:
 
         Args:
             timings (`Sequence[Timing]`): slices of two lengths at least; two tell no `fixed`, which is 0 then.
-            triangle (`float`, *optional*): as the attribute. Fitted if not given, for which four different slices,
-                with and without a prefix, are needed.
+            triangle (`float`, *optional*): fitted if not given, for which four different slices, with and without a
+                prefix, are needed.
             projection_share (`float`, *optional*, defaults to 0.25): as the attribute; timings do not tell it.
 
         Raises:
@@ -169,27 +158,17 @@ class CostModel:
             triangle = more[0] / per_pair
         if not per_token + per_pair > 0:
             raise ValueError("`timings` do not grow with the length: measure longer slices")
-        return cls(
-            per_token=per_token,
-            per_pair=per_pair,
-            fixed=fixed,
-            triangle=triangle,
-            projection_share=projection_share,
-        )
+        costs = {"per_token": per_token, "per_pair": per_pair, "fixed": fixed}
+        return cls(**costs, triangle=triangle, projection_share=projection_share)
 
     @classmethod
     def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
         """
-        Counts floating-point operations of a model, for planning without any measurement: "seconds" are operations,
-        fit for ratios between slices, and meaningless beside the seconds of a link.
+        Counts floating-point operations of a model, which is not run, or of a config, for planning without a
+        measurement: "seconds" are operations, fit for ratios between slices, and meaningless beside a link's.
 
         Linear layers of the decoder (of experts, those that a token goes through) and attention are counted; a layer
         with a sliding window costs its whole window for every token.
-
-        Args:
-            model (`PreTrainedModel` or `PreTrainedConfig`): a model, which is not run, or its config, from which an
-                empty one is made (up to a second).
-            triangle (`float`, *optional*, defaults to 0.5): as the attribute.
         """
         if isinstance(model, PreTrainedConfig):
             with torch.device("meta"):
@@ -265,24 +244,27 @@ def _least_squares(columns: Array) -> list[float]:
 def predict_ttft(
     lengths: Sequence[int], cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
 ) -> float:
-    """
-    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
-
-    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
-    both on, and attends.
-
-    Args:
-        lengths (`Sequence[int]`): tokens of each rank's slice, first rank first.
-        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
-        link (`Link`): from each rank to the next; a rank sends one message at a time, and computes meanwhile.
-        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
-        num_layers (`int`): layers of the model.
-    """
+    """Simulates one partition: `predict_ttfts` of `[lengths]`."""
     return float(predict_ttfts(np.array([lengths], dtype=np.float64), cost, link, bytes_per_token, num_layers)[0])
 
 
 def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
-    """Simulates many partitions at once: `predict_ttft` of `[num_partitions, num_ranks]` to `[num_partitions]`."""
+    """
+    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
+
+    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
+    both on, one message at a time, and attends meanwhile.
+
+    Args:
+        lengths (`np.ndarray` of shape `[num_partitions, num_ranks]`): tokens of each rank's slice, first rank first.
+        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
+        link (`Link`): from each rank to the next.
+        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
+        num_layers (`int`): layers of the model.
+
+    Returns:
+        `np.ndarray` of shape `[num_partitions]`.
+    """
     num_ranks, ends = lengths.shape[1], lengths.cumsum(axis=1)
     # Keys and values of a slice do not depend on the prefix
     projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths) / num_layers
@@ -313,13 +295,8 @@ RATIO_TOLERANCE = 2e-3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableEntry:
     """
-    The partition of one length.
-
-    Attributes:
-        length (`int`): tokens of the prompt.
-        ratios (`tuple[float, ...]`): share of each rank, summing to 1; fewer than ranks where fewer are faster.
-        seconds (`float`): time to first token.
-        measured (`bool`): whether `seconds` was measured; else it was predicted.
+    The partition of one length: each rank's share, summing to 1 (fewer than ranks where fewer are faster), and the
+    seconds to the first token, measured or predicted.
     """
 
     length: int
@@ -405,8 +382,6 @@ class PartitionTable:
 # Partitions
 
 NAMES = ("even", "planned")
-# Of the closed forms for different numbers of ranks, how many are searched around, and how near to the best
-_NUM_SEARCHED, _NEAR = 3, 1.1
 # The share of the time that ranks have to save, or they are left free
 _WORTH_A_RANK = 0.01
 _BISECTIONS = 60
@@ -429,8 +404,7 @@ def resolve_partition(
     Args:
         partition (`str`, `Sequence` or `PartitionTable`, *optional*): `"even"`; lengths that sum to `length`; ratios
             that sum to 1; a look-up table; `"planned"` or nothing for `planned` by the shapes of `model`.
-        length (`int`): tokens of the prompt.
-        num_ranks (`int`): ranks there are; lengths and ratios may be fewer.
+        length (`int`), num_ranks (`int`): tokens of the prompt, and ranks there are, of which some may get no slice.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*): the model to plan for.
 
     Raises:
@@ -469,10 +443,8 @@ def even(length: int, num_ranks: int) -> Partition:
 
 def predicted(length: int, table: PartitionTable) -> Partition:
     """
-    Cuts slices by a look-up table: ratios interpolated linearly between the two nearest lengths.
-
-    A length outside of the table takes the ratios of its nearest; so does one between entries of different numbers of
-    slices.
+    Cuts slices by a look-up table: ratios interpolated linearly between the two nearest lengths. A length outside of
+    the table takes the ratios of its nearest; so does one between entries of different numbers of slices.
 
     Raises:
         ValueError: if there are fewer tokens than ratios.
@@ -499,9 +471,8 @@ def planned(
     """
     Cuts the slices that a cost model says are fastest.
 
-    Without a link: equal compute time for every rank, by bisection over that time. With one: no rank may take longer
-    over sending a layer than it has for computing one, then `searched` moves the boundaries by the simulated time to
-    first token; and all that for every number of ranks.
+    Without a link: equal compute time for every rank. With one, `searched` moves their boundaries by the simulated
+    time to first token, for one rank more after the other until two in a row save nothing.
 
     Args:
         length (`int`): tokens of the prompt.
@@ -526,23 +497,15 @@ def planned(
         seconds: list[float] = predict_ttfts(lengths, cost, link, bytes_per_token, num_layers).tolist()
         return seconds
 
-    def longest_prefix(seconds: float) -> float:
-        return max(seconds / num_layers - link.latency, 0) * link.bytes_per_second / bytes_per_token
-
-    starts: dict[Partition, float] = {}
-    for count in range(1, num_ranks + 1):
-        for form in (_balanced(length, count, cost), _balanced(length, count, cost, longest_prefix)):
-            # Ranks that have to be used without need get a token each, first in the chain
-            start = _rounded(form if allow_fewer else [0.0] * (num_ranks - count) + form)
-            starts[start] = predict([start])[0]
-    nearest = sorted(starts, key=starts.__getitem__)[:_NUM_SEARCHED]
-    last_step = max(length // _FINEST, 1)
     found: dict[Partition, float] = {}
-    for start in nearest:
-        if starts[start] <= _NEAR * starts[nearest[0]]:
-            first_step = max(length // (8 * len(start)), 1)
-            lengths, seconds = searched(start, predict, first_step=first_step, last_step=last_step)
-            found[lengths] = seconds
+    num_useless = 0
+    for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
+        before = min(found.values(), default=math.inf)
+        steps = {"first_step": max(length // (4 * count), 1), "last_step": max(length // _FINEST, 1)}
+        lengths, found[lengths] = searched(_rounded(_balanced(length, count, cost)), predict, **steps)
+        num_useless = 0 if found[lengths] * (1 + _WORTH_A_RANK) < before else num_useless + 1
+        if num_useless == 2:
+            break
     enough = (1 + _WORTH_A_RANK) * min(found.values())
     return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
 
@@ -562,9 +525,8 @@ def searched(
     ones are moved at a time, and the others in proportion.
 
     Args:
-        start (`Sequence[int]`): slices to begin with, one of each rank, such as `even` or planned ones.
-        measure (`Callable`): takes partitions of the same tokens and ranks, none twice, and gives the seconds to the
-            first token of each.
+        start (`Sequence[int]`): slices to begin with, one of each rank.
+        measure (`Callable`): takes partitions, none twice, and gives the seconds to the first token of each.
         first_step (`int`, *optional*): tokens; a quarter of an even slice if not given.
         last_step (`int`, *optional*): tokens; a 256th of the prompt if not given.
 
@@ -612,27 +574,19 @@ def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator
             yield _rounded(length * scales[group] for length, group in zip(middle, groups, strict=True))
 
 
-def _balanced(
-    length: int, num_ranks: int, cost: CostModel, longest_prefix: Callable[[float], float] = lambda seconds: math.inf
-) -> list[float]:
-    """Cuts real slice lengths of equal, least seconds; `longest_prefix` of these bounds where the last one begins."""
+def _balanced(length: int, num_ranks: int, cost: CostModel) -> list[float]:
+    """Cuts real slice lengths of equal, least seconds by bisection."""
 
     def cut(seconds: float) -> list[float]:
         lengths: list[float] = []
-        prefix, longest = 0.0, longest_prefix(seconds)
-        for rank in range(num_ranks):
-            left = longest - prefix if rank < num_ranks - 1 else math.inf
-            lengths.append(max(min(cost.length_within(seconds, prefix), left), 0.0))
-            prefix += lengths[-1]
+        for _ in range(num_ranks):
+            lengths.append(cost.length_within(seconds, sum(lengths)))
         return lengths
 
     least, enough = 0.0, cost.seconds(float(length), 0.0)
     for _ in range(_BISECTIONS):
         middle = (least + enough) / 2
-        if sum(cut(middle)) < length:
-            least = middle
-        else:
-            enough = middle
+        least, enough = (middle, enough) if sum(cut(middle)) < length else (least, middle)
     lengths = cut(enough)
     # All within rounding of `length` but where one rank alone already is enough
     return [each * length / sum(lengths) for each in lengths]

@@ -21,9 +21,9 @@ from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
+from .messages import HOP_NBITS, MessageLayout, message_layouts
 from .planner import PartitionTable, resolve_partition
 from .transport import Description, FailureReports, Neighbours, agree, digest
-from .wire import HOP_NBITS, LayerShape, layer_shapes
 
 
 Partition = str | Sequence[int] | Sequence[float] | PartitionTable | None
@@ -160,15 +160,7 @@ def runahead_generate(
 
 @dataclass(kw_only=True, slots=True)
 class Part:
-    """
-    One rank's part in a prefill.
-
-    Attributes:
-        partition (`tuple[int, ...]`), rank (`int`): tokens of each slice, and the rank in the group.
-        cache (`Cache`, *optional*): the user's cache, on the last rank.
-        is_idle (`bool`): whether the rank has no slice.
-        chain (`Chain`, *optional*): not there where one rank prefills alone.
-    """
+    """One rank's part in a prefill: the user's cache on the last rank, no `chain` where one rank prefills alone."""
 
     model: PreTrainedModel
     input_ids: torch.Tensor
@@ -241,12 +233,12 @@ def take_part(
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
     rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
     is_last = rank == size - 1
-    shapes: list[LayerShape] = []
+    layouts: list[MessageLayout] = []
     try:
         _check_prompt(model, input_ids, attention_mask, hop_nbits)
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
         slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
-        shapes = layer_shapes(model)
+        layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
         if is_last:
             cache = _checked_cache(cache, model, len(slices))
         description = Description(
@@ -279,9 +271,8 @@ def take_part(
             batch_size=input_ids.shape[0],
             padding=None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist(),
         )
-        shapes = [replace(shape, wire=replace(shape.wire, nbits=hop_nbits)) for shape in shapes]
         is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-        exchange = PrefixExchange(Neighbours(group, first, run), shapes, prompt_slice)
+        exchange = PrefixExchange(Neighbours(group, first, run), layouts, prompt_slice)
         part.chain = Chain(exchange, is_lazy=is_lazy, cache=part.cache)
     return part
 

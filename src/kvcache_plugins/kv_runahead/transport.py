@@ -31,13 +31,7 @@ class RunaheadError(RuntimeError):
 
 
 class FailureReports:
-    """
-    Reports that the ranks of one prefill make of their failures.
-
-    Args:
-        rank (`int`): this rank, in the group.
-        run (`int`): number of the prefill, the same on all ranks, so that failures of earlier ones are not read again.
-    """
+    """Reports that the ranks of one prefill, `run`, make of their failures, so that those of others are not read."""
 
     def __init__(self, rank: int, run: int):
         self._rank, self._key = rank, f"kvcache_plugins/runahead/{run}"
@@ -73,8 +67,7 @@ class FailureReports:
         """Reads the report of the rank that failed first, if it could leave one."""
         with suppress(Exception):
             if _store().check([self._key]):
-                message: str = _store().get(self._key).decode()
-                return message
+                return str(_store().get(self._key).decode())
         return None
 
 
@@ -85,16 +78,7 @@ def _store() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """
-    How one rank was called.
-
-    Attributes:
-        model (`str`), dtype (`str`): digest of the model, and the dtype that it computes in.
-        prompt (`str`): shape and digest of the tokens and their padding.
-        partition (`tuple[int, ...]`): lengths of the slices.
-        hop_nbits (`int`, *optional*): bits of quantized states on the way.
-        error (`str`, *optional*): what is wrong on this rank alone; the others are not compared then.
-    """
+    """What ranks have to agree on: digests of model and prompt, slices; and what is wrong on one of them alone."""
 
     model: str = ""
     dtype: str = ""
@@ -148,10 +132,8 @@ class Neighbours:
         run (`int`): number of the prefill, the same on all ranks.
 
     Attributes:
-        rank (`int`), first (`int`): this rank and the first that takes part, in the group.
         bytes_sent, bytes_received (`int`): what has gone over the two links.
         seconds_waited (`float`): time that the host waited for what was to come; on GPUs it does not wait.
-        failures (`FailureReports`): the ranks' failures.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):
@@ -165,11 +147,7 @@ class Neighbours:
 
     def post_receive(self, layer_idx: int, buffer: torch.Tensor) -> None:
         """Announces that `buffer`, contiguous, is to be filled with what the rank before sends for a layer."""
-        source = self._global_rank(self.before)
-        work = self._guarded(
-            layer_idx, self.before, lambda: dist.irecv(buffer, src=source, group=self.group, tag=layer_idx)
-        )
-        self._arriving.append((layer_idx, buffer, work))
+        self._arriving.append((layer_idx, buffer, self._begin(dist.irecv, buffer, self.before, layer_idx)))
 
     def wait_for(self, layer_idx: int) -> torch.Tensor:
         """Returns the buffer posted for a layer, filled (on GPUs: for what the current stream does next)."""
@@ -185,11 +163,7 @@ class Neighbours:
         """Starts to send a contiguous tensor, which must not be written to afterwards, to the rank behind."""
         while self._leaving and self._leaving[0][2].is_completed():
             self._finish_send()
-        target = self._global_rank(self.behind)
-        work = self._guarded(
-            layer_idx, self.behind, lambda: dist.isend(tensor, dst=target, group=self.group, tag=layer_idx)
-        )
-        self._leaving.append((layer_idx, tensor, work))
+        self._leaving.append((layer_idx, tensor, self._begin(dist.isend, tensor, self.behind, layer_idx)))
         self.bytes_sent += tensor.nbytes
 
     def flush(self) -> None:
@@ -205,10 +179,11 @@ class Neighbours:
         self._guarded(layer_idx, self.behind, work.wait)
         return tensor
 
-    def _global_rank(self, rank: int | None) -> int:
-        """Returns the rank in the whole world, which point-to-point calls want."""
-        assert rank is not None, "there is such a neighbour"
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+    def _begin(self, start: Callable[..., Any], tensor: torch.Tensor, neighbour: int | None, layer_idx: int) -> Any:
+        """Starts to send or to receive; point-to-point calls want the rank in the whole world."""
+        assert neighbour is not None, "there is such a neighbour"
+        other = neighbour if self.group is None else dist.get_global_rank(self.group, neighbour)
+        return self._guarded(layer_idx, neighbour, lambda: start(tensor, other, group=self.group, tag=layer_idx))
 
     def _guarded(self, layer_idx: int, neighbour: int | None, operation: Callable[[], Result]) -> Result:
         return self.failures.guarded(operation, f"rank {neighbour}", f"in layer {layer_idx}")

@@ -37,15 +37,16 @@ _METADATA_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class MessageLayout:
     """
-    The rows of one layer.
+    Rows of one layer's tokens on their way.
 
     Args:
         num_heads (`int`): heads of keys and values.
         key_dim, value_dim (`int`): their head dimensions.
         dtype (`torch.dtype`), device (`torch.device`): of the states.
         nbits (`int`, *optional*): bits a number on the way, 4 or 8; the states' own dtype if not given.
+        window (`int`, *optional*): sliding window of the layer.
     """
 
     num_heads: int
@@ -54,12 +55,16 @@ class Wire:
     dtype: torch.dtype
     device: torch.device
     nbits: int | None = None
+    window: int | None = None
+
+    def num_kept(self, position: int) -> int:
+        """Counts the tokens before `position` that any token from there on can see."""
+        return position if self.window is None else min(position, self.window - 1)
 
     def make_rows(self, num_tokens: int, batch_size: int) -> torch.Tensor:
         """Makes uninitialized rows `[num_tokens, batch_size, num_heads, numbers or bytes]`."""
-        size, dtype = self.key_dim + self.value_dim, self.dtype
-        if self.nbits is not None:
-            size, dtype = self._side_bytes(self.key_dim) + self._side_bytes(self.value_dim), torch.uint8
+        size = self._side_size(self.key_dim) + self._side_size(self.value_dim)
+        dtype = self.dtype if self.nbits is None else torch.uint8
         return torch.empty((num_tokens, batch_size, self.num_heads, size), dtype=dtype, device=self.device)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -78,14 +83,16 @@ class Wire:
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads keys `[B, H, tokens, D]` and values `[B, H, tokens, E]`: views if rows are not quantized."""
-        rows = rows.permute(1, 2, 0, 3)
+        rows, size = rows.permute(1, 2, 0, 3), self._side_size(self.key_dim)
+        keys, values = rows[..., :size], rows[..., size:]
         if self.nbits is None:
-            return rows[..., : self.key_dim], rows[..., self.key_dim :]
-        size = self._side_bytes(self.key_dim)
-        return self._decode(rows[..., :size], self.key_dim), self._decode(rows[..., size:], self.value_dim)
+            return keys, values
+        return self._decode(keys, self.key_dim), self._decode(values, self.value_dim)
 
-    def _side_bytes(self, head_dim: int) -> int:
-        assert self.nbits is not None
+    def _side_size(self, head_dim: int) -> int:
+        """Counts the numbers of a token's keys or values in one head; their bytes if they are quantized."""
+        if self.nbits is None:
+            return head_dim
         return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // _group_size(head_dim))
 
     def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,32 +119,20 @@ def _group_size(head_dim: int) -> int:
     return _MAX_GROUP if head_dim % _MAX_GROUP == 0 else head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Rows of a layer on their way, and its sliding window, if it has one."""
-
-    wire: Wire
-    window: int | None
-
-    def num_kept(self, position: int) -> int:
-        """Counts the tokens before `position` that any token from there on can see."""
-        return position if self.window is None else min(position, self.window - 1)
-
-
 # By model, so that only its first prefill pays for it
-_SHAPES: weakref.WeakKeyDictionary[PreTrainedModel, list[LayerShape]] = weakref.WeakKeyDictionary()
+_LAYOUTS: weakref.WeakKeyDictionary[PreTrainedModel, list[MessageLayout]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+def message_layouts(model: PreTrainedModel) -> list[MessageLayout]:
     """
-    Finds rows and windows of all layers, by a forward over one token: no config names them for every architecture.
+    Finds the layouts of all layers by a forward over one token: no config names them for every architecture.
 
     Raises:
         ValueError: if the model has layers whose state is not that of attention to all tokens or to a sliding window.
     """
-    if model in _SHAPES:
-        return _SHAPES[model]
+    if model in _LAYOUTS:
+        return _LAYOUTS[model]
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     layers: list[Any] = cache.layers
@@ -152,10 +147,11 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
             "`model` has to have layers of full or sliding-window attention only, each with keys and values of its "
             f"own, but is a `{type(model).__name__}` with layers of types {sorted(kinds) or 'unknown'}"
         )
-    shapes = []
+    layouts = []
     for layer in layers:
         keys, values = layer.keys, layer.values
-        wire = Wire(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-        shapes.append(LayerShape(wire, layer.sliding_window if layer.is_sliding else None))
-    _SHAPES[model] = shapes
-    return shapes
+        window = layer.sliding_window if layer.is_sliding else None
+        sizes = keys.shape[1], keys.shape[3], values.shape[3]
+        layouts.append(MessageLayout(*sizes, keys.dtype, keys.device, window=window))
+    _LAYOUTS[model] = layouts
+    return layouts
