@@ -381,23 +381,6 @@ def render_store(rows: Rows) -> str:
     return make_markdown_table((*head, "MB", "load", "all prompts, s of CPU"), cells)
 
 
-def render_repeated_tokens(rows: Rows) -> str:
-    """Renders KL of both kinds; in bold what is above 3 times that of text."""
-    tables = []
-    for column, title in (("behind", "Behind the prompt"), ("decoded", "Decoded behind it")):
-        bounds = {cache: 3 * kl for row in rows if row["prompt"] == "text" for cache, kl in row[column].items()}
-        cells = [
-            [
-                row["prompt"],
-                str(row["tokens"]),
-                *(f"**{kl:.4f}**" if kl > bounds[cache] else f"{kl:.4f}" for cache, kl in row[column].items()),
-            ]
-            for row in rows
-        ]
-        tables.append(make_markdown_table([title, "tokens", *(f"`{cache}`" for cache in bounds)], cells))
-    return "\n".join(tables)
-
-
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 
 
@@ -465,23 +448,6 @@ SIMULATED = Table(
 # Of one row, by the kind of the result
 
 
-def _marked(path: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Shows a number, marked where it was not measured to the end."""
-    return lambda row: f"{'~ ' if row['is_extrapolated'] else ''}{scale * row[path]:{form}}"
-
-
-def _once(row: Row) -> str:
-    once = ", ".join(f"{what} {seconds:.2f}" for what, seconds in row["once_s"].items())
-    return once + ("" if row["save_s"] is None else f" (save {row['save_s']:.2f})")
-
-
-def _note_prefix(rows: Rows) -> str:
-    if not any(row["is_extrapolated"] for row in rows):
-        return ""
-    count = rows[0]["num_continuations"]
-    return f"\n~ is the median time, and the mean of the bytes, of those measured, times {count}.\n"
-
-
 def _percent_held(row: Row) -> str:
     percent = f"{row['kv_percent']:.1f}"
     shared = row["kv_percent_with_shared"]
@@ -512,7 +478,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("answers' tokens right", "token_accuracy", ".1f", 100, suffix=" %"),
         FETCHED,
     ),
-    "repeated-tokens": render_repeated_tokens,
     "overview": Table(
         code(),
         name("what it is", "what"),
@@ -567,21 +532,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("times `{cache}`'s", "time_against_first", ".2f"),
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
-    ),
-    "prefix": Table(
-        Column(
-            "way",
-            lambda row: f"{row['way']}, {row['num_measured']} measured" if row["is_extrapolated"] else row["way"],
-        ),
-        code(),
-        Column("held by all {num_continuations}, MB", _marked("held_bytes", ".1f", 1e-6)),
-        Column("once, s", _once),
-        quartiles("each, ms (quartiles)"),
-        Column("all {num_continuations} ready, s", _marked("all_ready_s", ".2f")),
-        quartiles("its tokens, ms (quartiles)", path="tokens_s"),
-        number("KL to dense", "kl", ".4f"),
-        number("file, MB", "file_bytes", ".1f", 1e-6, missing=""),
-        note=_note_prefix,
     ),
     "store": render_store,
     "pool": Table(

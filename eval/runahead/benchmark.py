@@ -1,12 +1,9 @@
 """Time to first token of KV-Runahead beside TSP and beside one rank alone, all in the same processes, taking turns.
 
-The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache. With
-`--throttle` the ranks talk through network namespaces, first at the full speed of virtual cables, then throttled.
+The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +15,10 @@ from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.kv_runahead.planner import Link, PartitionTable, even, predicted, resolve_partition
+from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predicted, resolve_partition
 
-from .isolated_network import IsolatedNetwork
 from .measure import (
-    FULL,
     ONE_RANK,
-    THROTTLED,
     TSP,
     Way,
     describe_model,
@@ -37,10 +31,12 @@ from .measure import (
     time_slices,
     worst_error,
 )
-from .rank_processes import Ranks, Worker
+from .ranks import Ranks, Worker
 
 
 _WARM_UP_TOKENS = 256
+# Runs of every slice that is timed for the plan
+_PLAN_ROUNDS = 3
 
 
 def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
@@ -54,39 +50,14 @@ def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
     return shares
 
 
-def parse_sweep(text: str | None, world_size: int) -> list[tuple[float, ...]]:
-    """Parses partitions for two ranks whose first shares are named, such as `0.5,0.6,0.7`."""
-    if text is None:
-        return []
-    if world_size != 2:
-        raise ValueError(f"`sweep` is over the first of two shares, but `world_size` is {world_size}")
-    try:
-        firsts = [float(each) for each in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"`sweep` has to hold shares with commas between them but is {text!r}") from error
-    return [parse_shares(f"{first},{1 - first}", world_size) for first in firsts]
-
-
 def load_table(worker: Worker, path: str) -> PartitionTable:
     """Loads a table of `kvcache-plugins plan`, checked against the model and number of ranks."""
     return PartitionTable.load(path, worker.model, worker.size)
 
 
-def ways_to_prefill(
-    length: int, num_ranks: int, plans: Mapping[str, tuple[int, ...]], shares: Sequence[tuple[float, ...]]
-) -> dict[str, Way]:
-    """Lists every way that is compared for a length, by name."""
-    ways: dict[str, Way] = {ONE_RANK: ONE_RANK}
-    if num_ranks > 1:
-        ways |= {TSP: TSP, "even": even(length, num_ranks), **plans}
-    for each in shares:
-        ways["shares " + ",".join(f"{share:.3g}" for share in each)] = resolve_partition(each, length, num_ranks)
-    return ways
-
-
 def measure_ways(
     ranks: Ranks, token_ids: Sequence[int], ways: Mapping[str, Way], rounds: int, announce: Callable[[str], None]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """
     Prefills one prompt in all ways, in rounds that go through them forwards and backwards in turn.
 
@@ -97,9 +68,9 @@ def measure_ways(
         rounds (`int`): Three at least.
         announce (`Callable[[str], None]`): Called before every prefill with what is done.
 
-    Returns:
-        `list[dict[str, Any]]`: A row for each way: its seconds, slices, difference from one rank's logits, and what
-        the ranks sent and how long they waited in the last round.
+    Yields:
+        `dict[str, Any]`: A row for each way: its seconds, slices, difference from one rank's logits, and what the
+        ranks sent and how long they waited in the last round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     last: dict[str, list[Any]] = {}
@@ -108,26 +79,23 @@ def measure_ways(
             announce(f"{len(token_ids)} tokens, round {number + 1}: {name}")
             last[name] = ranks.call(prefill, token_ids, ways[name])
             seconds[name].append(last[name][-1].seconds)
-    alone, rows = spread(seconds[ONE_RANK])["median_s"], []
+    alone = spread(seconds[ONE_RANK])["median_s"]
     for name, way in ways.items():
         timing, answers = spread(seconds[name]), last[name]
         lengths = {ONE_RANK: (len(token_ids),), TSP: even(len(token_ids), ranks.size)}.get(name, way)
-        rows.append(
-            {
-                "length": len(token_ids),
-                "method": name,
-                "lengths": lengths,
-                "num_ranks": len(lengths),
-                "seconds": timing["median_s"],
-                **timing,
-                "rounds_s": seconds[name],
-                "logits_difference": answers[-1].difference,
-                "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
-                "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
-                "speed_against_one_rank": alone / timing["median_s"],
-            }
-        )
-    return rows
+        yield {
+            "length": len(token_ids),
+            "method": name,
+            "lengths": lengths,
+            "num_ranks": len(lengths),
+            "seconds": timing["median_s"],
+            **timing,
+            "rounds_s": seconds[name],
+            "logits_difference": answers[-1].difference,
+            "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
+            "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
+            "speed_against_one_rank": alone / timing["median_s"],
+        }
 
 
 @benchmark("runahead", "Seconds to the first token of {model}, medians of {rounds}")
@@ -140,33 +108,21 @@ def benchmark_runahead(
     num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
     table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
-    plan_rounds: Annotated[int, typer.Option(help="Runs of every slice measured for the plan.", min=1)] = 3,
     partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
-    sweep: Annotated[str | None, typer.Option(help="First shares for two ranks, such as 0.5,0.6,0.7.")] = None,
-    throttle: Annotated[
-        float | None, typer.Option(help="Bytes a second of every link, or, below 1, share of what it has. Needs root.")
-    ] = None,
 ) -> Iterator[Found]:
     """Time to first token of KV-Runahead, TSP and one rank. All run on ranks of this machine and take turns.
 
     \b
     Examples:
         kvcache-plugins bench runahead --text-file book.txt
-        kvcache-plugins bench runahead --text-file book.txt --length 8192 --sweep 0.5,0.55,0.6,0.65,0.7,0.75
-        kvcache-plugins bench runahead --text-file book.txt --length 4096 --throttle 0.1 --out throttled.json
+        kvcache-plugins bench runahead --text-file book.txt --length 8192 --partition 0.5,0.5 --partition 0.65,0.35
     """
-    shares = [parse_shares(each, world_size) for each in partition or []] + parse_sweep(sweep, world_size)
+    shares = [parse_shares(each, world_size) for each in partition or []]
     text, lengths = read_text(text_file, "text_file"), sorted(set(length))
     if lengths[0] < 16 * world_size:
         raise ValueError(f"`length` has to be at least {16 * world_size} for {world_size} ranks but got {lengths[0]}")
-    if throttle is not None and not (0 < throttle < math.inf and world_size > 1):
-        raise ValueError(f"`throttle` has to be above 0, and needs two ranks, but is {throttle:g} for {world_size}")
-    with ExitStack() as stack:
-        network = None if throttle is None else stack.enter_context(IsolatedNetwork(world_size))
-        say(f"starting {world_size} ranks")
-        namespaces = None if network is None else network.namespaces
-        ranks = Ranks(model, world_size, dtype=dtype, num_threads=num_threads, namespaces=namespaces)
-        stack.enter_context(ranks)
+    say(f"starting {world_size} ranks")
+    with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
         token_ids = ranks.call(encode, text)[0]
         if len(token_ids) < lengths[-1]:
             raise ValueError(f"the text has {len(token_ids)} tokens, but {lengths[-1]} are needed")
@@ -175,51 +131,27 @@ def benchmark_runahead(
         short = token_ids[:_WARM_UP_TOKENS]
         for way in dict.fromkeys((ONE_RANK, TSP, even(len(short), world_size))):
             ranks.call(prefill, short, way)
-        planned = None if table is None else ranks.call(load_table, str(table))[0]
-        if planned is not None:
-            cost = planned.cost
+        known = None if table is None else ranks.call(load_table, str(table))[0]
+        if known is not None:
+            cost = known.cost
         else:
             slices = slices_to_time(lengths, world_size, facts.by_shapes)
-            with track_progress(plan_rounds * len(slices)) as announce:
-                timings = time_slices(ranks, facts, slices, plan_rounds, announce)
+            with track_progress(_PLAN_ROUNDS * len(slices)) as announce:
+                timings = time_slices(ranks, facts, slices, _PLAN_ROUNDS, announce)
             cost = fit_cost(timings, facts)
             yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst_error(timings, cost))
-        yield Content(cost=None if cost is None else asdict(cost))
-        links: dict[str, Any] = {}
-        full: dict[tuple[int, str], dict[str, Any]] = {}
-        first_plans: dict[int, tuple[int, ...]] = {}
-
-        def run(name: str) -> Iterator[dict[str, Any]]:
-            link: Link | None = None if world_size == 1 else measure_link(ranks, facts, lengths[-1])
-            if link is not None:
-                links[name] = asdict(link)
-                speed = link.bytes_per_second / 1e9
-                say(f"{name} link: {speed:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
-            ways = {}
-            for each in lengths:
-                plans: dict[str, tuple[int, ...]] = {}
-                # A table holds for the link that it was measured with
-                if planned is not None and (cost is None or name == FULL):
-                    plans["planned"] = predicted(each, planned)
-                elif world_size > 1:
-                    plans["planned"] = plan_slices(each, world_size, cost, link, facts)
-                if name == FULL and plans:
-                    first_plans[each] = plans["planned"]
-                elif name == THROTTLED:
-                    plans["planned for full"] = first_plans[each]
-                ways[each] = ways_to_prefill(each, world_size, plans, shares)
-            with track_progress(rounds * sum(map(len, ways.values()))) as announce:
-                for each in lengths:
-                    for row in measure_ways(ranks, token_ids[:each], ways[each], rounds, announce):
-                        yield {"link": name, **row}
-
-        for row in run(FULL):
-            full[row["length"], row["method"]] = row
-            yield row
-        if network is not None and throttle is not None:
-            bandwidth = links[FULL]["bytes_per_second"]
-            network.throttle(throttle * bandwidth if throttle < 1 else throttle)
-            for row in run(THROTTLED):
-                method = "planned" if row["method"] == "planned for full" else row["method"]
-                yield {**row, "seconds_against_full": row["seconds"] / full[row["length"], method]["seconds"]}
-        yield Content(links=links)
+        link = measure_link(ranks, facts, lengths[-1])
+        if link is not None:
+            say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
+        yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
+        ways: dict[int, dict[str, Way]] = {each: {ONE_RANK: ONE_RANK} for each in lengths}
+        for each, own in ways.items():
+            if world_size > 1:
+                plan = plan_slices(each, world_size, cost, link, facts) if known is None else predicted(each, known)
+                own |= {TSP: TSP, "even": even(each, world_size), "planned": plan}
+            for share in shares:
+                name = "shares " + ",".join(f"{one:.3g}" for one in share)
+                own[name] = resolve_partition(share, each, world_size)
+        with track_progress(rounds * sum(map(len, ways.values()))) as announce:
+            for each, own in ways.items():
+                yield from measure_ways(ranks, token_ids[:each], own, rounds, announce)

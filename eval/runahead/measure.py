@@ -1,6 +1,8 @@
-"""Measurements by ranks for KV-Runahead: whole prefills, slices behind a prefix, and messages from rank to rank.
+"""Measurements by ranks for KV-Runahead: whole prefills, slices behind a prefix, messages; and the plan made of them.
 
-The functions that take a `Worker` run in the ranks, all at once; the others give them work, see `rank_processes`.
+Functions that take a `Worker` run in the ranks, all at once; the others give them work, see `ranks`. What takes long
+is the slices: a few of them, first and last ones of each length, fix a cost model of four numbers, and partitions
+follow from that.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,27 +20,40 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
+from kvcache_plugins.console.display import make_table, open_console, print_line
+from kvcache_plugins.console.results import provenance
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
-from kvcache_plugins.kv_runahead.planner import TRIANGLE, CostModel, Link, Timing, bytes_of_token, planned
+from kvcache_plugins.kv_runahead.planner import (
+    TRIANGLE,
+    CostModel,
+    Link,
+    PartitionTable,
+    TableEntry,
+    Timing,
+    bytes_of_token,
+    planned,
+    predict_ttft,
+    searched,
+)
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.transport import Neighbours
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
-from .rank_processes import Ranks, Worker
+from .ranks import Ranks, Worker
 from .tsp import tsp_prefill
 
 
 # How a prompt is prefilled: by the last rank alone, by TSP, or by KV-Runahead in slices of these lengths
 Way = str | tuple[int, ...]
 ONE_RANK, TSP = "one rank", "TSP"
-# The link that it is done over
-FULL, THROTTLED = "full", "throttled"
 # Messages of each size that are timed
 _NUM_MESSAGES = 9
 # Of long ones: less would go at once into the buffers of a link, and not tell its speed
 _LEAST_BYTES = 1 << 23
+# The first step of a search, in shares of an even slice: what is planned is near already
+_FIRST_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,12 @@ class ModelFacts:
     bytes_per_token: int
     vocab_size: int
     by_shapes: CostModel
+
+    def random_tokens(self, length: int) -> list[int]:
+        """Draws a prompt for measuring: what it says does not matter."""
+        generator = torch.Generator().manual_seed(0)
+        tokens: list[int] = torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +111,24 @@ class _NoExchange(PrefixExchange):
         return (keys, values) if kept == 0 else layout.read(rows)
 
 
+# In the ranks
+
+
 def describe_model(worker: Worker) -> ModelFacts:
-    """Facts of the loaded model."""
+    """Describes the loaded model."""
     model = worker.model
-    config = model.config.get_text_config(decoder=True)
     return ModelFacts(
         fingerprint=fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
         num_layers=len(message_layouts(model)),
         bytes_per_token=bytes_of_token(model, model.dtype),
-        vocab_size=config.vocab_size,
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         by_shapes=CostModel.of_shapes(model),
     )
 
 
 def encode(worker: Worker, text: str) -> list[int]:
-    """Token ids of a text."""
+    """Encodes a text."""
     token_ids: list[int] = worker.tokenizer(text, verbose=False).input_ids
     return token_ids
 
@@ -117,19 +140,16 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
     logits, stats = None, dict[str, int | float]()
     dist.barrier()
     start = time.perf_counter()
-    if way == ONE_RANK:
-        if worker.is_last:
-            cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))
-            logits = worker.model(input_ids, **as_argument(cache), use_cache=True, logits_to_keep=1).logits
-    elif way == TSP:
-        output = tsp_prefill(worker.model, input_ids)
-        logits, stats = output.logits, output.stats
-    else:
+    if way != ONE_RANK:
         with warnings.catch_warnings():
             # That one rank prefills alone is what was planned then
             warnings.simplefilter("ignore")
-            output = runahead_prefill(worker.model, input_ids, partition=way)
+            run: Any = tsp_prefill if way == TSP else partial(runahead_prefill, partition=way)
+            output = run(worker.model, input_ids)
         logits, stats = output.logits, output.stats
+    elif worker.rank == worker.size - 1:
+        cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))
+        logits = worker.model(input_ids, **as_argument(cache), use_cache=True, logits_to_keep=1).logits
     seconds = time.perf_counter() - start
     if logits is None:
         return Prefill(seconds, stats)
@@ -141,14 +161,12 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
 
 @torch.no_grad()
 def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
-    """Seconds of a slice behind a prefix of random keys and values, while all other ranks do the same."""
+    """Times a slice behind a prefix of random keys and values, while all other ranks do the same."""
     model = worker.model
     prompt_slice = PromptSlice(start=prefix, stop=prefix + len(token_ids), batch_size=1)
-    chain = Chain(
-        _NoExchange(Neighbours(None, first=worker.rank, run=-1), message_layouts(model), prompt_slice),
-        is_lazy=model.config.get_text_config(decoder=True)._attn_implementation == "sdpa",
-        cache=None,
-    )
+    exchange = _NoExchange(Neighbours(None, first=worker.rank, run=-1), message_layouts(model), prompt_slice)
+    is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+    chain = Chain(exchange, is_lazy=is_lazy, cache=None)
     input_ids = torch.tensor(token_ids)[None]
     dist.barrier()
     start = time.perf_counter()
@@ -157,8 +175,8 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     return time.perf_counter() - start
 
 
-def time_messages(worker: Worker, source: int, num_bytes: int, count: int) -> list[float]:
-    """Seconds of messages from rank `source` to the next, there and back and halved; nothing on the other ranks."""
+def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
+    """Times messages from rank `source` to the next, there and back and halved; nothing on the other ranks."""
     dist.barrier()
     if worker.rank not in (source, source + 1):
         return []
@@ -166,7 +184,7 @@ def time_messages(worker: Worker, source: int, num_bytes: int, count: int) -> li
     other = 2 * source + 1 - worker.rank
     seconds = []
     # The first one makes the connection
-    for _ in range(count + 1):
+    for _ in range(_NUM_MESSAGES + 1):
         start = time.perf_counter()
         for is_sending in (worker.rank == source, worker.rank != source):
             (dist.send if is_sending else dist.recv)(buffer, other)
@@ -174,29 +192,30 @@ def time_messages(worker: Worker, source: int, num_bytes: int, count: int) -> li
     return seconds[1:]
 
 
-def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link:
+# Work for them
+
+
+def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link | None:
     """
-    The slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix.
+    Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix.
 
     Args:
-        ranks (`Ranks`): two at least.
+        ranks (`Ranks`): of one alone there is no link.
         facts (`ModelFacts`): of their model.
         longest (`int`): tokens of the longest prompt.
     """
     links = []
     sizes = facts.bytes_per_token, max(facts.bytes_per_token * longest, _LEAST_BYTES)
     for source in range(ranks.size - 1):
-        short, long = (
-            statistics.median(ranks.call(time_messages, source, size, _NUM_MESSAGES)[source]) for size in sizes
-        )
+        short, long = (statistics.median(ranks.call(time_messages, source, size)[source]) for size in sizes)
         # Where both take equally long, all is latency, and bytes cost next to nothing
         bytes_per_second = (sizes[1] - sizes[0]) / max(long - short, 1e-9)
         links.append(Link(latency=max(short - sizes[0] / bytes_per_second, 0.0), bytes_per_second=bytes_per_second))
-    return max(links, key=lambda link: float(link.seconds(float(sizes[1]))))
+    return max(links, key=lambda link: float(link.seconds(float(sizes[1]))), default=None)
 
 
 def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: CostModel) -> list[tuple[int, int]]:
-    """Length and prefix of slices that tell a cost model: first and last by the model's shapes, and quarters."""
+    """Lists slices, length and prefix, that tell a cost model: first and last by the model's shapes, and quarters."""
     slices = set()
     for length in lengths:
         partition = planned(length, num_ranks, by_shapes)
@@ -222,7 +241,7 @@ def time_slices(
     seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
     for _, (length, prefix) in itertools.product(range(rounds), slices):
         announce(f"slices of {length} tokens behind {prefix}")
-        seconds[length, prefix] += ranks.call(time_slice, random_tokens(facts, length), prefix)
+        seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
     return [
         Timing(length=length, prefix=prefix, seconds=statistics.median(values))
         for (length, prefix), values in seconds.items()
@@ -230,7 +249,7 @@ def time_slices(
 
 
 def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> CostModel:
-    """The cost model of measured slices; with PyTorch's causal kernels assumed where too little attention shows."""
+    """Fits a cost model to slices; with PyTorch's causal kernels assumed where too little attention shows."""
     fit = partial(CostModel.fit, timings, projection_share=facts.by_shapes.projection_share)
     try:
         return fit()
@@ -239,17 +258,99 @@ def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> CostModel:
 
 
 def worst_error(timings: Sequence[Timing], cost: CostModel) -> float:
-    """The largest relative error of a cost model in the timings that it was fitted to."""
+    """Finds the largest relative error of a cost model in the timings that it was fitted to."""
     return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
 
 
 def plan_slices(length: int, num_ranks: int, cost: CostModel, link: Link | None, facts: ModelFacts) -> tuple[int, ...]:
-    """The partition that is fastest by what was measured, of no more ranks than pay."""
+    """Plans the partition that is fastest by what was measured, of no more ranks than pay."""
     sizes: dict[str, Any] = {"bytes_per_token": facts.bytes_per_token, "num_layers": facts.num_layers}
     return planned(length, num_ranks, cost, link=link, **sizes)
 
 
-def random_tokens(facts: ModelFacts, length: int) -> list[int]:
-    """A prompt for measuring: what it says does not matter."""
-    tokens: list[int] = torch.randint(facts.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    return tokens
+# `kvcache-plugins plan`
+
+
+def plan_table(
+    ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[Timing], *, rounds: int, search: bool
+) -> PartitionTable:
+    """
+    Fits a cost model, measures the link between ranks, and plans.
+
+    Args:
+        ranks (`Ranks`): the ranks to plan for.
+        facts (`ModelFacts`): of their model.
+        lengths (`list[int]`): tokens of the contexts.
+        timings (`list[Timing]`): of slices of these lengths, see `slices_to_time`.
+        rounds (`int`): runs of every partition of a search.
+        search (`bool`): whether partitions are searched by whole prefills.
+    """
+    cost, link = fit_cost(timings, facts), measure_link(ranks, facts, lengths[-1])
+    entries = []
+    for length in lengths:
+        slices = plan_slices(length, ranks.size, cost, link, facts)
+        is_searched = search and len(slices) > 1
+        if is_searched:
+            slices, seconds = _search(ranks, facts, slices, rounds)
+        elif link is None:
+            seconds = cost.seconds(float(length), 0.0)
+        else:
+            seconds = predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers)
+        ratios = tuple(each / length for each in slices)
+        entries.append(TableEntry(length=length, ratios=ratios, seconds=seconds, measured=is_searched))
+    origin: Any = provenance(torch.device("cpu"))
+    return PartitionTable(
+        model=facts.fingerprint,
+        world_size=ranks.size,
+        entries=tuple(entries),
+        timings=tuple(timings),
+        cost=cost,
+        link=link,
+        machine=ranks.describe_machine(facts.dtype),
+        date=origin["date"],
+        versions=origin["versions"],
+    )
+
+
+def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int) -> tuple[tuple[int, ...], float]:
+    """Searches the best partition by whole prefills from a planned one; returns also its seconds."""
+    length, console = sum(start), open_console(stderr=True)
+    token_ids = facts.random_tokens(length)
+
+    def measure(partitions: Sequence[tuple[int, ...]]) -> Iterator[float]:
+        for slices in partitions:
+            seconds = statistics.median(ranks.call(prefill, token_ids, slices)[-1].seconds for _ in range(rounds))
+            console.print(f"searching: {' + '.join(map(str, slices))} tokens take {seconds:.3f} s", markup=False)
+            yield seconds
+
+    return searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
+
+
+def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:
+    """Prints a table of partitions, and what it is founded on."""
+    cost, link = table.cost, table.link
+    assert cost is not None
+    cells = [
+        [
+            str(entry.length),
+            " + ".join(str(round(ratio * entry.length)) for ratio in entry.ratios),
+            " ".join(f"{ratio:.3f}" for ratio in entry.ratios),
+            f"{entry.seconds:.3f}",
+            "searched" if entry.measured else "planned",
+            f"{cost.seconds(float(entry.length), 0.0):.3f}",
+        ]
+        for entry in table.entries
+    ]
+    columns = {"tokens": "number", "slices": "name", "shares": "name", "seconds": "number", "by": "name"}
+    title = f"{table.world_size} ranks: seconds to the first token"
+    open_console().print(make_table(title, {**columns, "one rank, predicted": "number"}, cells))
+    print_line(
+        f"a token {1e6 * cost.per_token:.1f} us, a query and key {1e9 * cost.per_pair:.2f} ns, fixed "
+        f"{1e3 * cost.fixed:.1f} ms, share of a slice's own square {cost.triangle:.2f}; "
+        f"off by {100 * error:.1f} % at most in what was timed"
+    )
+    if link is not None:
+        print_line(
+            f"link: {link.bytes_per_second / 1e9:.3f} GB/s, {1e6 * link.latency:.0f} us a message; "
+            f"{facts.bytes_per_token} bytes a token and layer"
+        )

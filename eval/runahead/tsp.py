@@ -49,11 +49,7 @@ class GatheringExchange(PrefixExchange):
         # The first that takes part: it waits for none before it
         neighbours = Neighbours(group, first=rank, run=-1)
         super().__init__(neighbours, layouts, PromptSlice(start=start, stop=stop, batch_size=batch_size))
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """Tokens of each rank's slice."""
-        return (*[self._share] * (self._size - 1), self._length - self._share * (self._size - 1))
+        self.partition = (*[self._share] * (self._size - 1), length - self._share * (self._size - 1))
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
@@ -97,9 +93,8 @@ def tsp_prefill(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
-    exchange = GatheringExchange(
-        group, message_layouts(model), length=input_ids.shape[1], batch_size=input_ids.shape[0]
-    )
+    batch_size, length = input_ids.shape
+    exchange = GatheringExchange(group, message_layouts(model), length=length, batch_size=batch_size)
     chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
     ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
     with chain:
@@ -108,15 +103,9 @@ def tsp_prefill(
             model.base_model(ids, **as_argument(chain.cache), use_cache=True)
         else:
             logits = model(ids, **as_argument(chain.cache), use_cache=True, logits_to_keep=1).logits
-    neighbours = exchange.neighbours
-    stats: dict[str, int | float] = {
-        "seconds": time.perf_counter() - start,
-        "seconds_waited": neighbours.seconds_waited,
-        "bytes_sent": neighbours.bytes_sent,
-        "bytes_received": neighbours.bytes_received,
-        "dot_products": exchange.dot_products,
-        "entries_sent": exchange.entries_sent,
-    }
+    stats: dict[str, int | float] = {"seconds": time.perf_counter() - start}
+    stats |= {name: getattr(exchange.neighbours, name) for name in ("seconds_waited", "bytes_sent", "bytes_received")}
+    stats |= {name: getattr(exchange, name) for name in ("dot_products", "entries_sent")}
     return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)
 
 

@@ -244,8 +244,7 @@ def test_errors_of_the_user_are_one_line(line: str, message: str, refuse, tiny_f
     refuse(message, *(word.replace("MODEL", tiny_folder).replace("TEXT", text) for word in shlex.split(line)))
 
 
-READERS = ["bench step", "bench prompts", "bench infinigen", "bench prefix", "eval fidelity"]
-READERS += ["eval perplexity"]
+READERS = ["bench step", "bench prompts", "eval fidelity", "eval perplexity"]
 
 
 @pytest.fixture

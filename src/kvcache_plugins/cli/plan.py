@@ -42,24 +42,23 @@ def main(
     if out is not None:
         prepare_file(out)
     from kvcache_plugins.console.display import print_line, track_progress
-    from kvcache_plugins.eval.runahead.measure import describe_model, slices_to_time, time_slices, worst_error
-    from kvcache_plugins.eval.runahead.plan import plan_table, show_plan
-    from kvcache_plugins.eval.runahead.rank_processes import Ranks
+    from kvcache_plugins.eval.runahead import measure
+    from kvcache_plugins.eval.runahead.ranks import Ranks
 
     print_line(f"starting {world_size} ranks", stderr=True)
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
-        facts = ranks.call(describe_model)[0]
-        slices = slices_to_time(parsed, world_size, facts.by_shapes)
+        facts = ranks.call(measure.describe_model)[0]
+        slices = measure.slices_to_time(parsed, world_size, facts.by_shapes)
         with track_progress(rounds * len(slices)) as announce:
-            timings = time_slices(ranks, facts, slices, rounds, announce)
-        table = plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
+            timings = measure.time_slices(ranks, facts, slices, rounds, announce)
+        table = measure.plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
     if out is not None:
         table.save(out)
     if as_json:
         print_json(table.document())
         return
     assert table.cost is not None
-    show_plan(table, worst_error(table.timings, table.cost), facts)
+    measure.show_plan(table, measure.worst_error(table.timings, table.cost), facts)
 
 
 def parse_lengths(text: str, world_size: int) -> list[int]:

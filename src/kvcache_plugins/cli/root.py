@@ -87,15 +87,12 @@ class BenchGroup(LazyGroup):
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
-        "prefix": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prefix",
         "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
-        "infinigen": "kvcache_plugins.eval.benchmarks.infinigen:benchmark_infinigen",
         "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
         "runahead-simulation": "kvcache_plugins.eval.runahead.simulation:simulate",
-        "lm-eval": "kvcache_plugins.eval.benchmarks.lm_eval:benchmark_lm_eval",
     }
 
 

@@ -14,10 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.runahead.benchmark import parse_shares, parse_sweep, ways_to_prefill
-from kvcache_plugins.eval.runahead.isolated_network import IsolatedNetwork
-from kvcache_plugins.eval.runahead.measure import ONE_RANK, TSP, describe_model, measure_link, prefill, time_slice
-from kvcache_plugins.eval.runahead.rank_processes import Ranks
+from kvcache_plugins.eval.runahead.measure import ONE_RANK, TSP, prefill, time_slice
+from kvcache_plugins.eval.runahead.ranks import Ranks
 
 
 def run(*arguments: str) -> Result:
@@ -42,18 +40,16 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
     assert len(document["timings"]) == 8 and document["link"]["bytes_per_second"] > 0
     assert document["machine"].startswith("2 ranks of 1 thread each")
     out = tmp_path / "result.json"
-    options = ["--table", table, "--length", "300", "--rounds", "3", "--sweep", "0.5,0.7", "--out", str(out)]
+    options = ["--table", table, "--length", "300", "--rounds", "3", "--partition", "0.7,0.3", "--out", str(out)]
     result = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options)
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text(encoding="utf-8"))
-    methods = ["one rank", "TSP", "even", "planned", "shares 0.5,0.5", "shares 0.7,0.3"]
+    methods = ["one rank", "TSP", "even", "planned", "shares 0.7,0.3"]
     assert [row["method"] for row in content["rows"]] == methods
     assert all(row["logits_difference"] < 1e-4 and len(row["rounds_s"]) == 3 for row in content["rows"])
     assert [row["bytes_sent"] for row in content["rows"]][:3] == [0, 2 * 512 * 2 * 150, 512 * 2 * 150]
     assert content["rows"][-1]["lengths"] == [210, 90]
-    assert content["commit"] and content["links"]["full"]["bytes_per_second"] > 0
-    other = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options, "--world-size", "3")
-    assert other.exit_code == 2 and "`sweep` is over the first of two shares" in other.stderr
+    assert content["commit"] and content["link"]["bytes_per_second"] > 0
 
 
 @pytest.mark.long
@@ -75,10 +71,7 @@ BAD_OPTIONS = [
     (["--partition", "0.6,x"], "`partition` has to hold shares with commas"),
     (["--partition", "0.6,0.3"], "sum to 1"),
     (["--partition", "0.4,0.3,0.3"], "has 3 slices, but there are 2 ranks"),
-    (["--sweep", "0.6,x"], "`sweep` has to hold shares"),
-    (["--sweep", "0.6,1.2"], "`partition`"),
     (["--length", "20"], "`length` has to be at least 32"),
-    (["--throttle", "-1"], "`throttle` has to be above 0"),
 ]
 
 
@@ -97,14 +90,6 @@ def test_bad_options_of_plan(tmp_path) -> None:
     assert result.exit_code == 2 and "`out`: the folder" in result.stderr and "cannot be made" in result.stderr
     result = run("plan", "--world-size", "2", "--lengths", "64")
     assert result.exit_code == 2 and "Give `--out`, `--json` or both" in result.stderr
-
-
-def test_ways() -> None:
-    ways = ways_to_prefill(100, 2, {"planned": (60, 40)}, parse_sweep("0.5,0.75", 2))
-    assert list(ways) == ["one rank", "TSP", "even", "planned", "shares 0.5,0.5", "shares 0.75,0.25"]
-    assert ways["even"] == (50, 50) and ways["shares 0.75,0.25"] == (75, 25)
-    assert list(ways_to_prefill(100, 1, {}, [])) == ["one rank"]
-    assert parse_shares("0.5,0.3,0.2", 3) == (0.5, 0.3, 0.2)
 
 
 def has_ended(process: int) -> bool:
@@ -135,7 +120,7 @@ def test_a_model_that_is_not_there() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
     program = (
-        "import sys, time; from kvcache_plugins.eval.runahead.rank_processes import Ranks\n"
+        "import sys, time; from kvcache_plugins.eval.runahead.ranks import Ranks\n"
         "with Ranks(sys.argv[1], 2) as ranks:\n"
         "    print(*[process.pid for process in ranks._processes], flush=True)\n"
         "    time.sleep(100)"
@@ -150,24 +135,6 @@ def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
             started.kill()
         ended = [has_ended(process) for process in processes]
     assert ended == [True, True]
-
-
-def test_a_throttled_link(saved_with_tokenizer) -> None:
-    try:
-        network = IsolatedNetwork(3).__enter__()
-    except ValueError as error:
-        pytest.skip(str(error))
-    try:
-        with Ranks(saved_with_tokenizer("llama"), 3, namespaces=network.namespaces) as ranks:
-            facts = ranks.call(describe_model)[0]
-            full = measure_link(ranks, facts, 100)
-            network.throttle(1.5e8)
-            throttled = measure_link(ranks, facts, 100)
-    finally:
-        network.__exit__(None, None, None)
-    assert full.bytes_per_second > 2 * throttled.bytes_per_second
-    assert 0.8e8 < throttled.bytes_per_second < 1.7e8
-    assert not any(Path("/run/netns", name).exists() for name in network.namespaces)
 
 
 def random_tokens(length: int) -> list[int]:

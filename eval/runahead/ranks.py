@@ -28,8 +28,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_plugins.console.inputs import load_for_evaluation
 from kvcache_plugins.console.interrupts import interrupts_are_ours
 
-from .isolated_network import INTERFACE, enter_namespace
-
 
 # Of a prefill's slowest message, and of a rank that waits while another one loads
 _TIMEOUT = timedelta(hours=1)
@@ -38,25 +36,13 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(slots=True)
 class Worker:
-    """
-    What an operation finds in its rank.
-
-    Attributes:
-        rank (`int`), size (`int`): of this process among the ranks.
-        model (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): loaded in every rank.
-        reference (`dict[int, torch.Tensor]`): logits of one rank alone by the prompt's length, kept for comparison.
-    """
+    """A rank as an operation finds it; `reference` keeps logits of one rank alone, by the prompt's length."""
 
     rank: int
     size: int
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reference: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the one that ends with the logits."""
-        return self.rank == self.size - 1
 
 
 class Ranks:
@@ -68,29 +54,17 @@ class Ranks:
         size (`int`): how many ranks.
         dtype (`str`, *optional*): see `load_for_evaluation`.
         num_threads (`int`, *optional*, defaults to 1): of every rank.
-        namespaces (`list[str]`, *optional*): network namespace of every rank.
 
     Raises:
         ValueError: if there is no rank, or the model cannot be loaded.
         ChildProcessError: if a rank fails or dies; its message names the rank.
     """
 
-    def __init__(
-        self,
-        model: str,
-        size: int,
-        *,
-        dtype: str | None = None,
-        num_threads: int = 1,
-        namespaces: list[str] | None = None,
-    ):
+    def __init__(self, model: str, size: int, *, dtype: str | None = None, num_threads: int = 1):
         if size < 1:
             raise ValueError(f"`world_size` has to be at least 1 but got {size}")
         self.size, self.num_threads = size, num_threads
-        self._setups = [
-            _Setup(rank, size, model, dtype, num_threads, namespaces[rank] if namespaces else None)
-            for rank in range(size)
-        ]
+        self._model, self._dtype = model, dtype
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -104,8 +78,9 @@ class Ranks:
                 forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory(prefix="kvcache_plugins_")
         try:
-            for setup in self._setups:
+            for rank in range(self.size):
                 pipe, other_end = context.Pipe()
+                setup = rank, self.size, self._model, self._dtype, self.num_threads
                 process = context.Process(target=_serve, args=(setup, self._folder.name, other_end), daemon=True)
                 process.start()
                 other_end.close()
@@ -123,13 +98,13 @@ class Ranks:
         self._end(at_once=error is not None)
 
     def describe_machine(self, dtype: str) -> str:
-        """The machine in words, for what is kept of measurements in a dtype."""
+        """Describes the machine, for what is kept of measurements in a dtype."""
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
         return f"{self.size} ranks of {threads} each, {os.cpu_count()} {platform.machine()} cores, gloo, {dtype}"
 
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
-        What `operation(worker, *args)`, a function of a module, returns on every rank; all of them run it at once.
+        Calls `operation(worker, *args)`, a function of a module, on all ranks at once; returns the result of each.
 
         Raises:
             ValueError: for errors that a user can cause, as a rank raised them.
@@ -139,11 +114,11 @@ class Ranks:
             try:
                 pipe.send((operation, args))
             except BrokenPipeError:
-                raise ChildProcessError(self._ended(rank)) from None
+                raise self._ended(rank) from None
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        """An answer from every rank; the first that fails is raised, as the others may wait for it."""
+        """Waits for an answer of every rank; the first that fails is raised, as the others may wait for it."""
         answers: list[Any] = [None] * self.size
         waiting: dict[Any, int] = dict(zip(self._pipes, range(self.size), strict=True))
         while waiting:
@@ -152,14 +127,15 @@ class Ranks:
                 try:
                     kind, answers[rank] = self._pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    raise ChildProcessError(self._ended(rank)) from None
+                    raise self._ended(rank) from None
                 if kind is not None:
                     raise kind(f"rank {rank}: {answers[rank]}")
         return answers
 
-    def _ended(self, rank: int) -> str:
+    def _ended(self, rank: int) -> ChildProcessError:
         self._processes[rank].join(_SECONDS_TO_END)
-        return f"rank {rank} has ended without an answer, with exit code {self._processes[rank].exitcode}"
+        code = self._processes[rank].exitcode
+        return ChildProcessError(f"rank {rank} has ended without an answer, with exit code {code}")
 
     def _end(self, *, at_once: bool) -> None:
         # Without its pipe a rank that waits for work ends by itself
@@ -174,35 +150,24 @@ class Ranks:
         self._folder.cleanup()
 
 
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    rank: int
-    size: int
-    model: str
-    dtype: str | None
-    num_threads: int
-    namespace: str | None
-
-
-def _serve(setup: _Setup, folder: str, pipe: Any) -> None:
-    """A rank's life. What it answers are pairs: the type of an error and its text, or `None` and a result."""
+def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any) -> None:
+    """Serves as a rank. Its answers are pairs: the type of an error and its text, or `None` and a result."""
     # The command that started it is interrupted as well, and ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if connections.wait([_parent_sentinel()], 0):
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if connections.wait([parent.sentinel], 0):
         # Interrupted before this rank was there: what it would join is gone, and it would wait without letting go
         return
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
+    rank, size, name, dtype, num_threads = setup
 
-    def join(*_: Any) -> Worker:
-        if setup.namespace is not None:
-            # Before any thread of gloo is started: threads inherit the namespace
-            enter_namespace(setup.namespace)
-            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        torch.set_num_threads(setup.num_threads)
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=setup.rank, world_size=setup.size, timeout=_TIMEOUT)
-        model, tokenizer = load_for_evaluation(setup.model, setup.dtype, "cpu")
-        return Worker(setup.rank, setup.size, model, tokenizer)
+    def join() -> Worker:
+        torch.set_num_threads(num_threads)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_TIMEOUT
+        )
+        return Worker(rank, size, *load_for_evaluation(name, dtype, "cpu"))
 
     worker = _answer(pipe, join, (), hide=True)
     while worker is not None:
@@ -215,7 +180,7 @@ def _serve(setup: _Setup, folder: str, pipe: Any) -> None:
 
 
 def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...], *, hide: bool = False) -> Any:
-    """Does an operation and answers with its result, or with its error; `hide` answers that it was done."""
+    """Answers with the result of an operation, or with its error; `hide` answers that it was done."""
     try:
         result = operation(*args)
     except (ValueError, ImportError, OSError) as error:
@@ -230,13 +195,6 @@ def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...], *, 
     return None
 
 
-def _end_with_parent() -> None:
-    connections.wait([_parent_sentinel()])
+def _end_with_parent(sentinel: int) -> None:
+    connections.wait([sentinel])
     os._exit(1)
-
-
-def _parent_sentinel() -> int:
-    """Returns the objects that become ready when the command ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    return parent.sentinel
