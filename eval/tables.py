@@ -572,7 +572,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         Column("of full offloading's, counted", _share_of_offloading),
     ),
     "batch": Table(
-        name("context", "way"),
         code(),
         # A search that ran out of time gives a batch that fits, perhaps not the largest
         Column(

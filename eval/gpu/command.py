@@ -9,13 +9,13 @@ Eight parts, each in a process of its own, so that one that crashes or hangs tak
 - `coding`: prompts and chunks of tokens coded as rows, by kernels, in plain PyTorch, and states only copied;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
-- `captured`: the same steps of GEAR caches as CUDA graphs, their tokens being those without, and beside those without;
+- `captured`: the same steps of GEAR caches as CUDA graphs, beside those without;
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
-A part checks what it times against plain PyTorch first; what does not agree is not timed. Every part writes its JSON
+What does not agree with plain PyTorch is not timed. Every part writes its JSON
 files row by row and has its share of the time; what it leaves goes to those after it. What failed, and what was
-skipped for want of time, stands in the files too.
+skipped for want of time, stands in the files too. The sizes of a run are the defaults of the parts' functions.
 """
 
 import os
@@ -24,23 +24,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from kvcache_plugins.eval.benchmarks.kernels import Shape
 from kvcache_plugins.option_checks import check_choice
 
-from .infinigen import measure_offloading
-from .largest_batch import search_largest_batches
-from .partial_report import PartialReport, TimeBox, TimeIsUpError
-from .parts import run_presets, run_tests, time_attention, time_captured, time_coding, time_whole_steps
-from .plan import FULL, TINY, Plan
+from .memory_parts import measure_offloading, search_largest_batches
+from .parts import llama, run_presets, run_tests, time_attention, time_captured, time_coding, time_whole_steps
+from .report import PartialReport, Run, TimeBox, TimeIsUpError
 
 
-Part = Callable[[Plan, Path, torch.device, TimeBox], None]
 # In order, with shares of the time limit
-PARTS: dict[str, tuple[Part, float]] = {
+PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "checks": (run_tests, 0.16),
     "presets": (run_presets, 0.14),
     "coding": (time_coding, 0.04),
@@ -49,6 +47,48 @@ PARTS: dict[str, tuple[Part, float]] = {
     "captured": (time_captured, 0.11),
     "infinigen": (measure_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
+}
+_SMALL, _WHOLE = llama(128, 64, 64, 1, 4, 2, 1024), llama(128, 128, 128, 1, 2, 1, 1024)
+# Sizes that prove the script on any machine
+TINY: dict[str, dict[str, Any]] = {
+    "checks": {"tests": ("tests/triton_kernels/test_attention.py", "-k", "no_tokens")},
+    "presets": {
+        "presets": ("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit"),
+        "model": _SMALL,
+        "tokens": (70, 64, 1),
+    },
+    "coding": {"caches": ("gear-t25",), "model": _SMALL, "tokens": (70, 9)},
+    "attention": {
+        "shapes": {"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
+        "caches": ("gear-2bit", "gear-l-2bit", "gear-t25"),
+        "rounds": 3,
+    },
+    "step": {
+        "model": _WHOLE,
+        "context": 128,
+        "steps": 3,
+        "caches": ("dynamic", "gear", "gear-2bit", "static", "no-such-cache"),
+    },
+    "captured": {
+        "model": _WHOLE,
+        "context": 128,
+        "steps": 3,
+        "caches": ("gear", "gear-2bit"),
+    },
+    "infinigen": {
+        "model": llama(128, 64, 64, 4, 2, 2, 1024),
+        "context": 100,
+        "steps": 4,
+        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-gear:share=0.1", "offloaded"),
+    },
+    # One dense sequence and a half
+    "batch": {
+        "model": _WHOLE,
+        "budget_bytes": 26_000,
+        "context": 64,
+        "steps": 3,
+        "caches": ("dynamic", "gear-2bit"),
+    },
 }
 # Seconds between the end of a part's time, when it begins nothing new, and the end of its process
 _GRACE = 15.0
@@ -74,7 +114,7 @@ def run_on_gpu(
     if device.type == "cpu" and not tiny:
         raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
     if part is not None:
-        PARTS[part][0](TINY if tiny else FULL, out, device, TimeBox(limit))
+        PARTS[part][0](Run(out, device, TimeBox(limit)), **(TINY[part] if tiny else {}))
         return
     report = PartialReport(out / "gpu_run.json", "run", device, {"limit": limit, "tiny": tiny})
     whole, planned = TimeBox(limit), 0.0

@@ -1,11 +1,11 @@
-"""The parts of `bench gpu`. Each checks what it times against plain PyTorch, and notes what went wrong."""
+"""Parts of `bench gpu`: checks, attention, coding and steps. What is timed was held against plain PyTorch before."""
 
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ import typer
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, Contest
+from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
 from kvcache_plugins.eval.harness import cache_stats, spread, time_call, time_on_gpu
 from kvcache_plugins.gear.cache import GEARCache
@@ -27,63 +27,98 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.registry import create_cache
+from kvcache_plugins.registry import create_cache, describe_caches
 
-from .partial_report import PartialReport, TimeBox, TimeIsUpError
-from .plan import Plan
+from .report import PartialReport, Run, TimeIsUpError
 
 
 DTYPE = torch.bfloat16
+Fields = Mapping[str, int]
+
+
+def llama(vocab: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int) -> Fields:
+    """Makes the fields of a `LlamaConfig`."""
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return {**sizes, **heads_of, "max_position_embeddings": tokens}
+
+
+LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
+# With its heads, so that what is compiled is needed again
+TWO_LAYERS = llama(1000, 1024, 1024, 2, 8, 2, 4096)
+TESTS = (
+    "tests/triton_kernels/test_attention.py",
+    "tests/triton_kernels/test_rows.py",
+    "tests/triton_kernels/test_device_lengths.py",
+    "tests/gear/test_captured_on_gpu.py",
+    "tests/gear/transform/test_coding_kernels.py",
+    "tests/triton_kernels/test_gather.py",
+    "tests/infinigen/test_on_gpu.py",
+)
+# One of each kind of kernel goes before its relatives, all that are registered
+_FIRST = (
+    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
+    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
+)
+_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
+PRESETS = tuple(dict.fromkeys((*_FIRST, *_REGISTERED)))
+# The acceptance's shape first: what time is left goes to the others
+SHAPES = {
+    "large": Shape(batch_size=16, context=32768),
+    "medium": Shape(batch_size=4, context=16384),
+    "small": Shape(batch_size=1, context=4096),
+}
+# Whole steps: the most wanted come first, the first being the measure
+STEP_CACHES = (
+    *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
+    *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
+)
+# More than a chunk, so that every cache compresses one on the way
+STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
 # Presets in calibrated bases, and the tokens that a calibration is made of
 _CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
 # Times that coding is timed, and bytes that are copied before that: more than a GPU's cache holds
 _ROUNDS, _AHEAD_BYTES = 20, 2**28
-# Of decoded tokens, whose room is kept from the beginning
-_ROOM = 1024
+# Of decoded tokens, whose capacity is reserved from the beginning
+_CAPACITY = 1024
 
 
-def build_llama(fields: Mapping[str, int], device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
+def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
     """Builds a Llama of any size with random weights on the device: nothing is downloaded or copied."""
     config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def open_report(
-    out: Path, name: str, kind: str, device: torch.device, fields: Mapping[str, Any], **settings: Any
-) -> PartialReport:
+def open_report(run: Run, name: str, kind: str, fields: Fields, **settings: Any) -> PartialReport:
     """Opens the result of a part, measured on a model with random weights."""
-    dtype = str(DTYPE).removeprefix("torch.")
-    return PartialReport(
-        out / f"{name}.json", kind, device, {"weights": "random", **fields, **settings, "dtype": dtype}
-    )
+    return run.report(name, kind, weights="random", **fields, **settings, dtype=str(DTYPE).removeprefix("torch."))
 
 
-def milliseconds(row: Mapping[str, Any]) -> str:
-    """Says the median of a row, and its quartiles."""
-    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
-    return f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})"
+def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
+    """Draws tokens `[batch_size, count]`."""
+    return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
 
 
-def run_tests(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """The kernels' tests: how many passed, and which did not."""
-    report = PartialReport(out / "gpu_checks.json", "checks", device, {"tests": " ".join(plan.tests)})
-    command = [sys.executable, "-m", "pytest", *plan.tests, "-q", "-p", "no:cacheprovider"]
-    if device.type == "cuda" and find_spec("xdist") is not None:
+def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
+    """Runs the kernels' tests: how many passed, and which did not."""
+    report = run.report("checks", "checks", tests=" ".join(tests))
+    command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
+    if run.device.type == "cuda" and find_spec("xdist") is not None:
         command += ["--numprocesses", _TEST_PROCESSES, "--dist", "worksteal"]
     with tempfile.TemporaryDirectory() as folder, report.attempt("tests"):
         results = Path(folder) / "results.xml"
         try:
-            subprocess.run([*command, f"--junitxml={results}"], check=False, timeout=max(box.left, 1))
+            subprocess.run([*command, f"--junitxml={results}"], check=False, timeout=max(run.box.left, 1))
         except subprocess.TimeoutExpired as error:
             raise TimeIsUpError from error
-        report.add(_count_outcomes(results, report))
+        report.add(count_outcomes(results, report))
 
 
-def _count_outcomes(results: Path, report: PartialReport) -> dict[str, int]:
-    """Tests by outcome, from pytest's file. Failed ones are noted in the report."""
+def count_outcomes(results: Path, report: PartialReport) -> dict[str, int]:
+    """Counts tests by outcome, from pytest's file. Failed ones are noted in the report."""
     outcomes = {"passed": 0, "failed": 0, "skipped": 0}
     for case in ElementTree.parse(results).iter("testcase"):
         children = {child.tag: child for child in case}
@@ -94,23 +129,28 @@ def _count_outcomes(results: Path, report: PartialReport) -> dict[str, int]:
     return outcomes
 
 
-def run_presets(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+def run_presets(
+    run: Run, presets: Sequence[str] = PRESETS, model: Fields = TWO_LAYERS, tokens: Sequence[int] = (600, 64, 1)
+) -> None:
     """
     Checks every preset's attention over what it stores, a row for each that is right.
 
-    A preset runs two layers of random states: a prompt, decoded tokens that the update after them compresses, and one
-    more. What attention makes of that is held against plain PyTorch from the same storage.
+    A preset reads a prompt, decoded tokens at once that the update after them compresses, and one more. What attention
+    makes of that is held against plain PyTorch from the same storage.
     """
-    report = open_report(out, "gpu_presets", "presets", device, plan.preset_model)
-    model, longest = build_llama(plan.preset_model, device), 0.0
-    for name in plan.presets:
-        with report.attempt(name):
-            box.require(1.5 * longest)
-            start = time.monotonic()
-            error = _check_preset(name, create_preset(name, model), model, plan)
-            longest = max(longest, time.monotonic() - start)
-            report.add({"cache": name, "relative_error": error, "seconds": time.monotonic() - start})
-            typer.echo(f"{name}: relative error {error:.1e}")
+    report, network = open_report(run, "presets", "presets", model), build_llama(model, run.device)
+    for name in presets:
+        with report.attempt(name), run.box.step():
+            start, cache = time.monotonic(), create_preset(name, network)
+            with torch.inference_mode():
+                for count in tokens:
+                    network(random_tokens(network, count), **as_argument(cache), logits_to_keep=1)
+                error = require_close_layers(name, cache, network.config.num_attention_heads)
+            stats = cache_stats(cache)
+            if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
+                raise MismatchError(f"{name} was not computed by the kernels: {stats}")
+            row = {"cache": name, "relative_error": error, "seconds": time.monotonic() - start}
+            report.add(row, f"{name}: relative error {error:.1e}")
 
 
 def create_preset(name: str, model: PreTrainedModel) -> Cache:
@@ -121,71 +161,59 @@ def create_preset(name: str, model: PreTrainedModel) -> Cache:
 
 @lru_cache(maxsize=1)
 def _calibrate(model: PreTrainedModel) -> Any:
-    tokens = torch.randint(model.config.vocab_size, (_CALIBRATION_TOKENS,), device=model.device)
-    return calibrate_transform(model, [tokens], num_draws=1)
+    return calibrate_transform(model, [random_tokens(model, _CALIBRATION_TOKENS)[0]], num_draws=1)
 
 
-def _check_preset(name: str, cache: Cache, model: PreTrainedModel, plan: Plan) -> float:
-    with torch.inference_mode():
-        for count in plan.preset_tokens:
-            tokens = torch.randint(model.config.vocab_size, (1, count), device=model.device)
-            model(tokens, **as_argument(cache), logits_to_keep=1)
-        error = require_close_layers(name, cache, model.config.num_attention_heads)
-    stats = cache_stats(cache)
-    if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
-        raise MismatchError(f"{name} was not computed by the kernels: {stats}")
-    return error
-
-
-def time_coding(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+def time_coding(
+    run: Run,
+    caches: Sequence[str] = ("gear-t25", "gear-t16", "gear-c16", "gear-t22", "gear-t30"),
+    model: Fields = TWO_LAYERS,
+    tokens: Sequence[int] = (8192, 20),
+) -> None:
     """Times a prompt and a chunk of tokens coded by kernels and plain PyTorch, and copied, if coded right."""
-    report = open_report(out, "gpu_coding", "coding", device, plan.preset_model, tokens=plan.coding_tokens)
-    model = build_llama(plan.preset_model, device)
-    for name in plan.coding_caches:
-        with report.attempt(name):
-            box.require(0.0)
-            for row in _time_coding_of(name, create_preset(name, model), model, plan, device):
-                report.add({"cache": name, **row})
-                typer.echo(f"{name}, {row['tokens']} tokens, {row['way']}: {1e3 * row['median_s']:.3f} ms")
+    report, network = open_report(run, "coding", "coding", model, tokens=tokens), build_llama(model, run.device)
+    for name in caches:
+        with report.attempt(name), run.box.step():
+            cache = create_preset(name, network)
+            with torch.inference_mode():
+                _time_coding_of(name, cache, network, tokens, report)
 
 
-@torch.inference_mode()
 def _time_coding_of(
-    name: str, cache: Cache, model: PreTrainedModel, plan: Plan, device: torch.device
-) -> list[dict[str, Any]]:
-    layer, keys, values = _fill_layer(cache, model, max(plan.coding_tokens), device)
-    assert layer.codec is not None
-    start, rows = layer.blocks[0].start, []
+    name: str, cache: Cache, model: PreTrainedModel, tokens: Sequence[int], report: PartialReport
+) -> None:
+    layer, keys, values = _fill_layer(cache, model, max(tokens))
+    codec = layer.codec
+    assert codec is not None
+    start = layer.blocks[0].start
     positions = Positions(start)
-    for count in plan.coding_tokens:
-        own_keys, own_values = (each[:, :, start : start + count] for each in (keys, values))
-        encode = partial(layer.codec.encode, own_keys, own_values, positions)
-        found = require_same_rows(f"{name}, {count} tokens", layer.codec, own_keys, own_values, positions)
-        states = [own_keys, own_values]
-        targets = [torch.empty_like(each) for each in states]
+    for count in tokens:
+        own = [each[:, :, start : start + count] for each in (keys, values)]
+        encode = partial(codec.encode, *own, positions)
+        found = require_same_rows(f"{name}, {count} tokens", codec, *own, positions)
         ways: dict[str, Callable[[], Any]] = {
             "kernels": encode,
             "plain": partial(_in_plain_pytorch, encode),
-            "copy": partial(torch._foreach_copy_, targets, states),
+            "copy": partial(torch._foreach_copy_, [torch.empty_like(each) for each in own], own),
         }
         for way, function in ways.items():
-            seconds = _time_coding(function, device)
-            rows.append({"tokens": states[0].shape[2], "way": way, "different_rows": found, **spread(seconds)})
-    return rows
+            timing = spread(_time_coding(function, model.device))
+            row = {"cache": name, "tokens": own[0].shape[2], "way": way, "different_rows": found, **timing}
+            report.add(row, f"{name}, {row['tokens']} tokens, {way}: {1e3 * timing['median_s']:.3f} ms")
 
 
 def _fill_layer(
-    cache: Cache, model: PreTrainedModel, count: int, device: torch.device
+    cache: Cache, model: PreTrainedModel, count: int
 ) -> tuple[CompressedLayer, torch.Tensor, torch.Tensor]:
     """Has the first layer of a cache code a prompt of random states; returns these too."""
     config, layer = model.config, cache.layers[0]
     assert isinstance(layer, CompressedLayer)
     head_dim = config.hidden_size // config.num_attention_heads
     size = config.num_key_value_heads, count + layer.packing.num_sink_tokens, head_dim
-    keys, values = torch.randn(2, 1, *size, device=device).to(DTYPE)
-    keys = keys * torch.rand(1, size[0], 1, head_dim, device=device).to(DTYPE)
+    keys, values = torch.randn(2, 1, *size, device=model.device).to(DTYPE)
+    keys = keys * torch.rand(1, size[0], 1, head_dim, device=model.device).to(DTYPE)
     layer.update(keys, values)
-    query = torch.randn(1, config.num_attention_heads, *size[1:], device=device).to(DTYPE)
+    query = torch.randn(1, config.num_attention_heads, *size[1:], device=model.device).to(DTYPE)
     layer.on_exact_attention(AttentionCall(query, is_causal=True))
     layer.settle_prompt()
     return layer, keys, values
@@ -206,28 +234,29 @@ def _time_coding(function: Callable[[], Any], device: torch.device) -> list[floa
 
 
 @torch.inference_mode()
-def time_attention(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+def time_attention(
+    run: Run,
+    shapes: Mapping[str, Shape] = SHAPES,
+    caches: Sequence[str] = (*CACHES, "gear-t16", "gear-t16:quantizer=trellis"),
+    rounds: int = 50,
+) -> None:
     """Times decode attention alone, a file a shape. What is not right is not timed; the others are."""
-    longest = 0.0
-    for name, shape in plan.shapes.items():
+    for name, shape in shapes.items():
         title = f"attention, {shape.batch_size} x {shape.context} tokens"
         typer.echo(title)
-        report = PartialReport(out / f"gpu_attention_{name}.json", "kernels", device, {})
+        report = run.report(f"attention_{name}", "kernels")
+        # Most of a step goes into compiling the configurations to choose from, the first time
         with report.attempt(title):
-            box.require(longest)
-            contest = Contest(shape, DTYPE, device)
-            report.settings.update(contest.settings(plan.rounds))
-            for backend in BACKENDS if device.type == "cuda" else ():
+            run.box.require()
+            contest = Contest(shape, DTYPE, run.device)
+            report.settings.update(contest.settings(rounds))
+            for backend in BACKENDS if run.device.type == "cuda" else ():
                 with report.attempt(backend):
                     contest.add_backend(backend)
-            for cache_name in plan.attention_caches:
-                with report.attempt(cache_name):
-                    # Most of it goes into compiling the configurations to choose from, the first time
-                    box.require(1.5 * longest)
-                    longest = max(longest, time_call(partial(contest.add, cache_name), device))
-            for row in contest.run(plan.rounds):
-                report.add(row)
-                typer.echo(milliseconds(row))
+            for cache_name in caches:
+                with report.attempt(cache_name), run.box.step():
+                    contest.add(cache_name)
+            report.add_timed(contest.run(rounds))
 
 
 def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
@@ -237,109 +266,64 @@ def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
 
 
 @torch.inference_mode()
-def time_whole_steps(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
+def time_whole_steps(
+    run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
+) -> None:
     """Times whole decode steps of a model at batch 1, caches taking turns."""
-    report = open_report(out, "gpu_step", "step", device, plan.model, steps=plan.steps)
-    model = build_llama(plan.model, device)
+    report, network = open_report(run, "step", "step", model, steps=steps), build_llama(model, run.device)
     # One decoded token goes before those that are timed
-    tokens = torch.randint(model.config.vocab_size, (1, plan.context + 1 + plan.steps), device=device)
-    caches: dict[str, Cache] = {}
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    filled: dict[str, Cache] = {}
     prefill_seconds: dict[str, float] = {}
-    longest = 0.0
-    for name in plan.step_caches:
-        typer.echo(f"step: {name} reads {plan.context} tokens")
-        with report.attempt(name):
-            box.require(2 * longest)
-            start = time.monotonic()
-            cache, prefill_seconds[name] = _fill(
-                model, partial(_make_cache, name, model, tokens.shape[1]), tokens, plan
-            )
-            require_close_layers(name, cache, model.config.num_attention_heads)
-            caches[name] = cache
-            longest = max(longest, time.monotonic() - start)
-    seconds, _ = time_steps(model, caches, tokens[:, plan.context + 1 :], report.attempt, box.left)
-    for row in step_rows(seconds, caches, plan.context):
-        report.add({**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]})
-        typer.echo(milliseconds(row))
+    for name in caches:
+        typer.echo(f"step: {name} reads {context} tokens")
+        with report.attempt(name), run.box.step(2):
+            # The first time is for what is compiled
+            for _ in range(2):
+                cache = _make_cache(name, network, context + 1 + steps)
+                prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
+                prefill_seconds[name] = time_call(prefill, network.device)
+            network(token, **as_argument(cache))
+            require_close_layers(name, cache, network.config.num_attention_heads)
+            filled[name] = cache
+    seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
+    rows = step_rows(seconds, filled, context)
+    report.add_timed(
+        [{**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows]
+    )
     for name, times in seconds.items():
-        if len(times) < plan.steps:
+        if len(times) < steps:
             report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
 
 
-def _fill(
-    model: PreTrainedModel, create: Callable[[], Cache], tokens: torch.Tensor, plan: Plan
-) -> tuple[Cache, float]:
-    """Fills a cache with the context and one token; returns also the seconds of reading the context again."""
-    context, token = tokens[:, : plan.context], tokens[:, plan.context : plan.context + 1]
-    # The first time is for what is compiled
-    model(context, **as_argument(create()), logits_to_keep=1)
-    cache = create()
-    seconds = time_call(partial(model, context, **as_argument(cache), logits_to_keep=1), model.device)
-    model(token, **as_argument(cache))
-    return cache, seconds
-
-
-def captured(cache: Cache, model: PreTrainedModel) -> CapturedSteps:
-    """Enters the capture of a GEAR cache's steps."""
-    assert isinstance(cache, GEARCache)
-    return cache.captured_steps(model, _ROOM)
-
-
 @torch.inference_mode()
-def check_captured(name: str, model: PreTrainedModel, plan: Plan) -> dict[str, Any]:
-    """
-    Decodes what a cache decodes, with and without graphs, chunks being compressed on the way.
-
-    Raises:
-        MismatchError: if tokens differ, or there were other graphs than one.
-    """
-    tokens = torch.randint(model.config.vocab_size, (1, plan.preset_tokens[0]), device=model.device)
-
-    def decode(cache: Cache) -> torch.Tensor:
-        step, decoded = tokens, []
-        for _ in range(plan.captured_tokens):
-            step = model(step, **as_argument(cache), logits_to_keep=1).logits.argmax(dim=-1)
-            decoded.append(step)
-        return torch.cat(decoded, dim=1)
-
-    expected, cache = decode(create_cache(name, model)), create_cache(name, model)
-    with captured(cache, model) as steps:
-        got = decode(cache)
-    counts = {"recorded": steps.num_recorded, "replayed": steps.num_replayed, "others": steps.num_others}
-    num_equal = int((got == expected).cumprod(dim=1).sum())
-    if num_equal < plan.captured_tokens or steps.num_recorded != 1:
-        raise MismatchError(f"{name}, captured: {num_equal} of {plan.captured_tokens} tokens are right, {counts}")
-    return counts
-
-
-@torch.inference_mode()
-def time_captured(plan: Plan, out: Path, device: torch.device, box: TimeBox) -> None:
-    """Times whole steps at batch 1, captured as CUDA graphs and not, if they decode the same tokens in float32."""
-    checked = {"steps": plan.steps, "checked_tokens": plan.captured_tokens}
-    report = open_report(out, "gpu_captured", "captured", device, plan.model, **checked)
-    small, counts = build_llama(plan.preset_model, device, torch.float32), {}
-    for name in plan.captured_caches:
-        with report.attempt(f"{name}, tokens"):
-            counts[name] = check_captured(name, small, plan)
-            typer.echo(f"{name}: tokens of {plan.captured_tokens} steps are equal, {counts[name]}")
-    model = build_llama(plan.model, device)
-    tokens = torch.randint(model.config.vocab_size, (1, plan.context + 1 + plan.steps), device=device)
-    caches: dict[str, Cache] = {}
+def time_captured(
+    run: Run,
+    model: Fields = LLAMA_8B,
+    context: int = 4096,
+    steps: int = STEPS,
+    caches: Sequence[str] = ("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3"),
+) -> None:
+    """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
+    report, network = open_report(run, "captured", "captured", model, steps=steps), build_llama(model, run.device)
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    filled: dict[str, Cache] = {}
+    captured: dict[str, CapturedSteps] = {}
     with ExitStack() as stack:
-        longest = 0.0
-        for name in ("dynamic", *(each for right in counts for each in (right, f"{right}, captured"))):
-            with report.attempt(name):
-                box.require(2 * longest)
+        for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
+            with report.attempt(name), run.box.step(2):
                 preset, _, way = name.partition(", ")
-                cache = create_cache(preset, model)
-                read = partial(model, tokens[:, : plan.context], **as_argument(cache), logits_to_keep=1)
-                longest = max(longest, time_call(read, device))
+                cache = create_cache(preset, network)
+                network(read, **as_argument(cache), logits_to_keep=1)
                 if way:
-                    stack.enter_context(captured(cache, model))
+                    assert isinstance(cache, GEARCache)
+                    captured[name] = stack.enter_context(cache.captured_steps(network, _CAPACITY))
                 # What is compiled and recorded is so before the first turn
-                model(tokens[:, plan.context : plan.context + 1], **as_argument(cache))
-                caches[name] = cache
-        seconds, _ = time_steps(model, caches, tokens[:, plan.context + 1 :], report.attempt, box.left)
-        for row in step_rows(seconds, caches, plan.context):
-            report.add({**row, **counts.get(row["cache"].partition(", ")[0], {})})
-            typer.echo(milliseconds(row))
+                network(token, **as_argument(cache))
+                filled[name] = cache
+        seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
+        rows = step_rows(seconds, filled, context)
+        for row in rows:
+            made = captured.get(row["cache"])
+            row |= {"recorded": made.num_recorded, "replayed": made.num_replayed} if made else {}
+        report.add_timed(rows)

@@ -74,12 +74,12 @@ def test_what_was_not_compared_is_left_blank(tmp_path):
 
 
 def test_a_search_cut_short_and_what_failed_are_shown(tmp_path):
-    row = {"way": "read", "cache": "dynamic", "largest_batch": 40, "tokens_per_s": 1000.4, "bytes_per_sequence": 5e8}
+    row = {"cache": "dynamic", "largest_batch": 40, "tokens_per_s": 1000.4, "bytes_per_sequence": 5e8}
     row |= {"throughput_against_first": 1.0, "peak_bytes": 2**35, "search": "complete"}
     rows = [row, {**row, "cache": "gear-2bit", "search": "cut short: time"}]
     text = render_rows(tmp_path, "batch", rows, failures=[{"what": "gear-2bit, x", "reason": "skipped: time"}])
-    assert "| read | `dynamic` | 40 | 1000 | 1.00 | 500.0 | 32.00 |" in text
-    assert "| read | `gear-2bit` | at least 40 |" in text
+    assert "| `dynamic` | 40 | 1000 | 1.00 | 500.0 | 32.00 |" in text
+    assert "| `gear-2bit` | at least 40 |" in text
     assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcache_plugins.eval.gpu import command, parts
-from kvcache_plugins.eval.gpu.partial_report import PartialReport, TimeBox
-from kvcache_plugins.eval.gpu.plan import FULL, TINY
+from kvcache_plugins.eval.gpu.command import TINY
+from kvcache_plugins.eval.gpu.report import PartialReport, Run, TimeBox
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.registry import describe_caches
 
@@ -57,10 +57,10 @@ def test_every_preset_is_checked(tmp_path, triton_kernels):
     run_tiny("presets", tmp_path)
     content = read(tmp_path, "gpu_presets")
     assert content["failures"] == []
-    assert [row["cache"] for row in content["rows"]] == list(TINY.presets)
+    assert [row["cache"] for row in content["rows"]] == list(TINY["presets"]["presets"])
     assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
     ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
-    assert len(ours) > 9 and {*ours} <= {*FULL.presets}
+    assert len(ours) > 9 and {*ours} <= {*parts.PRESETS}
 
 
 def test_coding(tmp_path, triton_kernels):
@@ -68,7 +68,7 @@ def test_coding(tmp_path, triton_kernels):
     content = read(tmp_path, "gpu_coding")
     assert content["failures"] == []
     ways = [(row["cache"], row["tokens"], row["way"]) for row in content["rows"]]
-    expected = [(name, count) for name in TINY.coding_caches for count in TINY.coding_tokens]
+    expected = [(name, count) for name in TINY["coding"]["caches"] for count in TINY["coding"]["tokens"]]
     assert ways == [(*each, way) for each in expected for way in ("kernels", "plain", "copy")]
     assert all(row["different_rows"] < 0.005 and row["median_s"] > 0 for row in content["rows"])
 
@@ -94,15 +94,16 @@ def test_captured_steps(tmp_path):
     rows = {row["cache"]: row for row in content["rows"]}
     names = ["gear", "gear, captured", "gear-2bit", "gear-2bit, captured"]
     assert list(rows) == ["dynamic", *names]
-    assert all(rows[name]["recorded"] == 1 and rows[name]["replayed"] > 20 for name in names)
-    # Captured ones have room for what is to come
-    assert all(rows[f"{name}, captured"]["bytes"] > rows[name]["bytes"] for name in ("gear", "gear-2bit"))
+    for name in ("gear", "gear-2bit"):
+        captured = rows[f"{name}, captured"]
+        assert (captured["recorded"], captured["replayed"]) == (1, 4)
+        # It has room for what is to come
+        assert captured["bytes"] > rows[name]["bytes"]
 
 
 def test_offloading(tmp_path):
     run_tiny("infinigen", tmp_path)
     content = read(tmp_path, "gpu_infinigen")
-    assert content["settings"]["exactness"]["tokens_equal"] is True
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
@@ -122,11 +123,9 @@ def test_largest_batch(tmp_path, triton_kernels):
     run_tiny("batch", tmp_path)
     content = read(tmp_path, "gpu_largest_batch")
     assert content["failures"] == []
-    rows = {(row["way"], row["cache"]): row for row in content["rows"]}
-    assert len(rows) == 4
-    for way in ("repeated", "read"):
-        assert rows[way, "dynamic"]["largest_batch"] == 1 < rows[way, "gear-2bit"]["largest_batch"]
-        assert rows[way, "gear-2bit"]["peak_bytes"] <= content["settings"]["budget_bytes"]
+    dynamic, gear = content["rows"]
+    assert dynamic["largest_batch"] == 1 < gear["largest_batch"]
+    assert gear["peak_bytes"] <= content["settings"]["budget_bytes"]
 
 
 def test_a_mismatch_is_noted_and_not_timed(tmp_path, triton_kernels, monkeypatch):
@@ -178,7 +177,7 @@ def test_outcomes_of_tests_are_counted(tmp_path):
         '<testcase classname="a" name="d"><failure message="assert 1 == 2"/></testcase></testsuite></testsuites>'
     )
     report = PartialReport(tmp_path / "checks.json", "checks", torch.device("cpu"), {})
-    assert parts._count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
+    assert parts.count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
     assert report.failures == [{"what": "a::d", "reason": "assert 1 == 2"}]
 
 
@@ -187,13 +186,13 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
         raise subprocess.TimeoutExpired(command, timeout)
 
     replace_children(run)
-    parts.run_tests(FULL, tmp_path, torch.device("cpu"), TimeBox(10.0))
+    parts.run_tests(Run(tmp_path, torch.device("cpu"), TimeBox(10.0)))
     assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
 
 
 def test_the_tests_that_are_run_are_there():
     root = Path(__file__).resolve().parents[3]
-    assert all((root / path).is_file() for path in FULL.tests)
+    assert all((root / path).is_file() for path in parts.TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,9 +1,10 @@
-"""A result that is written row by row, within a time limit, and that keeps account of what went wrong."""
+"""A run of `bench gpu`: results that are written row by row, within a time limit, and say what went wrong."""
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,34 @@ class TimeIsUpError(Exception):
 
 
 class TimeBox:
-    """
-    A limit on what is still begun.
-
-    Args:
-        seconds (`float`): from now on.
-    """
+    """A limit of so many seconds, from now on, on what is still begun."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
+        # Seconds of the longest step so far
+        self.longest = 0.0
 
     @property
     def left(self) -> float:
         """Seconds left, negative when time is up."""
         return self._end - time.monotonic()
 
-    @property
-    def is_up(self) -> bool:
-        return self.left <= 0
-
-    def require(self, seconds: float) -> None:
-        """Raises a `TimeIsUpError` if fewer than `seconds` are left."""
-        if self.left < seconds:
+    def require(self, margin: float = 1.5) -> None:
+        """Raises a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
+        if self.left < margin * self.longest:
             raise TimeIsUpError
+
+    @contextmanager
+    def step(self, margin: float = 1.5) -> Iterator[None]:
+        """Enters a step, if there is time for it."""
+        self.require(margin)
+        start = time.monotonic()
+        yield
+        self.longest = max(self.longest, time.monotonic() - start)
+
+    def share(self, count: int) -> "TimeBox":
+        """Makes the box of the first of `count` things that share what is left."""
+        return TimeBox(self.left / count)
 
 
 class PartialReport:
@@ -51,20 +57,29 @@ class PartialReport:
         path (`Path`): the JSON file.
         benchmark (`str`): the kind, which decides how a table is made of it.
         device (`torch.device`): where it was measured.
-        settings (`dict[str, object]`): what it was measured with.
+        settings (`Mapping[str, Any]`): what it was measured with.
     """
 
-    def __init__(self, path: Path, benchmark: str, device: torch.device, settings: dict[str, object]) -> None:
-        self.path, self.settings = path, settings
+    def __init__(self, path: Path, benchmark: str, device: torch.device, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, dict(settings)
         self.rows: list[dict[str, Any]] = []
         self.failures: list[dict[str, str]] = []
         self._origin = {"benchmark": benchmark, **provenance(device)}
         self.save()
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Adds a row."""
+    def add(self, row: dict[str, Any], says: str = "") -> None:
+        """Adds a row, and says it."""
         self.rows.append(row)
         self.save()
+        if says:
+            typer.echo(says)
+
+    def add_timed(self, rows: list[dict[str, Any]]) -> None:
+        """Adds rows of timings, and says their medians and quartiles."""
+        for row in rows:
+            lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+            name = row.get("cache", row.get("name"))
+            self.add(row, f"{name}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
 
     def fail(self, what: str, reason: str) -> None:
         """Notes what there is no row of, and why."""
@@ -93,3 +108,16 @@ class PartialReport:
         """Writes the file as things stand."""
         content = {**self._origin, "settings": self.settings, "rows": self.rows, "failures": self.failures}
         write_json(self.path, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part's run: where its files go, on which device it is, and its time."""
+
+    out: Path
+    device: torch.device
+    box: TimeBox
+
+    def report(self, name: str, kind: str, **settings: Any) -> PartialReport:
+        """Opens the result `gpu_{name}.json`."""
+        return PartialReport(self.out / f"gpu_{name}.json", kind, self.device, settings)
