@@ -98,18 +98,6 @@ def test_in_a_pipeline(model, tokenizer) -> None:
     assert dense != found
 
 
-def test_in_a_chat_loop(model, tokenizer) -> None:
-    """Each turn reads the whole conversation into a new cache, as the same `generate` arguments serve all turns."""
-    arguments = {"custom_generate": generate_with(NAME), **OPTIONS}
-    conversation = ""
-    for turn in (TEXT, "And then? ", "Why? "):
-        conversation += turn
-        inputs = tokenizer(conversation, return_tensors="pt")
-        tokens = model.generate(**inputs, **arguments)
-        assert torch.equal(tokens, expected(model, inputs))
-        conversation = tokenizer.decode(tokens[0])
-
-
 def test_from_a_folder(model, tokenizer) -> None:
     """As from the hub, with a streamer and an assistant, which Transformers hands to folders only."""
 
@@ -163,24 +151,6 @@ def test_from_the_models_own_repository(bound, model, tokenizer, name, options, 
     output = bound.generate(*given, **arguments, **({} if is_positional else {"input_ids": input_ids}))
     assert torch.equal(output.sequences, tokens)
     assert output.past_key_values.stats()["tokens_compressed"] > 0
-
-
-def test_from_the_models_own_repository_with_a_streamer(bound, model, tokenizer, capsys) -> None:
-    inputs = tokenizer(TEXT, return_tensors="pt")
-    tokens = bound.generate(**inputs, streamer=TextStreamer(tokenizer, skip_prompt=True), **OPTIONS)
-    assert torch.equal(tokens, expected(model, inputs, "gear"))
-    assert tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :]).strip() == capsys.readouterr().out.strip()
-    with pytest.raises(ValueError, match="leave out `past_key_values`"):
-        bound.generate(**inputs, past_key_values=DynamicCache(), **OPTIONS)
-
-
-def test_transformers_hands_no_assistant_to_a_callable(model, tokenizer, tiny_model, monkeypatch) -> None:
-    """As the guide says: were it handed on, or refused, that line would have to change."""
-    inputs, assistant = tokenizer(TEXT, return_tensors="pt"), tiny_model("llama", seed=1)
-    calls = []
-    monkeypatch.setattr(assistant, "forward", calls.append)
-    tokens = model.generate(**inputs, assistant_model=assistant, custom_generate=generate_with(NAME), **OPTIONS)
-    assert torch.equal(tokens, expected(model, inputs)) and not calls
 
 
 def test_what_is_refused(model, tokenizer) -> None:

@@ -87,13 +87,6 @@ def test_unknown_preset_option_is_refused_at_registration() -> None:
     assert "small" not in list_caches()
 
 
-def test_factory_with_any_options_checks_them_itself() -> None:
-    register_cache("any", lambda model, **options: create_small(model, **options), summary="any options")
-    assert create_cache("any", rank=3).options["rank"] == 3
-    with pytest.raises(TypeError, match="rnk"):
-        create_cache("any", rnk=3)
-
-
 def test_taken_name_needs_overwrite() -> None:
     register_cache("small", create_small)
     with pytest.raises(ValueError, match="`small` is registered already"):
@@ -153,22 +146,6 @@ def test_transformers_caches_generate_and_report(
 
 
 @pytest.mark.parametrize("name", GROUP_WISE)
-def test_filling_up_groups_changes_nothing_where_the_length_is_whole(name: str, tiny_llama: PreTrainedModel) -> None:
-    require_backend(name)
-    ours = create_cache(name, tiny_llama)
-    layer = ours.layers[0]
-    options = {key: getattr(layer, key) for key in ("nbits", "axis_key", "axis_value")}
-    theirs = QuantizedCache(name.partition("-")[0], tiny_llama.config, **options)
-    prompt, following = torch.randint(2, 128, (1, 128)), torch.randint(2, 128, (1, 9))
-    logits = []
-    with torch.no_grad():
-        for cache in (ours, theirs):
-            tiny_llama(prompt, past_key_values=cache)
-            logits.append(tiny_llama(following, past_key_values=cache).logits)
-    assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("name", GROUP_WISE)
 def test_filling_up_groups_keeps_the_states_of_any_length(name: str, tiny_llama: PreTrainedModel) -> None:
     require_backend(name)
     layer = create_cache(name, tiny_llama).layers[0]
@@ -186,15 +163,6 @@ def test_a_cache_that_needs_the_model_says_so(name: str) -> None:
     require_backend(name)
     with pytest.raises(ValueError, match="need to know the model"):
         create_cache(name)
-
-
-@pytest.mark.parametrize("options", [{"q_group_size": 0}, {"q_group_size": "big"}, {"residual_length": -1}])
-def test_bad_lengths_are_refused_before_transformers_sees_them(
-    options: dict[str, object], tiny_llama: PreTrainedModel
-) -> None:
-    require_backend("quanto-4bit")
-    with pytest.raises(ValueError, match=f"`{next(iter(options))}` has to be an integer of at least"):
-        create_cache("quanto-4bit", tiny_llama, **options)
 
 
 def test_model_may_be_its_config_and_nothing_else(tiny_llama: PreTrainedModel) -> None:

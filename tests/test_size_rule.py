@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "triton_kernels", "eval", "tests", "docs", "notebooks")
@@ -46,16 +44,3 @@ def test_files_are_no_longer_than_allowed() -> None:
 
 def test_functions_are_no_longer_than_allowed() -> None:
     assert list(find_long_functions(read_sources())) == []
-
-
-def test_long_file_is_found() -> None:
-    assert list(find_long_files({"a.py": "x = 1\n" * (MAX_FILE_LINES + 1)})) == ["a.py has 801 lines"]
-
-
-@pytest.mark.parametrize(("decorator", "limit"), [("", MAX_FUNCTION_LINES), ("@triton.jit\n", MAX_KERNEL_LINES)])
-def test_long_function_is_found(decorator: str, limit: int) -> None:
-    def function(length: int) -> dict[str, str]:
-        return {"a.py": f"{decorator}def f():\n" + "    x = 1\n" * (length - 1)}
-
-    assert list(find_long_functions(function(limit))) == []
-    assert list(find_long_functions(function(limit + 1))) == [f"a.py: f has {limit + 1} lines"]

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
-from kvcache_plugins.console.display import announce_compilation
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device, parse_dtype
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread, take_turns, time_call, time_on_gpu
@@ -242,7 +241,6 @@ def benchmark_kernels(
     shape = Shape(context=context, batch_size=batch_size, num_heads=num_heads, groups=groups, head_dim=head_dim)
     kind = parse_dtype(dtype)
     caches = check_caches(cache or CACHES)
-    announce_compilation(place.type)
     contest = Contest(shape, kind, place)
     for backend in BACKENDS if place.type == "cuda" else ():
         try:

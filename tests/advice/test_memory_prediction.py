@@ -1,6 +1,5 @@
 """Predicted bytes are those of a real run, for every registered cache, and from the config alone."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,12 +80,6 @@ def test_every_cache_after_a_prompt(
 ) -> None:
     skip_without(name)
     assert_predicted(contract_model, tiny_sizer, name, context=setting[0], batch_size=setting[1])
-
-
-@pytest.mark.parametrize("name", ["infinigen", "infinigen-gear", "gear-c16"])
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_nothing_is_said_of_results_that_there_are_not(name: str, tiny_sizer: CacheSizer) -> None:
-    assert tiny_sizer.measure(name, 200).total_bytes > 0
 
 
 # As many decoded tokens as one chunk of GEAR's and a run of InfiniGen's have, and a few more
@@ -178,39 +171,6 @@ def test_caches_of_others(
     register_cache("shorter", create)
     assert_predicted(contract_model, tiny_sizer, "shorter", context=9, batch_size=2)
     assert len({tiny_sizer.measure(name, 9).total_bytes for name in ("shorter", "dynamic")}) == 2
-
-
-REAL = {
-    "smollm2": [
-        ("gear-2bit", "float32", {"context": 201}),
-        ("gear-k4v3", "float32", {"context": 192}),
-        ("gear-t16", "bfloat16", {"context": 99, "new_tokens": 17, "batch_size": 2}),
-        ("gear-4bit:residual_length=8", "float32", {"context": 75, "new_tokens": 9, "batch_size": 2}),
-        ("h2o", "float32", {"context": 67, "new_tokens": 2, "batch_size": 2}),
-        ("infinigen", "bfloat16", {"context": 51, "new_tokens": 2}),
-        ("kcvt-4bit", "bfloat16", {"context": 71, "new_tokens": 1}),
-    ],
-    # Sliding windows of 512 tokens
-    "gemma3": [
-        ("gear-2bit", "float32", {"context": 523}),
-        ("gear-t25", "bfloat16", {"context": 75, "new_tokens": 9}),
-        ("gear-4bit:residual_length=8", "float32", {"context": 75, "new_tokens": 9, "batch_size": 2}),
-        ("h2o", "float32", {"context": 67, "new_tokens": 2, "batch_size": 2}),
-        ("infinigen", "bfloat16", {"context": 51, "new_tokens": 2}),
-        ("dynamic", "bfloat16", {"context": 33, "new_tokens": 1}),
-    ],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_real_models(name: str, request: pytest.FixtureRequest) -> None:
-    model = request.getfixturevalue(name)[0]
-    sizers = {dtype: CacheSizer(model.config, dtype=dtype, device="cpu") for dtype in ("float32", "bfloat16")}
-    assert sizers["float32"].weights_bytes == sum(parameter.nbytes for parameter in model.parameters())
-    models = {"float32": model, "bfloat16": copy.deepcopy(model).to(torch.bfloat16)}
-    for spec, dtype, setting in REAL[name]:
-        assert_predicted(models[dtype], sizers[dtype], spec, **setting)
 
 
 def test_a_gpu_holds_the_same_and_what_is_offloaded_apart(contract_model: PreTrainedModel) -> None:
@@ -307,18 +267,6 @@ def test_a_long_prompt_is_sized_as_if_it_were_run(cache: str, rest: int, tiny_ll
     context = 5 * PERIOD + rest
     told, run = sizer.measure(cache, context), sizer._run(cache, context, 1, 0)
     assert told == run
-
-
-def test_decoded_tokens_come_after_it(tiny_llama: PreTrainedModel) -> None:
-    sizer = CacheSizer(tiny_llama.config)
-    assert sizer.measure("gear-2bit", 4 * PERIOD + 70, new_tokens=70) == sizer._run(
-        "gear-2bit", 4 * PERIOD + 70, 1, 70
-    )
-
-
-def test_a_context_beyond_all_memory_is_sized(tiny_llama: PreTrainedModel) -> None:
-    report = CacheSizer(tiny_llama.config).measure("dynamic", 10**12)
-    assert report.total_bytes == report.dense_bytes > 10**12
 
 
 def make_report(size: int, part: str = "dense") -> MemoryReport:

@@ -18,7 +18,6 @@ import typer
 from kvcache_plugins import cli
 from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR, read_function
 from kvcache_plugins.console.results import prepare_file
-from kvcache_plugins.eval.measures import generation
 from kvcache_plugins.models import reference_model
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
@@ -49,11 +48,6 @@ def examples(path: str) -> list[str]:
 
 
 EXAMPLES = list(dict.fromkeys(line for path in TREE for line in examples(path)))
-
-
-def test_the_tree_is_walked() -> None:
-    assert GROUPS == ["", "store", "bench", "eval"]
-    assert {"list", "doctor", "generate", "compare", "calibrate", "plan", "bench kernels", "eval run"} <= {*LEAVES}
 
 
 @pytest.mark.parametrize("path", TREE)
@@ -306,14 +300,6 @@ def test_a_closed_pipe_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_the_console_script_survives_head() -> None:
-    process = subprocess.Popen([SCRIPT, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=120) == READER_GONE
-
-
 def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
     arguments = ["compare", "--model", tiny_folder, "--prompt", "x" * 300, "--max-new-tokens", "7000"]
     process = subprocess.Popen(
@@ -330,11 +316,3 @@ def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
     rest, output = process.stderr.read(), process.stdout.read()
     assert process.wait(timeout=120) == INTERRUPTED
     assert (rest, output) == ("Interrupted\n", "")
-
-
-def test_ctrl_c_in_this_process(tiny_folder: str, monkeypatch: pytest.MonkeyPatch, run) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generation, "generate_with", interrupted)
-    assert "Traceback" not in run("generate", "--model", tiny_folder, "--prompt", "x", code=INTERRUPTED).output

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvcache_plugins.console.interrupts import INTERRUPTED, end_at_interrupt, end_at_once, interrupts_are_ours
+from kvcache_plugins.console.interrupts import INTERRUPTED, interrupts_are_ours
 
 
 # Python says of each module when it is imported: so a moment is one for certain, however busy the machine is
@@ -79,16 +79,6 @@ def test_a_process_that_ignores_it_still_does() -> None:
     ignoring = "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep = lambda _: None"
     finished = run_python(before=ignoring, after="print('went on')")
     assert (finished.returncode, finished.stdout) == (0, "went on\n")
-
-
-def test_another_handler_is_left_alone() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        end_at_interrupt()
-        end_at_once()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_processes_that_are_started_inside_ignore_it() -> None:

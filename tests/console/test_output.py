@@ -1,9 +1,6 @@
 """What commands print: tables for people, one JSON document for scripts, in the form that its schema says."""
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,19 +255,6 @@ def test_calibrate_needs_no_text_for_gear(tiny_folder: str, tmp_path: Path, fox:
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
 
 
-@pytest.mark.long
-def test_a_calibration_of_smollm2_is_nearer(smollm2, tmp_path: Path, run, read) -> None:
-    """On Python's own `argparse`, than prompts' own tables."""
-    file, text = tmp_path / "calibration.safetensors", tmp_path / "text.txt"
-    run("calibrate", "--cache", "gear", "--model", "smollm2", "--out", str(file))
-    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[40_000:], encoding="utf-8")
-    options = ["--model", "smollm2", "--text-file", str(text), "--windows", "2", "--prefix", "256", "--scored", "255"]
-    calibrated = f"gear-c16:calibration={file}"
-    rows = read("eval", "fidelity", *options, "--cache", "gear-t16", "--cache", calibrated)["rows"]
-    kl = {row["cache"]: row["kl"] for row in rows}
-    assert kl[calibrated] < 0.8 * kl["gear-t16"]
-
-
 BOOK = "--model MODEL --text-file TEXT "
 MEASURES = [
     f"eval fidelity {BOOK} --windows 1 --cache llamacpp-q8_0 --prefix 40 --scored 8",
@@ -306,13 +290,3 @@ def test_sweep_lists_what_was_run(tiny_folder: str, fox: str, tmp_path: Path, re
     done, failed = read(*sweep, code=1)["runs"]
     assert done["run"].startswith("a/") and Path(done["file"]).is_file() and done["error"] is None
     assert failed["run"].startswith("b/") and "tokens" in failed["error"]
-
-
-@pytest.mark.long
-def test_console_script_on_a_real_model(smollm2) -> None:
-    script = Path(sys.executable).parent / "kvcache-plugins"
-    arguments = ["compare", "--prompt", "The capital of France is", "--max-new-tokens", "4", "--cache", "kivi-4bit"]
-    finished = subprocess.run([script, *arguments], capture_output=True, text=True, check=True, timeout=300)
-    assert all(heading in finished.stdout for heading in HEADINGS)
-    assert "Paris" in finished.stdout.split("dynamic:\n")[1]
-    assert "\x1b" not in finished.stdout + finished.stderr

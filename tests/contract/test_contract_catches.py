@@ -55,30 +55,10 @@ class ReorderDeferredAndNotComposed(DynamicLayer):
         return super().update(*args, **kwargs)
 
 
-@bug("reorder hybrid")
-class ReorderOfHistoryForgotten(CompressedLayer):
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_recent(lambda tensor: tensor[beam_idx])
-
-
 @bug(CROP)
 class CropForgotten(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(max(tokens_to_remove, 0))
-
-
-@bug(CROP)
-class CropOfOneTooMany(DynamicLayer):
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove - (tokens_to_remove < 0))
-
-
-@bug(CROP)
-class CropFromTheStart(DynamicLayer):
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(max(tokens_to_remove, 0))
-        if self.is_initialized:
-            self.keys, self.values = self.keys[..., -tokens_to_remove:, :], self.values[..., -tokens_to_remove:, :]
 
 
 @bug("prompt-lookup assisted crop-zero hybrid")
@@ -104,12 +84,6 @@ class CropOfPositiveRefusedTooLate(DynamicLayer):
         super().crop(max(tokens_to_remove, 0))
 
 
-@bug(CROP)
-class CropOfHistoryForgotten(CompressedLayer):
-    def crop(self, tokens_to_remove: int) -> None:
-        DynamicLayer.crop(self, max(tokens_to_remove, -self.keys.shape[-2]))
-
-
 @bug("crop-recent crop-prompt hybrid")
 class CropOfHistoryFromTheStart(CompressedLayer):
     """Every length is right, the tokens are not."""
@@ -127,12 +101,6 @@ class CropPromisedAndDeclined(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("`crop` is not supported")
-
-
-@bug("repeat-interleave")
-class RepeatForgotten(DynamicLayer):
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        pass
 
 
 @bug("repeat-interleave")
@@ -161,19 +129,6 @@ class SelectForgotten(DynamicLayer):
         self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
 
 
-@bug("select-indices")
-class SelectOfHistoryForgotten(CompressedLayer):
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_recent(lambda tensor: tensor[indices])
-        self.map_history(lambda tensor: tensor[: len(indices)])
-
-
-@bug("reset hybrid")
-class ResetForgotten(DynamicLayer):
-    def reset(self) -> None:
-        pass
-
-
 @bug("reset hybrid")
 class ResetToZeros(DynamicLayer):
     """As static layers do it."""
@@ -195,12 +150,6 @@ class ResetOfHistoryForgotten(CompressedLayer):
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() - self.num_forgotten
-
-
-@bug("deepcopy")
-class CopyShared(DynamicLayer):
-    def __deepcopy__(self, memo: dict[int, object]) -> "CopyShared":
-        return self
 
 
 @bug("deepcopy")
@@ -230,12 +179,6 @@ class PaddingInNewestRanges(CompressedLayer):
 
     def amplitude(self, states: torch.Tensor) -> torch.Tensor:
         return states[..., -64:, :].abs().amax(dim=-2, keepdim=True).expand(*states.shape[:-1], -1)
-
-
-@bug(f"{PADDING} row-isolation hybrid")
-class RangesSharedByRows(CompressedLayer):
-    def amplitude(self, states: torch.Tensor) -> torch.Tensor:
-        return super().amplitude(states).amax(dim=0, keepdim=True).expand(len(states), -1, -1, -1)
 
 
 @bug("row-isolation")
@@ -295,12 +238,6 @@ class RandomNumbersTaken(DynamicLayer):
     def update(self, *args: object, **kwargs: object) -> States:
         torch.rand(1)
         return super().update(*args, **kwargs)
-
-
-@bug("bfloat16 float16")
-class SinglePrecisionOnly(DynamicLayer):
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> States:
-        return super().update(key_states.float(), value_states.float())
 
 
 @bug("bfloat16")

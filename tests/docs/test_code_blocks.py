@@ -65,11 +65,6 @@ def write(tmp_path, *parts):
     return path
 
 
-def test_names_are_shared_within_a_page(tmp_path):
-    path = write(tmp_path, "```python\nnumber = 6\n```", "text", "```python\nassert number == 6\n```")
-    assert run_page(path) == 2
-
-
 def test_a_block_that_fails_is_reported(tmp_path):
     with pytest.raises(NameError, match="number"):
         run_page(write(tmp_path, "```python\nnumber + 1\n```"))
@@ -80,12 +75,6 @@ def test_a_block_that_is_not_run_is_compiled(tmp_path):
     assert run_page(write(tmp_path, f"{marked}undefined_name\n```")) == 1
     with pytest.raises(SyntaxError):
         run_page(write(tmp_path, f"{marked}1 +\n```"))
-
-
-def test_a_mark_concerns_the_next_block_alone(tmp_path):
-    marked = "<!-- not run: needs a GPU -->\n```python\nundefined_name\n```"
-    with pytest.raises(NameError):
-        run_page(write(tmp_path, marked, "```python\nundefined_name\n```"))
 
 
 def test_a_mark_needs_one_of_the_reasons(tmp_path):

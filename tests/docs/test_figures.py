@@ -42,14 +42,6 @@ def test_figures_show_the_results_of_today(draw):
             assert draw.source(result) in text, f"{name} shows an older {result}: run `python docs/figures/draw.py`"
 
 
-def test_every_part_of_gear_takes_some_of_the_error(draw):
-    keys = torch.randn(draw.NUM_TOKENS, 64) @ torch.randn(64, 64)
-    keys[5, 7] *= 20
-    options = ({"rank": 0, "sparsity": 0.0}, {"rank": 4, "sparsity": 0.0}, {"rank": 4, "sparsity": 0.02})
-    errors = [float((keys - draw.reconstruct(keys, **each)).norm()) for each in options]
-    assert errors[0] > errors[1] > errors[2]
-
-
 def test_pages_show_every_figure_in_both_themes():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     for path in FIGURES.glob("*.svg"):

@@ -149,9 +149,3 @@ def test_every_room_is_in_the_tree_of_the_docs() -> None:
 def test_a_wrong_path_is_found(text: str) -> None:
     (path,) = mentioned_paths(text)
     assert not exists(path, ROOT / "README.md")
-
-
-def test_a_wrong_name_is_found() -> None:
-    assert not is_somewhere("nothing_of_the_kind.py")
-    assert not resolve("kvcache_plugins.gear.nothing")
-    assert resolve("kvcache_plugins.gear.cache.GEARCache.save")

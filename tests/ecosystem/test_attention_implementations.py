@@ -108,19 +108,6 @@ def test_logits_of_prompts_chunks_and_steps(tiny_model, prompt, architecture, im
     assert caches[1].stats()["layers_left"] == 0
 
 
-def test_one_cache_sees_several_implementations(tiny_llama, prompt):
-    tokens = prompt(104, num_rows=2)
-    expected = feed(tiny_llama, GEARCache(tiny_llama.config), tokens, (100, 1, 1, 1, 1))
-    cache, logits = GEARCache(tiny_llama.config), []
-    for count, implementation in enumerate(("flex_attention", "sdpa", "flash_attention_2", "flex_attention", "eager")):
-        use(tiny_llama, implementation)
-        part, stop = tokens[:, 99 + count : 100 + count] if count else tokens[:, :100], 100 + count
-        with torch.no_grad():
-            output = tiny_llama(input_ids=part, attention_mask=padded(tokens)[:, :stop], past_key_values=cache)
-        logits.append(output.logits[:, -1:])
-    assert torch.allclose(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-3 * expected.std().item())
-
-
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
@@ -180,14 +167,3 @@ def test_attention_of_ones_own_gets_dense_states_and_no_address(tiny_llama, prom
             generate(tiny_llama, prompt(), GEARCache())
     finally:
         del AttentionInterface._global_mapping["own"]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-def test_compiled_flex_attention(tiny_llama, prompt, generate):
-    """As users have it: masks compiled, and the dense cache's attention beside ours."""
-    expected = generate(tiny_llama, prompt()), generate(tiny_llama, prompt(), GEARCache())
-    tiny_llama.set_attn_implementation("flex_attention")
-    for tokens, cache in zip(expected, (None, GEARCache()), strict=True):
-        assert torch.equal(generate(tiny_llama, prompt(), cache), tokens)

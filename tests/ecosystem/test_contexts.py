@@ -79,40 +79,6 @@ def test_autocast(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None
     assert error(own, dense) < 1.3 * error(own_plain, plain) + 3 * error(dense, plain) + 0.01
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_values_of_more_bits_than_keys(model: PreTrainedModel, name: str) -> None:
-    """The other way round than the rotary embedding of most models has it under `torch.autocast`."""
-    seen = []
-
-    def as_halves(module: torch.nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(each.to(torch.bfloat16) for each in output)
-
-    def as_floats(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output.float()
-
-    class Dtypes(DynamicCache):
-        def update(self, keys, values, *args, **kwargs):
-            seen.append((keys.dtype, values.dtype))
-            return super().update(keys, values, *args, **kwargs)
-
-    layers = model.get_decoder().layers
-    handles = [layer.self_attn.v_proj.register_forward_hook(as_floats) for layer in layers]
-    handles.append(model.get_decoder().rotary_emb.register_forward_hook(as_halves))
-    contexts = [partial(torch.autocast, "cpu", torch.bfloat16)] * 3
-    try:
-        with torch.no_grad():
-            run(model, Dtypes(config=model.config), contexts[:1])
-            dense, own = (run(model, make(each, model), contexts) for each in ("dynamic", name))
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert set(seen) == {(torch.bfloat16, torch.float32)}
-    with torch.no_grad():
-        plain, own_plain = (run(model, make(each, model), [torch.no_grad] * 3) for each in ("dynamic", name))
-    assert own.isfinite().all()
-    assert error(own, dense) < 1.3 * error(own_plain, plain) + 3 * error(dense, plain) + 0.01
-
-
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", NAMES)
 def test_inference_mode(model: PreTrainedModel, name: str) -> None:

@@ -13,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import create_cache
 
 
 # What comes out is the dense cache's
@@ -77,23 +77,6 @@ def generate(model, input_ids, decoder_input_ids, cache):
     )
 
 
-def test_inside_an_encoder_decoder_cache(bart, prompt):
-    source, start = prompt(30), prompt(12, seed=1)
-    expected = generate(bart, source, start, EncoderDecoderCache(DynamicCache(), DynamicCache()))
-    own = GEARCache(nbits=2)
-    assert torch.equal(generate(bart, source, start, EncoderDecoderCache(own, DynamicCache())), expected)
-    assert own.get_seq_length() == 12 + 7
-
-
-def test_compresses_inside_an_encoder_decoder_cache(bart, prompt):
-    source, start = prompt(30), prompt(100, seed=1)
-    own = GEARCache(nbits=8)
-    tokens = generate(bart, source, start, EncoderDecoderCache(own, DynamicCache()))
-    expected = generate(bart, source, start, EncoderDecoderCache(DynamicCache(), DynamicCache()))
-    assert own.stats()["tokens_compressed"] > 0
-    assert torch.equal(tokens, expected)
-
-
 def made(name, model, **options):
     with warnings.catch_warnings():
         # That InfiniGen chooses by the layers' own queries
@@ -118,14 +101,6 @@ def test_caches_made_for_the_model(family, implementation, name, prompt, request
     assert own.get_seq_length() == 100 + 7
     did = {"gear-4bit": "tokens_compressed", "infinigen": "selected_calls", "h2o": "tokens_kept"}
     assert stats[did[name]] > 0
-
-
-@pytest.mark.parametrize("family", ["bart", "t5"])
-def test_tokens_are_dropped_of_the_decoder(family, prompt, request):
-    model = request.getfixturevalue(family)
-    own = made("h2o", model, heavy_ratio=0.1, recent_ratio=0.1)
-    generate(model, prompt(30), prompt(100, seed=1), EncoderDecoderCache(own, DynamicCache()))
-    assert own.stats()["tokens_dropped"] > 0
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o"])

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
@@ -68,23 +67,3 @@ def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, 
     # 107 tokens are taken for the beginning of this prompt
     generate(tiny_llama, prompt(120, seed=1), cache)
     assert cache.get_seq_length() == 120 + 7
-
-
-@pytest.mark.parametrize("implementation", ["static", "dynamic", "quantized"])
-def test_cache_implementation_beside_a_cache_is_refused(implementation, tiny_llama, make_cache, prompt, cache_name):
-    config = GenerationConfig(cache_implementation=implementation, max_new_tokens=8)
-    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-        tiny_llama.generate(prompt(), past_key_values=make_cache(cache_name, tiny_llama), generation_config=config)
-
-
-def test_names_are_no_cache_implementations(cache_name):
-    with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
-        GenerationConfig(cache_implementation=cache_name)
-
-
-def test_generate_does_not_compile_by_itself(cache_name, tiny_llama, make_cache, prompt, generate):
-    """Only caches of static shapes are compiled: `generate` says so and goes on."""
-    assert not make_cache(cache_name, tiny_llama).is_compileable
-    expected = generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama))
-    options = {"compile_config": CompileConfig()}
-    assert torch.equal(generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama), **options), expected)

@@ -43,8 +43,3 @@ def test_tokens_are_the_same(offload, tiny_model, tmp_path, make_cache, prompt, 
     assert torch.equal(generate(model, prompt(), cache), expected)
     assert cache.stats()["attend_calls"] == 14
     assert set(cache.memory().devices) == {"cpu"}
-
-
-def test_exact_caches_change_nothing(tiny_model, tmp_path, make_exact_cache, prompt, generate):
-    model = dispatch(tiny_model("llama"), tmp_path)
-    assert torch.equal(generate(model, prompt(15), make_exact_cache(model)), generate(model, prompt(15)))

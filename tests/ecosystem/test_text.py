@@ -85,33 +85,3 @@ def test_chat_keeps_its_cache_between_turns(smollm2):
     assert exact.stats()["tokens_compressed"] == 0
     expected_chat, expected = converse(smollm2, DynamicCache(config=model.config))
     assert (chat, tokens.tolist()) == (expected_chat, expected.tolist())
-
-
-@pytest.mark.parametrize("cache", ["infinigen"], indirect=True)
-def test_chat_through_the_pipeline(cache, pipe, smollm2):
-    chat = [{"role": "user", "content": f"{TEXT} ... What did the ship carry?"}]
-    chat = pipe(chat, past_key_values=cache, **OPTIONS)[0]["generated_text"]
-    first_length = cache.get_seq_length()
-    chat = pipe([*chat, {"role": "user", "content": "When?"}], past_key_values=cache, **OPTIONS)[0]["generated_text"]
-    assert [message["role"] for message in chat][-4:] == ["user", "assistant", "user", "assistant"]
-    # Only what is new was added: the second prompt holds the first
-    tokens = smollm2[1].apply_chat_template(chat, return_tensors="pt", return_dict=True).input_ids
-    assert first_length < cache.get_seq_length() <= tokens.shape[1]
-
-
-@pytest.mark.parametrize("cache", ["gear-2bit"], indirect=True)
-def test_pipeline_takes_a_batch_at_once(cache, pipe, smollm2):
-    """One prompt a cache: a list goes as one batch."""
-    tokenizer = smollm2[1]
-    original = tokenizer.padding_side, tokenizer.pad_token
-    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
-    try:
-        texts = [TEXT, TEXT[:200]]
-        answers = pipe(texts, past_key_values=cache, batch_size=2, return_full_text=False, **OPTIONS)
-    finally:
-        tokenizer.padding_side, tokenizer.pad_token = original
-    cache.reset()
-    alone = pipe(texts[0], past_key_values=cache, return_full_text=False, **OPTIONS)
-    assert answers[0][0]["generated_text"] == alone[0]["generated_text"]
-    with pytest.raises(ValueError, match="takes them for the beginning of the prompt"):
-        pipe(TEXT[:80], past_key_values=cache, **OPTIONS)

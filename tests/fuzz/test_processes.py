@@ -63,10 +63,6 @@ def check_in_fork(expected: list[float]) -> None:
     torch.testing.assert_close(sums_of_logits(), expected, rtol=1e-4, atol=1e-3)
 
 
-def compute_into(queue: "multiprocessing.Queue[list[float]]") -> None:
-    queue.put(sums_of_logits())
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_goes_on() -> None:
@@ -81,17 +77,3 @@ def test_a_forked_process_goes_on() -> None:
         timeout=2 * SECONDS,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_spawned_process_says_the_same() -> None:
-    expected = sums_of_logits()
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=compute_into, args=(queue,))
-    process.start()
-    try:
-        assert queue.get(timeout=SECONDS) == pytest.approx(expected, rel=1e-4, abs=1e-3)
-    finally:
-        process.join(SECONDS)
-    assert process.exitcode == 0

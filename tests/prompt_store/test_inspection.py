@@ -41,16 +41,6 @@ def test_prompts_are_listed_by_their_ends(folder):
     assert [each["num_tokens"] for each in content["prompts"]] == [512, 768, 512]
 
 
-def test_one_prompt_is_shown(folder):
-    key = list_prompts(folder)[1].key
-    shown = run("store", "show", key[:8], "--store", str(folder), "--json")
-    assert (
-        json.loads(shown.stdout)["key"] == key
-        and "num_tokens: 768" in run("store", "show", key, "--store", str(folder)).stdout
-    )
-    assert run("store", "show", "none", "--store", str(folder)).exit_code == 2
-
-
 def test_damage_is_named_and_removed(folder):
     path = next(folder.glob("blocks/*/*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])

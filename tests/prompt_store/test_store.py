@@ -97,16 +97,6 @@ def test_custom_generate(tiny_llama, tmp_path):
         tiny_llama.generate(input_ids, attention_mask=padded, **options)
 
 
-def test_one_document_many_questions(tiny_llama, tmp_path):
-    document, questions, store = prompt(600), [prompt(9) for _ in range(3)], PromptStore(tmp_path)
-    answers = []
-    for _ in range(2):
-        forks = store.read(tiny_llama, document).fork(3)
-        texts = [torch.cat([document, question], dim=1) for question in questions]
-        answers.append([generate(tiny_llama, text, fork) for text, fork in zip(texts, forks, strict=True)])
-    assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
-
-
 def test_other_settings_and_models_share_nothing(tiny_model, tmp_path):
     model, input_ids, store = tiny_model("llama"), prompt(600), PromptStore(tmp_path)
     store.read(model, input_ids)

@@ -115,10 +115,3 @@ def test_a_report_shows_itself() -> None:
     assert "50.0 % of a cache at 16 bits" in text_of(root)
     assert "4.00 times" in text_of(root)
     assert "counters" not in text_of(root)
-
-
-def test_unknown_parts_never_take_the_colour_of_a_known_one() -> None:
-    parts = {"codes": 1, "scales": 1, "zebra": 1, "yak": 1}
-    markup = render_memory("x", parts, {"cpu": 4}, dense_bytes=8, compression_ratio=2.0, kv_percent=9.0)
-    spans = ElementTree.fromstring(markup).iter("span")
-    assert len({HEX.search(each.get("style", ""))[0] for each in spans}) == 4

@@ -9,16 +9,23 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from typer.testing import CliRunner
 
-from kvcache_plugins import PromptStore, cli
+from kvcache_plugins import PromptStore, cli, compressed_batching
+from kvcache_plugins.prompt_store.inspection import find_damaged
 
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+ON_CPU = {"device": "cpu", "dtype": "float32"}
 GREEDY = {"model": "smollm2", "temperature": 0}
 SYSTEM = "Answer by this text. " + "The cache of a decoder holds keys and values of all tokens before. " * 16
 QUESTION = {"role": "user", "content": "What is this about? One sentence."}
@@ -32,12 +39,21 @@ def connect(url):
 def server(smollm2, tmp_path_factory):
     from kvcache_plugins.serving import CacheServer
 
-    server = CacheServer("smollm2", store=tmp_path_factory.mktemp("store"), port=0, device="cpu", dtype="float32")
+    store = tmp_path_factory.mktemp("store")
+    with serving(CacheServer("smollm2", store=store, port=0, **ON_CPU)) as server:
+        yield server
+
+
+@contextmanager
+def serving(server):
+    """Runs a server on a thread."""
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield server
-    server.stop()
-    thread.join(timeout=30)
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(timeout=30)
     assert not thread.is_alive()
 
 
@@ -48,14 +64,12 @@ def client(server):
 
 def metrics(server):
     with urllib.request.urlopen(server.url.replace("/v1", "/metrics")) as answer:
-        return {
-            name.removeprefix("kvcache_"): int(value)
-            for name, value in map(str.split, answer.read().decode().splitlines())
-        }
+        lines = answer.read().decode().splitlines()
+    return {name.removeprefix("kvcache_"): float(value) for name, value in map(str.split, lines)}
 
 
 def wait_for(server, **wanted):
-    """Waits until the server has counted so many."""
+    """Waits until the server has counted as much."""
     for _ in range(600):
         if wanted.items() <= metrics(server).items():
             return
@@ -73,7 +87,8 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
     chunks = list(client.chat.completions.create(messages=turns, max_tokens=4, stream=True, **GREEDY))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert metrics(server)["known_tokens"] == 256
+    # Its client may have the last token before it is counted
+    wait_for(server, known_tokens=256)
     whole = client.chat.completions.create(messages=turns, max_tokens=4, **GREEDY)
     assert whole.choices[0].message.content == streamed
     assert metrics(server)["known_tokens"] == 512
@@ -160,3 +175,119 @@ REFUSED = {
 def test_wrong_options_are_refused(words, message, tiny_folder):
     result = CliRunner().invoke(cli.app, ["serve", *(word.format(folder=tiny_folder) for word in words)])
     assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def batching(smollm2):
+    from kvcache_plugins.serving import BatchingOptions, CacheServer
+
+    options = BatchingOptions(temperature=0, num_blocks=6, max_batch_tokens=256)
+    with serving(CacheServer("smollm2", "gear-c16", batching=options, port=0, **ON_CPU)) as server:
+        yield server
+
+
+def test_requests_are_answered_together(batching):
+    client, before = connect(batching.url), batching.stats()
+    prompts = ["One, two, three,", "Paris is the capital of"]
+    streams = [client.completions.create(prompt=prompt, max_tokens=4, stream=True, **GREEDY) for prompt in prompts]
+    together = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+    alone = [client.completions.create(prompt=prompt, max_tokens=4, **GREEDY).choices[0].text for prompt in prompts]
+    assert together == alone and "four, five" in together[0]
+    # A client that goes leaves its pages to others
+    stream = client.completions.create(prompt="One, two,", max_tokens=1000, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1).completions.create(prompt="One, two,", max_tokens=1000, **GREEDY)
+    wait_for(batching, cancelled=2, requests=6, batching_free_share=before["batching_free_share"])
+    stats = batching.stats()
+    assert stats["batching_fused_calls"] > 0 and stats["batching_dense_reads"] == stats["failed"] == 0
+    for wrong in ({"temperature": 0.5, "extra_body": {"generation_config": '{"do_sample": true}'}}, {"stop": "five"}):
+        with pytest.raises(openai.BadRequestError, match="sampled alike"):
+            client.completions.create(**{**GREEDY, "prompt": "One,", **wrong})
+
+
+def cold_answers(folder, text, prompts):
+    """Answers of batches of one request each, which share no beginning with others."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    table_ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=2048).input_ids
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    paging = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=512)
+    found = []
+    with compressed_batching(model, "gear-t30", text=table_ids):
+        for prompt in prompts:
+            ids = tokenizer(prompt).input_ids
+            outputs = model.generate_batch([ids], generation_config=config, continuous_batching_config=paging)
+            found += [
+                tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in outputs.values()
+            ]
+    return found
+
+
+def free_share(server):
+    """Tells how much of a batch's pages is free once no request is left, and no beginning kept for a next one."""
+    batch = server._manager._cb.batch_processor
+    while batch.has_pending_requests():
+        time.sleep(0.05)
+    batch.cache.evict_cached_blocks()
+    return server.stats()["batching_free_share"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
+def test_many_clients(is_batched, tiny_folder, tmp_path):
+    """Of 200 requests of 8 clients, some of which go, to three servers one after the other, each is as it is alone."""
+    from kvcache_plugins.serving import BatchingOptions, CacheServer
+
+    licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="ascii")
+    # Beginnings of a block and more of characters, and ends of their own
+    prompts = [licence[900 * (k % 4) :][:270] + licence[5000 + 150 * k :][: 20 + 5 * k] for k in range(12)]
+    options = BatchingOptions(text=licence, temperature=0, num_blocks=40, max_batch_tokens=4096)
+
+    def make(folder, port=0):
+        kind = {"batching": options} if is_batched else {"store": tmp_path / folder}
+        return CacheServer(tiny_folder, "gear-t30", port=port, **kind, **ON_CPU)
+
+    def ask(client, prompt, is_cancelled=False):
+        asked = {"model": tiny_folder, "prompt": prompt, "temperature": 0}
+        if is_cancelled:
+            with client.completions.create(max_tokens=900, stream=True, **asked) as stream:
+                return next(iter(stream)).choices[0].text
+        return client.completions.create(max_tokens=8, **asked).choices[0].text
+
+    with serving(make("alone")) as server:
+        alone = [[ask(connect(server.url), prompt) for prompt in prompts] for _ in range(2)]
+    if is_batched:
+        # A beginning that others have asked for is read as its codes
+        alone.append(cold_answers(tiny_folder, licence, prompts))
+    else:
+        assert alone[0] == alone[1]
+    answers = []
+
+    def work(client, number):
+        for _ in range(200):
+            try:
+                is_cancelled = number % 5 == 4
+                text = ask(client, prompts[number % len(prompts)], is_cancelled)
+                answers.append(is_cancelled or text in [known[number % len(prompts)] for known in alone])
+                return
+            except (openai.APIConnectionError, openai.InternalServerError):
+                # Between two servers
+                time.sleep(0.1)
+
+    server = make("shared")
+    port = int(server.url.split(":")[-1].removesuffix("/v1"))
+    with ThreadPoolExecutor(8) as clients:
+        for wanted in (70, 140, 200):
+            with serving(server):
+                if wanted == 70:
+                    client = connect(server.url)
+                    done = [clients.submit(work, client, number) for number in range(200)]
+                while len(answers) < wanted and not all(each.done() for each in done):
+                    time.sleep(0.05)
+                if wanted == 200:
+                    wait_for(server, failed=0)
+                    free = free_share(server) if is_batched else 1
+            server = make("shared", port) if wanted < 200 else None
+    assert all(answers) and len(answers) == 200 and free == 1
+    assert is_batched or find_damaged(tmp_path / "shared") == {}

@@ -12,13 +12,10 @@ import contextlib
 import io
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +36,6 @@ EXTRAS = {
     "peers": "the caches quanto-* and hqq-*",
     "eval": "lm-eval's tasks, figures",
 }
-COMPILERS = {"c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 _IMPORT_NAMES = {"optimum-quanto": "optimum.quanto"}
 _MODEL_ADVICE = {
     # The package requires a runtime that reading its file does not need
@@ -90,13 +86,10 @@ def examine(check: bool = False) -> dict[str, object]:
         "platform": platform.platform(),
         "packages": packages,
         "gpus": gpus,
-        "compilers": {language: _compiler(*names) for language, names in COMPILERS.items()},
         "triton": triton,
         "kernels": kernels,
-        "kernel_caches": {"triton": _triton_cache()},
         "threads": {
             "torch": torch.get_num_threads(),
-            "torch_interop": torch.get_num_interop_threads(),
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
         },
@@ -162,25 +155,6 @@ def _silence() -> Iterator[None]:
     with streams[0], streams[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _compiler(variable: str, names: tuple[str, ...]) -> dict[str, str] | None:
-    told = os.environ.get(variable, "").split()
-    path = next(filter(None, map(shutil.which, told[:1] or names)), None)
-    if path is None:
-        return None
-    try:
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"path": path, "version": f"does not run: {error}"}
-    return {"path": path, "version": (shown.splitlines() or [""])[0]}
-
-
-def _triton_cache() -> dict[str, object]:
-    """Finds the folder that compiled kernels are kept in from one process to the next, and counts them."""
-    home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
-    folder = Path(os.environ.get("TRITON_CACHE_DIR", home))
-    return {"folder": str(folder), "num_kernels": sum(1 for _ in folder.glob("*/*.cubin"))}
 
 
 def _triton(has_gpu: bool) -> dict[str, str | None]:

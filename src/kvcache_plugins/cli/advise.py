@@ -122,10 +122,6 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("system", f"Python {report['python']}, {report['platform']}"),
         ("GPU", "; ".join(gpus) or "none that torch finds"),
         ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
-        *(
-            (f"{language} compiler", "none" if each is None else f"{each['path']}: {each['version']}")
-            for language, each in report["compilers"].items()
-        ),
         ("environment", " ".join(settings) or "nothing set"),
         ("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}"),
     ]
@@ -134,9 +130,6 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         if each["check"] is not None:
             found += f"; agrees with plain PyTorch within {each['check']:.0e}"
         rows.append((f"kernels on {each['device']}", f"fails: {each['error']}" if each["error"] else found))
-    for name, each in report["kernel_caches"].items():
-        kept = f"{each['num_kernels']} in {each['folder']}" if each["num_kernels"] else "none yet: first use compiles"
-        rows.append((f"{name} kernels kept", kept))
     for each in report["models"]:
         state = "converted" if each["is_converted"] else "converted at first use"
         found = f"{each['package']} {each['version']}, {state}" if each["version"] else "from the hub"

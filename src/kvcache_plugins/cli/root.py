@@ -101,7 +101,6 @@ class StoreGroup(LazyGroup):
 
     lazy_commands = {
         "list": "kvcache_plugins.cli.store:list_kept",
-        "show": "kvcache_plugins.cli.store:show",
         "clear": "kvcache_plugins.cli.store:clear_kept",
         "verify": "kvcache_plugins.cli.store:verify",
     }

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, read_text
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
@@ -23,6 +23,19 @@ def main(
     store: Annotated[
         Path | None, typer.Option(help="Folder of a prompt store: prompts and answers are kept, and not read again.")
     ] = None,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
+    ] = False,
+    text_file: Annotated[
+        Path | None, typer.Option(help="Text to make tables of, for a batch whose cache has no calibration.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of all requests of a batch, 0 is greedy; by default the model's.", min=0)
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Pages in the bytes of so many dense blocks of 256 tokens.", min=1)
+    ] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a pass of a batch.", min=1)] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; by default none but this machine reaches it.")] = (
         "127.0.0.1"
     ),
@@ -33,8 +46,9 @@ def main(
     """Serve a model over HTTP, as OpenAI's API does.
 
     Transformers' server, so far as it answers with text: /v1/chat/completions, /v1/completions, /v1/responses and
-    /v1/models; /health and /metrics say how it is. Every request gets a cache of its own, one after the other. A
-    request ends when its connection is closed. A line for each goes to standard error.
+    /v1/models; /health and /metrics say how it is. Every request gets a cache of its own, one after the other; with
+    --continuous-batching requests are answered together. A request ends when its connection is closed. A line for each
+    goes to standard error.
 
     There is no authentication: whoever reaches the address may use the model, and with --store sees by the time that
     it takes what others have asked. Ctrl-C stops the server, once it has answered.
@@ -45,10 +59,18 @@ def main(
     Examples:
         kvcache-plugins serve smollm2
         kvcache-plugins serve HuggingFaceTB/SmolLM2-135M-Instruct --cache gear-t16 --store prompts --port 8001
+        kvcache-plugins serve smollm2 --continuous-batching --cache gear-c16
+        kvcache-plugins serve smollm2 --continuous-batching --cache gear --text-file LICENSE --temperature 0
     """
     check_model_name(model)
     name, options = parse_cache_spec(cache)
     check_cache(name, **options)
+    batching = text_file, temperature, num_blocks, max_batch_tokens
+    if not continuous_batching and any(each is not None for each in batching):
+        raise ValueError(
+            "`text_file`, `temperature`, `num_blocks` and `max_batch_tokens` are options of `continuous_batching`"
+        )
+    text = None if text_file is None else read_text(text_file, "text_file")
     from transformers.utils import logging
     from transformers.utils.import_utils import is_serve_available
 
@@ -57,7 +79,7 @@ def main(
 
     if not is_serve_available():
         raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
-    from kvcache_plugins.serving import CacheServer
+    from kvcache_plugins.serving import BatchingOptions, CacheServer
 
     chosen = parse_device(device or default_device())
     dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
@@ -69,6 +91,7 @@ def main(
         name,
         options,
         store=store,
+        batching=BatchingOptions(text, *batching[1:]) if continuous_batching else None,
         host=host,
         port=port,
         device=str(chosen),

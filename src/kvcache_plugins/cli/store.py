@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,28 +46,6 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
         for each in prompts
     ]
     open_console().print(make_table("", columns, rows))
-
-
-def show(
-    key: Annotated[str, typer.Argument(help="The beginning of a key that `store list` shows.")],
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show all that is known of one prompt.
-
-    \b
-    Examples:
-        kvcache-plugins store show 3f2a91
-    """
-    from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.prompt_store.inspection import find_prompt
-
-    fields: dict[str, Any] = asdict(find_prompt(_folder(store), key))
-    if as_json:
-        print_json(fields)
-        return
-    for name, value in fields.items():
-        print_line(f"{name}: {value}")
 
 
 def clear_kept(store: StoreOption = None) -> None:

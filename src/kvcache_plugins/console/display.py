@@ -9,11 +9,8 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -84,61 +81,26 @@ def track_progress(total: int) -> Iterator[Announce]:
     """
     Shows progress on standard error: a bar on a terminal, elsewhere a line whenever what is being done changes.
 
-    Yields a function to call before each of the `total` steps, with what is being done.
+    Yields a function to call before each of the `total` steps, with what is being done. A bar within another's block
+    is drawn below it: a terminal has room for one display.
     """
     console = open_console(stderr=True)
-    if console.is_terminal:
-        with open_progress() as progress:
-            task, steps = progress.add_task("", total=total), itertools.count()
-            yield lambda description: progress.update(task, description=description, completed=next(steps))
+    if not console.is_terminal:
+        started, said = time.perf_counter(), [""]
+
+        def announce(description: str) -> None:
+            if description != said[-1]:
+                said.append(description)
+                console.print(f"[{time.perf_counter() - started:4.0f} s] {description}", markup=False, soft_wrap=True)
+
+        yield announce
         return
-    started, said = time.perf_counter(), [""]
-
-    def announce(description: str) -> None:
-        if description != said[-1]:
-            said.append(description)
-            console.print(f"[{time.perf_counter() - started:4.0f} s] {description}", markup=False, soft_wrap=True)
-
-    yield announce
-
-
-@contextmanager
-def open_progress() -> Iterator[Progress]:
-    """Draws bars on standard error, or adds to those that are drawn: a terminal has room for one display."""
-    drawn = _DRAWN.get()
-    if drawn is not None:
-        yield drawn
-        return
+    drawn, steps = _DRAWN.get(), itertools.count()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = open_console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
-        before = _DRAWN.set(progress)
+    own = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+    with own if drawn is None else nullcontext(drawn) as progress:
+        before, task = _DRAWN.set(progress), progress.add_task("", total=total)
         try:
-            yield progress
+            yield lambda description: progress.update(task, description=description, completed=next(steps))
         finally:
             _DRAWN.reset(before)
-
-
-@cache
-def announce_compilation(device: str) -> None:
-    """
-    Announces Triton's compilations in this process from now on, by one line on standard error, once.
-
-    Args:
-        device (`str`): for which kind of device; on `"cpu"` nothing is compiled.
-    """
-    if device == "cpu" or find_spec("triton") is None:
-        return
-    from triton import knobs
-
-    others, is_said = knobs.runtime.jit_cache_hook, False
-
-    def say_once(**compilation: Any) -> bool | None:
-        nonlocal is_said
-        if not is_said:
-            # Whether it lies on the disk already is not known yet
-            print_line("Preparing kernels for this GPU: the first time each is compiled, for seconds", stderr=True)
-            is_said = True
-        return None if others is None else others(**compilation)
-
-    knobs.runtime.jit_cache_hook = say_once

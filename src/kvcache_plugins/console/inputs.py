@@ -90,14 +90,11 @@ def load_for_evaluation(
     from kvcache_plugins.models.packaged_models import check_model_name
     from kvcache_plugins.models.reference_model import load_model
 
-    from .display import announce_compilation
-
     chosen = parse_device(device or default_device())
     parsed_dtype = parse_dtype(dtype or ("float32" if chosen.type == "cpu" else "bfloat16"))
     check_model_name(name)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    announce_compilation(chosen.type)
     return load_model(name, dtype=parsed_dtype, device=chosen)
 
 

@@ -10,9 +10,8 @@ from accelerate.hooks import (  # type: ignore[import-untyped]
 )
 from transformers import PreTrainedModel
 
-from .checks_batch import check_left_padding, check_reorder
 from .checks_generation import check_greedy, check_prompt_lookup
-from .checks_state import check_crop_recent, check_lengths, check_reset
+from .checks_state import check_crop_recent, check_left_padding, check_lengths, check_reorder, check_reset
 from .comparison import distance, require_close, require_same_tokens
 from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, contract_check
 

@@ -22,24 +22,23 @@ def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def require_close(logits: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
-    """Raises an `AssertionError` naming the distance if it is above `limit`."""
+    """Requires a distance of at most `limit`."""
     measured = distance(logits, expected)
     require(measured <= limit, f"{what}: the logits are {measured:.2g} apart, at most {limit:.2g} is right")
 
 
 def require_same_tokens(tokens: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raises an `AssertionError` naming the first token that differs."""
+    """Requires equal tokens `[rows, steps]`; the message has the first that differs."""
     shapes = f"got tokens of shape {tuple(tokens.shape)}, not {tuple(expected.shape)}"
     require(tokens.shape == expected.shape, f"{what}: {shapes}")
     differing = (tokens != expected).nonzero().tolist()
-    if differing:
-        row, step = differing[0]
-        count = f"{len(differing)} of {tokens.numel()} tokens differ"
-        raise AssertionError(f"{what}: {count}, first in row {row} at step {step}")
+    row, step = differing[0] if differing else (0, 0)
+    count = f"{len(differing)} of {tokens.numel()} tokens differ"
+    require(not differing, f"{what}: {count}, first in row {row} at step {step}")
 
 
 def require_length(cache: Cache, expected: int, what: str) -> None:
-    """Raises an `AssertionError` if the cache does not say that it holds `expected` tokens."""
+    """Requires that a cache says that it holds `expected` tokens."""
     length = cache.get_seq_length()
     require(length == expected, f"{what}: `get_seq_length` says {length}, it should be {expected}")
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from . import checks_batch, checks_generation, checks_model, checks_state
+from . import checks_generation, checks_model, checks_state
 from .subject import CHECKS, ContractCheck, Subject, Tokenizer
 
 
@@ -48,12 +48,8 @@ _NOT_RUN = "-"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     """
-    Result of a check.
-
-    Args:
-        name (`str`): The check's.
-        status (`str`): `"pass"`, `"unsupported"` (the cache said so by raising) or `"fail"`.
-        detail (`str`): The error, empty if there was none.
+    Result of a check by name: its status is `"pass"`, `"unsupported"` (the cache said so by raising) or `"fail"`; the
+    detail is the error, empty if there was none.
     """
 
     name: str
@@ -61,7 +57,7 @@ class CheckResult:
     detail: str = ""
 
 
-_MODULES = (checks_generation, checks_state, checks_batch, checks_model)
+_MODULES = (checks_generation, checks_state, checks_model)
 CONTRACT: tuple[ContractCheck, ...] = tuple(
     check for module in _MODULES for check in CHECKS if check.function.__module__ == module.__name__
 )
@@ -164,7 +160,7 @@ def render_grid(results_by_cache: Mapping[str, Sequence[CheckResult]]) -> str:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Without the advice that Transformers gives on every unusual call of `generate`."""
+    """Silences the advice that Transformers gives on every unusual call of `generate`."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -15,18 +15,20 @@ still able to fail:
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models.cache_argument import as_argument
 
-from .comparison import require
+from .comparison import require, require_close
 
 
 CacheMaker = Callable[[], Cache]
 Tokenizer = PreTrainedTokenizerBase | None
 Picker = Callable[[torch.Tensor], torch.Tensor]
+Check = Callable[["Subject"], None]
 
 SHORT_CONTEXT = 12
 """Tokens of a prompt that a cache with any exact buffer at all keeps exact."""
@@ -56,11 +58,6 @@ class Trace:
     logits: torch.Tensor
 
 
-def pick_greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of every row."""
-    return logits.argmax(dim=-1)
-
-
 def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
     """A token of every row, drawn as `generate` draws it: reproducible with `torch.manual_seed`."""
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(1)
@@ -69,13 +66,13 @@ def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """
-    What a check is run on: a model, and how to make a cache for it.
+    Subject of a check: a model, and how to make a cache for it.
 
     Args:
         model (`PreTrainedModel`): Any decoder.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Prompts are text with it, random tokens without.
-        make_cache (`Callable`): Makes a fresh cache of the kind that is checked.
-        make_reference (`Callable`): Makes a fresh cache that is right by definition, a `DynamicCache`.
+        make_cache, make_reference (`Callable`): Make a fresh cache of the kind that is checked, and one that is right
+            by definition, a `DynamicCache`.
     """
 
     model: PreTrainedModel
@@ -139,6 +136,13 @@ class Subject:
             logits.append(self.feed(cache, tokens[:, step : step + 1], mask))
         return torch.cat(logits, dim=1)
 
+    def require_alike(
+        self, cache: Cache, expected: Cache, tokens: torch.Tensor, what: str, at_once: bool = False
+    ) -> None:
+        """Requires that two caches go on alike, to rounding, token by token or `at_once`."""
+        feed = self.feed if at_once else self.feed_each
+        require_close(feed(cache, tokens), feed(expected, tokens), self.rounding, what)
+
     def cache(self, *chunks: torch.Tensor) -> Cache:
         """A fresh cache that has seen `chunks`, one forward each, and records the past as if it may be cropped."""
         cache = self.make_cache()
@@ -153,10 +157,11 @@ class Subject:
         cache: Cache,
         chunks: tuple[torch.Tensor, ...],
         num_new_tokens: int,
-        pick: Picker = pick_greedy,
+        pick: Picker | None = None,
         mask: torch.Tensor | None = None,
     ) -> Trace:
-        """Decodes as `generate` should, in a plain loop: the prompt in `chunks`, then a forward a token."""
+        """Decodes as `generate` should, greedily or by `pick`: the prompt in `chunks`, then a forward a token."""
+        pick = pick or partial(torch.argmax, dim=-1)
         for chunk in chunks:
             logits = self.feed(cache, chunk, mask)[:, -1:]
         tokens, seen = [pick(logits[:, -1])[:, None]], [logits]
@@ -181,7 +186,7 @@ class Subject:
             max_new_tokens=num_new_tokens,
         )
         options.setdefault("attention_mask", torch.ones_like(tokens))
-        with _generation_config(plain, self.model):
+        with swapped(self.model, "generation_config", plain):
             output = self.model.generate(tokens, **as_argument(cache), **options)  # type: ignore[operator]
         return output[:, tokens.shape[1] :]
 
@@ -196,14 +201,14 @@ def _longer(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @contextmanager
-def _generation_config(config: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
-    """`model` with another generation config for a while."""
-    original = model.generation_config
-    model.generation_config = config
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """Gives an attribute another value for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        model.generation_config = original
+        setattr(owner, name, original)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +230,6 @@ class ContractCheck:
 
 
 CHECKS: list[ContractCheck] = []
-Check = Callable[[Subject], None]
 
 
 def contract_check(summary: str, *, on_hybrid: bool = False) -> Callable[[Check], Check]:

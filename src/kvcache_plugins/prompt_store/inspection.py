@@ -49,19 +49,6 @@ def list_prompts(path: Path) -> list[KeptPrompt]:
     return sorted(prompts, key=lambda prompt: prompt.used_at, reverse=True)
 
 
-def find_prompt(path: Path, key: str) -> KeptPrompt:
-    """
-    The prompt whose name begins so.
-
-    Raises:
-        ValueError: if there is none, or several.
-    """
-    found = [prompt for prompt in list_prompts(path) if prompt.key.startswith(key)]
-    if len(found) != 1:
-        raise ValueError(f"`key`: {len(found)} prompts have a name that begins with {key!r}")
-    return found[0]
-
-
 def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
     """
     The files of a folder that no cache is made of, each with what is wrong with it.

@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.utils import logging
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.files.records import write_record
@@ -35,8 +33,6 @@ DEFAULT_BLOCK_TOKENS = 256
 DEFAULT_MAX_BYTES = "20GB"
 # Of a block's file, beside its tensors
 _DOCUMENT_BYTES = 64 * 1024
-# After which a progress bar is shown
-_BAR_DELAY_S = 2.0
 _COUNTERS = (
     "prompts",
     "hits",
@@ -51,7 +47,6 @@ _COUNTERS = (
     "blocks_damaged",
     "blocks_not_kept",
 )
-Item = TypeVar("Item")
 # What says nothing of states that the tokens do not say
 _KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep"}
 
@@ -291,7 +286,7 @@ class PromptStore:
                 with suppress(OSError):
                     lease = self._files.lease(known)
                 self._files.touch(known)
-                for key in with_delayed_bar(known, "Loading a prompt"):
+                for key in known:
                     path = self._files.path_of(key)
                     status = path.stat()
                     try:
@@ -383,30 +378,9 @@ class PromptStore:
         length, held = cache.record.length, cache.get_seq_length()
         if held % length or cache.record.num_blocks * length != held:
             raise ValueError(f"`cache` has to hold whole blocks of {length} tokens and no more, but holds {held}")
-        stops = range(held + length, most + 1, length)
-        for stop in with_delayed_bar(stops, "Reading a prompt"):
+        for stop in range(held + length, most + 1, length):
             _forward(model, cache, input_ids[:, :stop])
             self.keep(cache, input_ids[:, :stop])
-
-
-def with_delayed_bar(blocks: Sequence[Item], description: str) -> Iterator[Item]:
-    """
-    Yields blocks one by one; those that are left after two seconds with a progress bar.
-
-    tqdm's bars share a lock with all processes that are forked from this one. A process that is killed while it makes
-    a bar never gives it back, and whoever asks for it then waits for ever. So none is made before it is of use.
-    """
-    started, bar = time.perf_counter(), None
-    try:
-        for number, block in enumerate(blocks):
-            if bar is None and time.perf_counter() - started > _BAR_DELAY_S:
-                bar = logging.tqdm(total=len(blocks), initial=number, desc=description, unit="block", leave=False)
-            yield block
-            if bar is not None:
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
 
 
 def _token_ids(input_ids: torch.Tensor) -> list[int]:

@@ -1,6 +1,6 @@
 """Transformers' server with caches of the registry: `kvcache-plugins serve`."""
 
-from .server import CacheServer
+from .server import BatchingOptions, CacheServer
 
 
-__all__ = ["CacheServer"]
+__all__ = ["BatchingOptions", "CacheServer"]

@@ -23,12 +23,23 @@ from kvcache_plugins.registry import OptionValue, create_cache
 
 
 try:
-    from transformers.cli.serving.utils import GenerateManager
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 except ImportError as error:
     raise ImportError("`kvcache-plugins serve` needs the server of Transformers 5.23 or newer") from error
 
+__all__ = [
+    "COUNTERS",
+    "CBGenerateManager",
+    "CachedModel",
+    "CachingManager",
+    "Departures",
+    "Say",
+    "Serve",
+]
 
 Say = Callable[[str], None]
+COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
 # Of the request that the event loop is at
 _GONE: ContextVar[threading.Event] = ContextVar("_GONE")
 
@@ -211,7 +222,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
 
     def __init__(self, cached: CachedModel) -> None:
         super().__init__()
-        self._cached = cached
+        self._cached, self.counters = cached, cached.counters
         cached.later = self.submit
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:

@@ -4,26 +4,50 @@ Transformers has the routes, chat templates, streaming and sampling; `requests` 
 stands here puts them together, answers errors as JSON, counts and stops.
 """
 
+import inspect
 import logging
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers.cli.serve import Serve
+import transformers
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import OptionValue
 
-from .requests import CachedModel, CachingManager, Departures, Say
+from .batch import BatchingManager
+from .requests import COUNTERS, CachedModel, CachingManager, Departures, Say, Serve
 
 
+_RELEASES = "Transformers 5.23 and 5.24"
 # Of Transformers' routes; others load models or let go of them
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/health"}
+# Of a text that tables are made of
+_TEXT_TOKENS = 2048
 # Requests that are answered when the server is stopped have as long to end
 _GRACE_S = 10
+
+
+class BatchingOptions(NamedTuple):
+    """
+    Options of continuous batching.
+
+    Attributes:
+        text (`str`, *optional*): what tables are made of, for caches without a calibration.
+        temperature (`float`, *optional*): of all requests, 0 for the likeliest token; the model's own if not given.
+        num_blocks (`int`, *optional*): dense blocks of 256 tokens in whose bytes all pages stand.
+        max_batch_tokens (`int`, *optional*): tokens of a pass.
+    """
+
+    text: str | None = None
+    temperature: float | None = None
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
 
 
 class _Parts(Serve):  # type: ignore[misc]
@@ -41,6 +65,7 @@ class CacheServer:
         name (`str`): `smollm2`, `gemma3-270m`, a folder or a hub name; what clients call the model.
         cache (`str`), options (`Mapping`, *optional*): a name of `list_caches()` and options of that cache.
         store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
+        batching (`BatchingOptions`, *optional*): for continuous batching; without it one request follows the other.
         host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000):
             where it listens; 0 is any port that is free.
         device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
@@ -62,59 +87,86 @@ class CacheServer:
         options: Mapping[str, OptionValue] | None = None,
         *,
         store: Path | None = None,
+        batching: BatchingOptions | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
         device: str = "auto",
         dtype: str = "auto",
         say: Say = lambda line: None,
     ) -> None:
-        kept = None if store is None else PromptStore(store)
-        self._socket = _bind(host, port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
-        try:
-            self._parts = _Parts(
-                force_model=resolve_model(name), device=device, dtype=dtype, log_level="error", non_blocking=True
+        if "start_server" not in vars(Serve) or "non_blocking" not in inspect.signature(Serve.__init__).parameters:
+            raise ImportError(
+                f"`serve` knows the server of {_RELEASES}, but that of {transformers.__version__} is another"
             )
-            self._make(name, cache, options or {}, kept, say)
-        except BaseException:
-            self._socket.close()
-            raise
+        if batching is not None and (store is not None or options):
+            given = "`store`" if store is not None else "options of the cache"
+            raise ValueError(f"{given} cannot be had with continuous batching, whose requests share pages in memory")
+        self._store = None if store is None else PromptStore(store)
+        with ExitStack() as stack:
+            self._socket = stack.enter_context(closing(_bind(host, port)))
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
+            self._parts = _Parts(
+                force_model=resolve_model(name),
+                device=device,
+                dtype=dtype,
+                continuous_batching=batching is not None,
+                log_level="error",
+                non_blocking=True,
+            )
+            models, state = self._parts._model_manager, self._parts._generation_state
+            ((_, loaded),) = models.loaded_models.items()
+            if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
+                raise ValueError(f"`model` is `{name}`, but models of text alone are served")
+            models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
+            self._manager: CachingManager | BatchingManager
+            if batching is None:
+                self._manager = CachingManager(CachedModel(loaded.model, cache, options or {}, self._store, say))
+            else:
+                self._manager = self._make_batching(loaded.model, loaded.processor, cache, batching, say, stack)
+                state._cb_manager = self._manager
+            stack.callback(self._manager.stop)
+            state.get_manager = lambda model_id, use_cb=False: self._manager
+            self._add_routes(self._parts.server.config.app, name)
+            self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
+            self._open = stack.pop_all()
 
-    def _make(
-        self, name: str, cache: str, options: Mapping[str, OptionValue], store: PromptStore | None, say: Say
-    ) -> None:
-        """Gives the parts our name, our cache, and what answers are like where they differ from Transformers' own."""
-        models, state = self._parts._model_manager, self._parts._generation_state
-        ((_, loaded),) = models.loaded_models.items()
-        if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
-            raise ValueError(f"`model` is `{name}`, but models of text alone are served")
-        models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
-        self._cached, self._store = CachedModel(loaded.model, cache, options, store, say), store
-        self._manager = CachingManager(self._cached)
-        state.get_manager = lambda model_id, use_cb=False: self._manager
-        self._add_routes(self._parts.server.config.app, name)
-        self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
+    def _make_batching(
+        self, model: Any, tokenizer: Any, cache: str, options: BatchingOptions, say: Say, stack: ExitStack
+    ) -> BatchingManager:
+        """Opens the context in which pages are coded, and begins a batch in it."""
+        text = None
+        if options.text is not None:
+            text = tokenizer(options.text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
+        self._batching = stack.enter_context(compressed_batching(model, cache, text=text))
+        if options.temperature is not None:
+            # What requests that say nothing begin with
+            model.generation_config.do_sample = options.temperature > 0
+            model.generation_config.temperature = options.temperature or None
+        sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
+        config = ContinuousBatchingConfig(num_blocks=options.num_blocks, max_batch_tokens=options.max_batch_tokens)
+        return BatchingManager(model, config, sampling, say)
 
     def run(self) -> None:
         """Serves until the process is told to stop (Ctrl-C or SIGTERM); what is being answered is answered first."""
         # Otherwise a line to standard output for every request, of metrics too
         logging.getLogger("uvicorn.access").handlers.clear()
-        try:
-            # Ctrl-C is what it has ended by
-            with suppress(KeyboardInterrupt):
-                self._parts.server.run(sockets=[self._socket])
-        finally:
-            self._manager.stop()
+        # Ctrl-C is what it has ended by
+        with self._open, suppress(KeyboardInterrupt):
+            self._parts.server.run(sockets=[self._socket])
 
     def stop(self) -> None:
         """Has `run` return, from any thread."""
         self._parts.server.should_exit = True
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Counts what was asked and answered since the server was made."""
-        names = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
-        store_bytes = {} if self._store is None else {"store_bytes": int(self._store.stats()["bytes_on_disk"])}
-        return {**{name: self._cached.counters[name] for name in names}, **store_bytes}
+        found: dict[str, int | float] = {name: self._manager.counters[name] for name in COUNTERS}
+        if self._store is not None:
+            found["store_bytes"] = self._store.stats()["bytes_on_disk"]
+        if isinstance(self._manager, BatchingManager):
+            found |= {f"batching_{name}": number for name, number in self._batching.stats().items()}
+            found["batching_free_share"] = self._manager.free_share()
+        return found
 
     def _add_routes(self, app: Any, name: str) -> None:
         """Leaves of the routes those of one model, and adds the list of models, metrics and errors as JSON."""
@@ -131,7 +183,7 @@ class CacheServer:
         )
 
         def answer(code: int, message: str) -> JSONResponse:
-            self._cached.counters["failed"] += 1
+            self._manager.counters["failed"] += 1
             kind = "invalid_request_error" if code < 500 else "server_error"
             return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=code)
 
