@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
 
 
 DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
@@ -16,7 +16,7 @@ DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
 def key_table(keys: torch.Tensor, total: int) -> RowTable:
     layout = RotaryLayout((), "none", 0, keys.shape[3])
     valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-    return key_table_of_layout(keys, valid, None, 0, layout, Positions(), total)[0]
+    return make_key_table(keys, valid, None, [layout], Positions(), total)
 
 
 def value_table(values: torch.Tensor, total: int) -> RowTable:

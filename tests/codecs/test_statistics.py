@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.prompt_codec import QueryMoments, make_key_table, make_value_table
 from kvcache_plugins.codecs.rope import candidate_layouts
-from kvcache_plugins.codecs.statistics import QueryMoments, make_key_table, make_value_table
 
 
 HEAD_DIM, LENGTH, TOTAL = 32, 400, 10

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.codecs.statistics import key_table_of_layout, make_value_table
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.compiled_tokens import decode_rows, encode_rows, turn_states
+from kvcache_plugins.kernels.compiled_tokens import decode_rows, encode_rows, measure_channels, turn_states
 
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
@@ -54,7 +54,7 @@ def levels(monkeypatch) -> Callable[[], Iterator[str]]:
 def fitted_tables(states: torch.Tensor, total: int, quantizer: str) -> dict[str, RowTable]:
     layout = RotaryLayout((), "none", 0, states.shape[3])
     valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
-    keys, _ = key_table_of_layout(states, valid, None, 0, layout, Positions(), total, quantizer)
+    keys = make_key_table(states, valid, None, [layout], Positions(), total, quantizer)
     return {"keys": keys, "values": make_value_table(states, valid, total, quantizer)}
 
 
@@ -160,6 +160,22 @@ def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
         torch.testing.assert_close(turned, expected, atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_channels_are_measured_as_in_pytorch(in_torch, levels, dtype):
+    """Little about large means, of tokens that count alone, as of one sequence none do."""
+    positions = Positions(40, torch.tensor([0, 70, 3]))
+    valid = torch.rand(3, 1300) >= torch.tensor([[0.0], [0.4], [1.0]])
+    states = (torch.randn(3, 1300, 2, 48) + 20 * torch.randn(48)).to(dtype).transpose(1, 2)
+    states[1, :, ~valid[1]], states[0, :, :, 5] = torch.nan, 2.5
+    for layout in (None, *candidate_layouts(FREQUENCIES, 48)):
+        expected = in_torch(lambda layout=layout: channel_moments(states, valid, layout, positions))
+        for _ in levels():
+            found = channel_moments(states, valid, layout, positions)
+            torch.testing.assert_close(found, expected, atol=4e-5, rtol=1e-5)
+            is_turned = layout is not None and layout.frequencies
+            assert is_turned or bool((found[0][0, :, 5] == 2.5).all() and (found[1][0, :, 5] == 0).all())
+
+
 def test_a_turn_is_told_by_the_position_alone(levels):
     layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
     for _ in levels():
@@ -215,10 +231,11 @@ def test_forged_tables_read_and_write_what_there_is(levels):
 
 def test_other_shapes_are_refused():
     table = make_table("lloyd-max", 48, is_key=True)
-    with pytest.raises(ValueError, match="`states` has to be 1 x 2 x 9 x 48"):
-        encode_rows(torch.randn(1, 2, 9, 40), table)
-    with pytest.raises(ValueError, match="`states` has to be 1 x 2 x 9 x 48"):
-        encode_rows(torch.randn(1, 3, 9, 48), table)
+    for shape in ((1, 2, 9, 40), (1, 3, 9, 48)):
+        with pytest.raises(ValueError, match="`states` of . heads of .., a table of 2 of 48"):
+            encode_rows(torch.randn(shape), table)
+    with pytest.raises(ValueError, match="`valid` has to be 1 x 9 of torch.bool"):
+        measure_channels(torch.randn(1, 2, 9, 48), torch.ones(1, 8, dtype=torch.bool), None, Positions())
     with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
         decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
     with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):

@@ -26,6 +26,7 @@ import torch
 from kvcache_plugins.files.schema import Stored
 
 from .rope import START, Positions, RotaryLayout, channels_of
+from .rotation import turn_by
 
 
 __all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
@@ -63,9 +64,11 @@ class QueryMoments:
         query = query.float()
         if valid is not None:
             query = query * valid[:, None, :, None]
-        query = query.unflatten(1, (num_heads, -1))
-        products = [(query * query[..., channels_of(layout, query.device)[0]]).sum(dim=(2, 3)) for layout in layouts]
-        return cls((query * query).sum(dim=(2, 3)), torch.stack(products, dim=2))
+        query = query.unflatten(1, (num_heads, -1)).flatten(2, 3)
+        gram = turn_by(query.mT, query)
+        partners = [channels_of(layout, query.device)[0] for layout in layouts]
+        at = torch.arange(gram.shape[2], device=query.device)
+        return cls(gram[:, :, at, at], torch.stack([gram[:, :, at, other] for other in partners], dim=2))
 
     def plus(self, other: QueryMoments) -> QueryMoments:
         """Adds the sums over other queries."""

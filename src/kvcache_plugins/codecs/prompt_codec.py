@@ -1,30 +1,50 @@
 """`PromptCodec`: rows coded by tables that a prompt's own tokens say are best for them, and for those that follow.
 
-Its tables are a cache's own, so they are in its files. Compiled code reads rows by the widths of a table and channels
-by its order, and does not look whether they lead out of what is there: every number that is read is checked.
+The energy of a channel of keys is its variance, which is what is left to code, times the mean square of the queries at
+that channel, which is what an error there does to a score. Both are taken before the rotary embedding, as if every
+query had been turned back by the angles of all keys in turn.
 
-Legend: B batch, H heads, T tokens, D head dim, N blocks of eight channels, R bytes of a row.
+Tables are a cache's own, so they are in its files. Compiled code reads rows by the widths of a table and channels by
+its order, and does not look whether they lead out of what is there: every number that is read is checked.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, C layouts, N blocks of eight channels, R bytes of a row.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins.files.schema import Stored, check_layout
+from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .allocation import num_blocks
+from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .codec import CodecState, Positions, QueryMoments
 from .quantizers import QUANTIZERS
-from .rope import RotaryLayout
+from .rope import START, RotaryLayout, apply_rope, channels_of
 from .rows import RowCodec, RowTable, order_dtype
-from .statistics import key_table_of_layout, make_key_table, make_value_table, shared_errors
 
 
 # Relative, of frequencies that another machine or release computed: a few roundings of float32
 _TOLERANCE = 1e-6
+# Tokens that tell layouts apart, and which errors are shared
+_NUM_NEWEST = 256
+# Of a head's mean square: what varies of values, and in the median channel of keys, where a prompt hardly does. Of
+# ordinary text that is .44 and .019 at least, of a repeated token 1e-4 and 1e-8 at most
+_STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
+# Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
+# as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
+_LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
+# How much of the energy of errors has to be shared
+_LEAST_SHARED = 1 / 8
+# Of float16
+_TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
+# By how much the logarithm of the error has to be less than the first layout's for another one
+_LEAST_GAIN = 0.05
 
 
 class PromptCodec(RowCodec):
@@ -63,10 +83,9 @@ class PromptCodec(RowCodec):
         moments: QueryMoments | None,
         positions: Positions,
     ) -> PromptCodec:
-        valid = valid.to(keys.device)
-        size, value_size = self.sizes
-        key_table = make_key_table(keys, valid, moments, self.layouts, positions, size, self.quantizer)
-        return self._with(key_table, make_value_table(values, valid, value_size, self.quantizer))
+        valid, (size, value_size) = valid.to(keys.device), self.sizes
+        table = make_key_table(keys, valid, moments, self.layouts, positions, size, self.quantizer)
+        return self._with(table, make_value_table(values, valid, value_size, self.quantizer))
 
     def refit(
         self,
@@ -76,12 +95,11 @@ class PromptCodec(RowCodec):
         valid: torch.Tensor,
         moments: QueryMoments | None,
     ) -> PromptCodec:
-        of_keys, of_values = self.tables()
-        valid = valid.to(keys.device)
+        valid, (size, value_size), place = valid.to(keys.device), self.sizes, self.layouts.index(self.rope)
         own = None if moments is None else moments.map(lambda sums: sums[number, None])
-        place, (size, value_size) = self.layouts.index(self.rope), self.sizes
-        table, _ = key_table_of_layout(keys.float(), valid, own, place, self.rope, Positions(), size, self.quantizer)
+        table = make_key_table(keys, valid, own, self.layouts, Positions(), size, self.quantizer, place)
         value_table = make_value_table(values, valid, value_size, self.quantizer)
+        of_keys, of_values = self.tables()
         return self._with(of_keys.with_sequence(number, table), of_values.with_sequence(number, value_table))
 
     def without_shared_errors(
@@ -92,9 +110,26 @@ class PromptCodec(RowCodec):
         valid: torch.Tensor | None,
         positions: Positions,
     ) -> PromptCodec:
-        return (
-            self if keys.is_meta else self._with(*shared_errors(self.tables(), rows, keys, values, valid, positions))
-        )
+        """
+        Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
+        all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
+        """
+        if keys.is_meta:
+            return self
+        tail = slice(max(keys.shape[2] - _NUM_NEWEST, 0), None)
+        at = Positions(positions.first + tail.start, positions.padding)
+        valid = None if valid is None else valid[:, tail]
+        tables = []
+        for table, states, coded in zip(self.tables(), (keys, values), rows, strict=True):
+            errors = states[:, :, tail].float() - table.decode(coded[:, :, tail], at)
+            shared, variance = channel_moments(errors, valid, table.rope, at)
+            energy = shared.square()
+            shared = shared * (energy.sum(dim=2) > _LEAST_SHARED * (energy + variance).sum(dim=2))[:, :, None]
+            if table.mean is not None or bool((shared != 0).any()):
+                mean = shared if table.mean is None else table.mean.float() + shared
+                table = dataclasses.replace(table, mean=mean.clamp(-_LARGEST, _LARGEST).half())
+            tables.append(table)
+        return self._with(*tables)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PromptCodec:
         return self if self._tables is None else self._with(*(table.map(function) for table in self.tables()))
@@ -131,6 +166,187 @@ class PromptCodec(RowCodec):
         (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
         keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, self.quantizer, layout)
         return self._with(keys, _table(f"{path}.values", state.values, heads, value_dim, value_size, self.quantizer))
+
+
+def make_key_table(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    layouts: Sequence[RotaryLayout],
+    positions: Positions,
+    total: int,
+    quantizer: str = "lloyd-max",
+    number: int | None = None,
+) -> RowTable:
+    """
+    Makes the table of a prompt's keys.
+
+    Args:
+        keys (`torch.Tensor` of shape `[B, H, T, D]`): keys, after the rotary embedding.
+        valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count, which follow each other.
+        moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
+        layouts (`Sequence[RotaryLayout]`): those that keys may have.
+        positions (`Positions`): of the tokens.
+        total (`int`): sum of a head's widths.
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
+        number (`int`, *optional*): which of the layouts they have; by default the one of the least error to be
+            expected, if that is clearly less than the first one's.
+    """
+    distortions = QUANTIZERS[quantizer].distortions
+    if keys.is_meta:
+        # Nothing is known of what has no data but how large its table is
+        moments, number = None, number or 0
+    elif number is None:
+        number = 0 if len(layouts) == 1 else _find_layout(keys, valid, moments, layouts, positions, total, distortions)
+    found = _key_moments(keys, valid, moments, [number], layouts, positions)
+    mean, variance, queried = (each[:, :, 0] for each in found)
+    size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
+    is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
+    # A channel that is constant among others that are not is exact, and has nothing to come
+    least = torch.where(is_steady, _LEAST_OF_STEADY, torch.where(variance > 0, _LEAST_OF_CHANNEL, 0.0))
+    variance = variance.maximum(least.square() * size)
+    _, order, widths = _allocate(variance * queried, total, distortions)
+    return RowTable(
+        order=order.to(order_dtype(keys.shape[3])),
+        mean=mean,
+        deviation=_stored_deviation(variance.sqrt()),
+        widths=widths.to(torch.uint8),
+        row_size=1 + total,
+        head_dim=keys.shape[3],
+        is_weighted=True,
+        rope=layouts[number],
+        quantizer=quantizer,
+    )
+
+
+def _find_layout(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    layouts: Sequence[RotaryLayout],
+    positions: Positions,
+    total: int,
+    distortions: tuple[float, ...],
+) -> int:
+    """Finds the layout of the least error to be expected of the newest keys."""
+    first = max(keys.shape[2] - _NUM_NEWEST, 0)
+    keys, valid, positions = (
+        keys[:, :, first:],
+        valid[:, first:],
+        Positions(positions.first + first, positions.padding),
+    )
+    # How keys vary that hardly do tells layouts apart, but says nothing of those to come
+    _, variance, queried = _key_moments(keys, valid, moments, range(len(layouts)), layouts, positions)
+    by_block, _, widths = _allocate(variance * queried, total, distortions)
+    errors = expected_distortion(by_block, widths, distortions)
+    # Where it makes no difference the first is taken, so that sequences do not choose for each other
+    logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
+    logarithms[1:] += _LEAST_GAIN
+    return int(logarithms.argmin())
+
+
+def _key_moments(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    moments: QueryMoments | None,
+    numbers: Sequence[int],
+    layouts: Sequence[RotaryLayout],
+    positions: Positions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of keys
+    undone, averaged over keys, up to a factor; all `[B, H, C, D]`, of C of the layouts.
+    """
+    each = [channel_moments(keys, valid, layouts[number], positions) for number in numbers]
+    exact, variance = (torch.stack(own, dim=2) for own in zip(*each, strict=True))
+    mean = exact.clamp(-_LARGEST, _LARGEST).half()
+    variance = variance + (exact - mean.float()).square()
+    if moments is None:
+        return mean, variance, torch.ones_like(variance)
+    channels = [channels_of(layouts[number], keys.device) for number in numbers]
+    partners, rates = (torch.stack(own) for own in zip(*channels, strict=True))
+    # Cosines and sines of twice the angles of tokens one behind the other have a mean in closed form
+    count = valid.sum(dim=1).clamp(min=1)[:, None, None]
+    first = (positions.of(1, keys.device)[:, 0] + valid.byte().argmax(dim=1))[:, None, None]
+    share = torch.where(rates == 0, 1, (count * rates).sin() / (count * rates.sin()))
+    middle = (2 * first + count - 1) * rates
+    cosines, sines = ((each * share).float()[:, None] for each in (middle.cos(), middle.sin()))
+    products = moments.products if len(numbers) == len(layouts) else moments.products[:, :, list(numbers)]
+    own, others = moments.squares[:, :, None], moments.squares[..., partners]
+    return mean, variance, (own + others + (own - others) * cosines - 2 * products * sines).clamp(min=0)
+
+
+def _allocate(
+    energy: torch.Tensor, total: int, distortions: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Energies `[..., N]` of blocks of channels of falling energies `[..., D]`, the channels' order, and widths."""
+    energy, order = energy.sort(dim=-1, descending=True)
+    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    return by_block, order, allocate_widths(by_block, total, distortions)
+
+
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
+    """
+    Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
+
+    Heads that hardly vary, as where a prompt repeats one token, have a mean: their errors are the same in all tokens,
+    so that sums do not lose them. It is 0 in other heads, and `None` if there are only such.
+    """
+    batch_size, num_heads, _, head_dim = values.shape
+    mean, variance = channel_moments(values, valid)
+    # Rotated, as they are coded, they are as large
+    energy, stored_mean = (mean.square() + variance).mean(dim=2), None
+    is_steady = variance.mean(dim=2) < _STEADY_VALUES * energy
+    if not values.is_meta and bool(is_steady.any()):
+        stored_mean = (mean * is_steady[:, :, None]).clamp(-_LARGEST, _LARGEST).half()
+        energy = ((mean - stored_mean.float()).square() + variance).mean(dim=2)
+    deviation = energy.sqrt()
+    if stored_mean is not None:
+        deviation = deviation.maximum(_LEAST_OF_STEADY * stored_mean.float().square().mean(dim=2).sqrt())
+    widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
+    return RowTable(
+        order=None,
+        mean=stored_mean,
+        deviation=_stored_deviation(deviation)[:, :, None],
+        widths=widths.expand(batch_size, num_heads, -1).contiguous(),
+        row_size=1 + total,
+        head_dim=head_dim,
+        is_weighted=False,
+        is_rotated=True,
+        quantizer=quantizer,
+    )
+
+
+def _stored_deviation(deviation: torch.Tensor) -> torch.Tensor:
+    """Rounds deviations to float16; 0 stays 0, what is not 0 does not become it."""
+    return torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
+
+
+def channel_moments(
+    states: torch.Tensor,
+    valid: torch.Tensor | None,
+    layout: RotaryLayout | None = None,
+    positions: Positions = START,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Computes means and variances of channels `[B, H, D]`, float32, before a rotary embedding.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`): states of any floating dtype.
+        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count; all by default.
+        layout (`RotaryLayout`, *optional*): the embedding that is undone.
+        positions (`Positions`, *optional*): of the tokens.
+    """
+    if choose_coding_kernel(states, states.shape[3]) == "compiled":
+        from kvcache_plugins.kernels.compiled_tokens import measure_channels
+
+        return measure_channels(states, valid, layout, positions)
+    count = states.shape[2] if valid is None else valid.sum(dim=1).clamp(min=1)[:, None, None]
+    counts = torch.ones((), dtype=torch.bool, device=states.device) if valid is None else valid[:, None, :, None]
+    states = states.float() if layout is None else apply_rope(states, layout, positions, is_undone=True)
+    mean = (torch.where(counts, states, 0).sum(dim=2, dtype=torch.float64) / count).float()
+    squares = torch.where(counts, states - mean[:, :, None], 0).square_()
+    return mean, (squares.sum(dim=2, dtype=torch.float64) / count).float()
 
 
 def _table(

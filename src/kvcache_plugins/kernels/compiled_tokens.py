@@ -72,8 +72,21 @@ def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None
 def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
     """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
     turned = torch.empty(keys.shape)
-    _code("turn_states", keys, None, None, layout, positions, turned=turned, is_back=is_back)
+    _code("turn_states", keys, None, None, layout, positions, result=turned, is_back=is_back)
     return turned
+
+
+@torch.compiler.disable
+def measure_channels(
+    states: torch.Tensor, valid: torch.Tensor | None, layout: RotaryLayout | None, positions: Positions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `prompt_codec.channel_moments`; of no tokens that count they are 0."""
+    batch_size, num_heads, _, head_dim = states.shape
+    means, variances = torch.empty(2, batch_size, num_heads, head_dim).unbind()
+    valid = None if valid is None else valid.contiguous()
+    own = {"valid": valid, "means": means, "variances": variances}
+    _code("measure_channels", states, None, None, layout, positions, **own)
+    return means, variances
 
 
 def _code(
@@ -83,18 +96,19 @@ def _code(
     table: RowTable | None,
     layout: RotaryLayout | None,
     positions: Positions | None,
-    turned: torch.Tensor | None = None,
-    *,
-    is_back: bool = True,
+    **others: Any,
 ) -> None:
     """Runs a kernel on states `[B, H, T, K]` and rows `[B, H, T, R]`, of which one is written."""
-    shape, fields, threads = states.shape, dict[str, Any](), None
+    shape, threads = states.shape, None
+    fields: dict[str, Any] = {"is_back": name != "decode_rows", **others}
     if name == "decode_rows":
         assert rows is not None
         fields |= {"rows": rows.contiguous(), "result": states}
     else:
-        states = (states if states.dtype in KINDS else states.float()).contiguous()
-        fields |= {"states": states, "kind": KINDS[states.dtype], "rows": rows, "result": turned, "is_back": is_back}
+        states = states if states.dtype in KINDS else states.float()
+        states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
+        fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
+        fields["rows"] = rows
     # In a basis keys are turned by themselves
     if positions is not None and layout is not None and layout.frequencies and (table is None or table.basis is None):
         head_dim = shape[3] if table is None else table.head_dim
@@ -111,6 +125,8 @@ def _code(
         base = _CODINGS.get(table)
         if base is None or base.batch != shape[0]:
             base = _describe(table, shape[0])
+        if (base.heads, base.dim) != (shape[1], shape[3]):
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {base.heads} of {base.dim}")
     if base is not None and base.is_trellis and name == "encode_rows":
         threads = num_threads()
         size = (base.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
@@ -118,9 +134,10 @@ def _code(
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
     call = make("Coding", fields, base=base, tokens=shape[2])
-    # Tasks are counted from the start of a tile
-    before = TILE - 1 if "rotary" in fields else 0
-    call.tasks.count = shape[0] * shape[1] * -(-(shape[2] + before) // _TASK_TOKENS)
+    # Of so many tokens, which are counted from the start of a tile; channels are measured of all
+    call.tasks.count = shape[0] * shape[1]
+    if name != "measure_channels":
+        call.tasks.count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
     run(name, call, threads)
 
 

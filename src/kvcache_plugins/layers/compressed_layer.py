@@ -329,9 +329,8 @@ class CompressedLayer(PromptLayer):
         self._set_pending(pending & ~served)
 
     def _set_pending(self, pending: torch.Tensor) -> None:
-        is_any = bool(pending.any())
-        self._pending_sequences = pending.to(self.device) if is_any else None
-        if not is_any:
+        self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
+        if self._pending_sequences is None:
             self._moments = None
 
     def _pack(
@@ -363,7 +362,9 @@ class CompressedLayer(PromptLayer):
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
                 too_large = (too_large if valid is None else too_large & valid).any()
-            check_finite(keys, values, valid, self.layer_idx, packing.largest, too_large)
+            # Tokens that the codec is fitted to have been read
+            new = slice(None) if first_end is None else slice(0)
+            check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
             if first_end is not None:
                 rows, positions = (block.keys, block.values), Positions(start, self.padding)
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)

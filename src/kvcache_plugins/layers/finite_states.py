@@ -49,4 +49,4 @@ def _are_all_finite(states: torch.Tensor, largest: float) -> torch.Tensor:
 
 def _are_finite(states: torch.Tensor, valid: torch.Tensor | None, largest: float) -> torch.Tensor:
     finite = (states.abs() < largest).all(dim=3).all(dim=1)
-    return (finite if valid is None else finite | ~valid).all()
+    return (finite if valid is None or not states.numel() else finite | ~valid).all()

@@ -129,7 +129,8 @@ typedef struct {
     Tasks tasks;
     int64_t batch, heads, tokens, dim, row_size;
     int64_t kind;                   /* of states that are read; FLOATS are written */
-    const void *states;             /* float32 or bfloat16 or float16 [batch, heads, tokens, dim]; read */
+    const void *states;             /* [batch, heads, tokens, dim], read; numbers of a token follow each other */
+    int64_t strides[3];             /* of its batch, heads and tokens, in numbers */
     float *result;                  /* [batch, heads, tokens, dim]; written */
     uint8_t *rows;                  /* [batch, heads, tokens, row_size] */
     const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
@@ -145,6 +146,8 @@ typedef struct {
     int64_t start;                  /* index of the first token */
     const int64_t *padding;         /* [batch]; or 0 */
     int64_t is_back;
+    const uint8_t *valid;           /* bool [batch, tokens]; tokens that count, or 0 */
+    float *means, *variances;       /* each [batch, heads, dim]; of channels, written */
     float *scratch;                 /* [threads, scratch_size]; of trellises */
     int64_t threads, scratch_size, entered;
 } Coding;

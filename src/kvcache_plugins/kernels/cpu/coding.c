@@ -1,11 +1,11 @@
-/* Rows of tokens coded and decoded, and keys turned: see `coding.h`. Lanes are tokens of a head. A channel has one width
+/* Rows of tokens coded and decoded, keys turned, and channels measured: see `coding.h`. Lanes are tokens of a head. A channel has one width
    in all of them, so a code is found by halving bounds in registers, and no sum goes across lanes. Rotary embedding and
    Hadamard's rotation are done, or undone, in the same pass.
 
    Nothing in memory is believed where it says a place: see `load_head`; lengths and sizes are checked by `coding.py`. */
 #include "coding.h"
 
-enum { TASK_TOKENS = 128 };
+enum { TASK_TOKENS = 128, SUM_TOKENS = 1024 };
 
 /* A head's table, channels in the order of rows */
 typedef struct {
@@ -142,9 +142,10 @@ static void load_tokens(const Coding *c, Group g, vf *x) {
     int dim = (int)c->dim, d = 0;
     for (int t = 0; t < L; t++) {
         /* Lanes behind the last token repeat it */
-        int64_t token = g.matrix * c->tokens + g.first + (t < g.count ? t : g.count - 1);
-        from[t] = c->kind == FLOATS ? (const float *)c->states + token * dim : lines[t];
-        if (c->kind != FLOATS) read_numbers(c->states, (int)c->kind, token * dim, dim, dim, lines[t]);
+        int64_t item = g.matrix / c->heads, head = g.matrix % c->heads, token = g.first + (t < g.count ? t : g.count - 1);
+        int64_t at = item * c->strides[0] + head * c->strides[1] + token * c->strides[2];
+        from[t] = c->kind == FLOATS ? (const float *)c->states + at : lines[t];
+        if (c->kind != FLOATS) read_numbers(c->states, (int)c->kind, at, dim, dim, lines[t]);
     }
     for (; d + 4 <= dim; d += 4) {
         load4(from, d, x + d);
@@ -437,6 +438,48 @@ EXPORT(turn_states)(Coding *c) {
             load_tokens(c, g, x);
             turn_tokens(c, g, x);
             store_tokens(c, g, x);
+        }
+    }
+}
+/* Means and variances of the channels of a head's tokens that count. They are counted from one of these, as a channel may
+   vary little about a large mean; sums of some tokens in floats, all of them in doubles. */
+EXPORT(measure_channels)(Coding *c) {
+    ALIGNED vf x[MOST_CHANNELS], sums[MOST_CHANNELS], squares[MOST_CHANNELS];
+    double sum[MOST_CHANNELS], square[MOST_CHANNELS];
+    float one[MOST_CHANNELS];
+    FOR_TASKS(c, task) {
+        Span s = span_of(c, task);
+        const uint8_t *valid = c->valid ? c->valid + s.matrix / c->heads * c->tokens : 0;
+        int64_t count = 0, end = s.shift + c->tokens;
+        for (int64_t d = 0; d < c->dim; d++) sum[d] = square[d] = one[d] = 0;
+        for (s.from = s.shift; s.from < end; s.from = s.to) {
+            Group g;
+            s.to = s.from + SUM_TOKENS < end ? s.from + SUM_TOKENS : end;
+            for (int64_t d = 0; d < c->dim; d++) sums[d] = squares[d] = (vf){0};
+            for (int64_t place = s.from; place < s.to; place += g.count) {
+                vi counts = {0};
+                int newest = -1, is_first = !count;
+                g = group_at(c, s, place);
+                for (int t = 0; t < g.count; t++)
+                    if (!valid || valid[g.first + t]) counts[t] = -1, newest = t, count++;
+                if (newest < 0) continue;
+                load_tokens(c, g, x);
+                if (c->rotary) turn_tokens(c, g, x);
+                for (int64_t d = 0; d < c->dim; d++) {
+                    if (is_first) one[d] = x[d][newest];
+                    vf rest = choose(counts, x[d] - one[d], (vf){0});
+                    sums[d] += rest, squares[d] += rest * rest;
+                }
+            }
+            for (int64_t d = 0; d < c->dim; d++)
+                for (int t = 0; t < L; t++) sum[d] += sums[d][t], square[d] += squares[d][t];
+        }
+        for (int64_t d = 0; d < c->dim; d++) {
+            int64_t at = s.matrix * c->dim + d;
+            double mean = count ? sum[d] / (double)count : 0, all = one[d] + mean, rest;
+            c->means[at] = (float)all, rest = c->means[at] - all;
+            c->variances[at] = count ? (float)(square[d] / (double)count - mean * mean + rest * rest) : 0;
+            if (c->variances[at] < 0) c->variances[at] = 0;
         }
     }
 }
