@@ -165,6 +165,9 @@ def test_ctrl_c_lets_an_answer_end(tiny_folder):
 REFUSED = {
     "cache": (["smollm2", "--cache", "geer"], "Unknown cache `geer`"),
     "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`cache` has to be a cache of GEAR's"),
+    "batch": (["smollm2", "--num-blocks", "9"], "`num_blocks` is given without `continuous_batching`"),
+    "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`store` is given with"),
+    "tables": (["smollm2", "--continuous-batching"], "has no tables of the model's"),
     "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
     "port": (["smollm2", "--port", "99999"], "'--port'"),
     "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
@@ -173,16 +176,18 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
 def test_wrong_options_are_refused(words, message, tiny_folder):
-    result = CliRunner().invoke(cli.app, ["serve", *(word.format(folder=tiny_folder) for word in words)])
+    result = CliRunner().invoke(
+        cli.app, ["serve", "--port", "0", *(word.format(folder=tiny_folder) for word in words)]
+    )
     assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.fixture(scope="module")
 def batching(smollm2):
-    from kvcache_plugins.serving import BatchingOptions, CacheServer
+    from kvcache_plugins.serving import CacheServer
 
-    options = BatchingOptions(temperature=0, num_blocks=6, max_batch_tokens=256)
-    with serving(CacheServer("smollm2", "gear-c16", batching=options, port=0, **ON_CPU)) as server:
+    sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 256}
+    with serving(CacheServer("smollm2", "gear-c16", temperature=0, port=0, **sizes, **ON_CPU)) as server:
         yield server
 
 
@@ -237,15 +242,15 @@ def free_share(server):
 @pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
 def test_many_clients(is_batched, tiny_folder, tmp_path):
     """Of 200 requests of 8 clients, some of which go, to three servers one after the other, each is as it is alone."""
-    from kvcache_plugins.serving import BatchingOptions, CacheServer
+    from kvcache_plugins.serving import CacheServer
 
     licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="ascii")
     # Beginnings of a block and more of characters, and ends of their own
     prompts = [licence[900 * (k % 4) :][:270] + licence[5000 + 150 * k :][: 20 + 5 * k] for k in range(12)]
-    options = BatchingOptions(text=licence, temperature=0, num_blocks=40, max_batch_tokens=4096)
+    batching = {"continuous_batching": True, "text": licence, "num_blocks": 40, "max_batch_tokens": 4096}
 
     def make(folder, port=0):
-        kind = {"batching": options} if is_batched else {"store": tmp_path / folder}
+        kind = batching if is_batched else {"store": tmp_path / folder}
         return CacheServer(tiny_folder, "gear-t30", port=port, **kind, **ON_CPU)
 
     def ask(client, prompt, is_cancelled=False):

@@ -65,11 +65,6 @@ def main(
     check_model_name(model)
     name, options = parse_cache_spec(cache)
     check_cache(name, **options)
-    batching = text_file, temperature, num_blocks, max_batch_tokens
-    if not continuous_batching and any(each is not None for each in batching):
-        raise ValueError(
-            "`text_file`, `temperature`, `num_blocks` and `max_batch_tokens` are options of `continuous_batching`"
-        )
     text = None if text_file is None else read_text(text_file, "text_file")
     from transformers.utils import logging
     from transformers.utils.import_utils import is_serve_available
@@ -79,7 +74,7 @@ def main(
 
     if not is_serve_available():
         raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
-    from kvcache_plugins.serving import BatchingOptions, CacheServer
+    from kvcache_plugins.serving import CacheServer
 
     chosen = parse_device(device or default_device())
     dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
@@ -91,7 +86,11 @@ def main(
         name,
         options,
         store=store,
-        batching=BatchingOptions(text, *batching[1:]) if continuous_batching else None,
+        continuous_batching=continuous_batching,
+        text=text,
+        temperature=temperature,
+        num_blocks=num_blocks,
+        max_batch_tokens=max_batch_tokens,
         host=host,
         port=port,
         device=str(chosen),

@@ -1,7 +1,7 @@
-"""Requests to a server: a cache for each, an end to those whose client has gone, counters and lines of what was done.
+"""Requests to a server: a cache for each or pages for all, an end to those whose client has gone, counters and lines.
 
-A request comes in on the server's event loop, and is answered on Transformers' thread for inference. What both know is
-an event, `gone`, which the first sets and the second looks at.
+A request comes in on the server's event loop, and is answered on another thread. `Departures` tells the one that a
+client has gone, and managers, which stand in the place of Transformers' own, the other.
 """
 
 import asyncio
@@ -15,32 +15,19 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import OptionValue, create_cache
 
 
-try:
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
-except ImportError as error:
-    raise ImportError("`kvcache-plugins serve` needs the server of Transformers 5.23 or newer") from error
-
-__all__ = [
-    "COUNTERS",
-    "CBGenerateManager",
-    "CachedModel",
-    "CachingManager",
-    "Departures",
-    "Say",
-    "Serve",
-]
-
 Say = Callable[[str], None]
-COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
-# Of the request that the event loop is at
+# What a batch has one of, made when it begins; the last five are of no account where nothing is sampled
+_SHARED = "do_sample", "repetition_penalty", "sequence_bias", "stop_strings", "num_return_sequences"
+_SAMPLING = "temperature", "top_k", "top_p", "min_p", "typical_p"
+# Of the request that the event loop is at: set once nobody waits for its answer
 _GONE: ContextVar[threading.Event] = ContextVar("_GONE")
 
 
@@ -69,7 +56,7 @@ class Departures:
             await send(message)
 
         async def listen() -> None:
-            while True:
+            while not gone.is_set():
                 messages.put_nowait(message := await receive())
                 if message["type"] == "http.disconnect":
                     if not is_answered:
@@ -91,9 +78,9 @@ class Departures:
             listener.cancel()
 
 
-class CachedModel:
+class CachingManager(GenerateManager):  # type: ignore[misc]
     """
-    Generates with a cache of its own for each request, in the model's place.
+    Answers one request after the other, on Transformers' thread for inference, each with a cache of its own.
 
     Args:
         model (`PreTrainedModel`): the model.
@@ -113,88 +100,74 @@ class CachedModel:
         store: PromptStore | None,
         say: Say,
     ) -> None:
+        super().__init__()
         self._model, self._cache, self._options, self._store, self._say = model, cache, options, store, say
         self.counters = Counter[str]()
-        # Has the thread for inference call something after this request
-        self.later: Callable[..., object]
+        # A cache that cannot be had is known before the first request
         with _listening(self._read(torch.zeros(1, 1, dtype=torch.int64), threading.Event())[0]):
-            # A cache that cannot be had is known before the first request
             pass
 
-    def generate(
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Starts to answer, token by token."""
+        return super().generate_streaming(self, processor, {**inputs, "gone": _GONE.get()}, *args, **options)
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Answers at once. A client that goes ends the wait; the thread ends by itself."""
+        inputs = {**inputs, "gone": _GONE.get()}
+        return await asyncio.shield(super().generate_non_streaming(self, processor, inputs, *args, **options))
+
+    def generate(self, input_ids: torch.Tensor, gone: threading.Event, streamer: Any = None, **options: Any) -> Any:
+        """Generates in the model's place, `[1, prompt and answer]`, as Transformers calls `model.generate`."""
+        try:
+            return self._generate(input_ids, gone, streamer, **options)
+        except Exception as error:
+            # Transformers' streamer ends by an error what nobody waits for
+            self.counters.update(
+                requests=1, cancelled=gone.is_set(), failed=streamer is not None and not gone.is_set()
+            )
+            if gone.is_set():
+                return input_ids
+            # Transformers puts what a streamer is told between quotes
+            raise (error if streamer is None else RuntimeError(json.dumps(str(error))[1:-1])) from None
+
+    def stop(self) -> None:
+        """Waits until the thread has nothing to do."""
+        self.submit(lambda: None).result()
+
+    def _generate(
         self,
         input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
         gone: threading.Event,
-        streamer: Any = None,
-        **arguments: Any,
+        streamer: Any,
+        generation_config: GenerationConfig,
+        **options: Any,
     ) -> torch.Tensor:
-        """
-        Generates as `model.generate` does.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt.
-            generation_config (`GenerationConfig`): of the request, without a cache.
-            gone (`threading.Event`): set once nobody waits for the answer: it ends then.
-            streamer (*optional*): Transformers' own.
-            arguments: others of `model.generate`.
-
-        Raises:
-            ValueError: if the request has no tokens, or asks for a cache.
-        """
         num_tokens, started = input_ids.shape[1], time.perf_counter()
         if generation_config.cache_implementation is not None or generation_config.use_cache is False:
             raise ValueError("`generation_config` must not choose a cache: the server has chosen one")
         if not num_tokens:
             raise ValueError("the prompt is empty: give at least one token")
         cache, num_known = self._read(input_ids, gone)
-        ready = time.perf_counter() - started
-        output = input_ids
+        options |= {"generation_config": generation_config, "streamer": streamer, **as_argument(cache)}
+        options["stopping_criteria"] = StoppingCriteriaList([lambda *_, **__: gone.is_set()])  # type: ignore[list-item]
+        ready, output = time.perf_counter(), input_ids
         with _listening(cache):
             if not gone.is_set():
-                arguments |= as_argument(cache)
-                output = self._generate(input_ids, generation_config, gone, streamer, arguments)
+                output = self._model.generate(input_ids, **options)  # type: ignore[operator]
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
-        num_new = output.shape[1] - num_tokens
-        self.counters.update(requests=1, prompt_tokens=num_tokens, known_tokens=num_known, generated_tokens=num_new)
-        self.counters.update(cancelled=gone.is_set())
+        num_new, is_cancelled = output.shape[1] - num_tokens, gone.is_set()
+        self.counters.update(requests=1, cancelled=int(is_cancelled), prompt_tokens=num_tokens)
+        self.counters.update(known_tokens=num_known, generated_tokens=num_new)
         self.counters["cache_bytes"] = num_bytes
         self._say(
-            f"{num_tokens} tokens, {num_known} of them known, ready in {ready:.2f} s; "
-            f"{num_new} generated in {time.perf_counter() - started - ready:.2f} s; cache {num_bytes / 1e6:.1f} MB"
-            f"{'; the client has gone' if gone.is_set() else ''}"
+            f"{num_tokens} tokens, {num_known} of them known, ready in {ready - started:.2f} s; "
+            f"{num_new} generated in {time.perf_counter() - ready:.2f} s; cache {num_bytes / 1e6:.1f} MB"
+            f"{'; the client has gone' if is_cancelled else ''}"
         )
-        if self._store is not None and num_new and not gone.is_set():
-            self.later(self._keep, output)
+        if self._store is not None and not is_cancelled:
+            # For a next turn, before any other request: the answer is read as a prompt is, in whole blocks
+            self.submit(self._read, output, threading.Event())
         return output
-
-    def _generate(
-        self,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        gone: threading.Event,
-        streamer: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        """Has the model generate, until nobody waits for it."""
-        ending: Any = StoppingCriteriaList([lambda *_, **__: gone.is_set()])
-        try:
-            return self._model.generate(  # type: ignore[no-any-return, operator]
-                input_ids,
-                generation_config=generation_config,
-                stopping_criteria=ending,
-                streamer=streamer,
-                **arguments,
-            )
-        except Exception as error:
-            # Transformers' streamer ends a request so
-            if gone.is_set():
-                return input_ids
-            if streamer is None:
-                raise
-            # Transformers puts it between quotes
-            self.counters["failed"] += 1
-            raise RuntimeError(json.dumps(str(error))[1:-1]) from error
 
     def _read(self, input_ids: torch.Tensor, gone: threading.Event) -> tuple[Cache, int]:
         """Makes a cache, with all blocks of a prompt that a store keeps, and tells how many tokens were known."""
@@ -207,43 +180,71 @@ class CachedModel:
                 self._store.prefill(self._model, cache, input_ids[:, : stop + 1])
         return cache, num_known
 
-    def _keep(self, output: torch.Tensor) -> None:
-        """Keeps a prompt and its answer, for a next turn: the answer is read as a prompt is, in whole blocks."""
-        self._read(output[:1], threading.Event())
-
-
-class CachingManager(GenerateManager):  # type: ignore[misc]
-    """
-    Hands requests to a `CachedModel`, on Transformers' thread for inference.
-
-    Args:
-        cached (`CachedModel`): stands in the place of the model.
-    """
-
-    def __init__(self, cached: CachedModel) -> None:
-        super().__init__()
-        self._cached, self.counters = cached, cached.counters
-        cached.later = self.submit
-
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Starts to answer, token by token."""
-        return super().generate_streaming(self._cached, processor, _with_event(inputs), *args, **options)
-
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Answers at once."""
-        work = super().generate_non_streaming(self._cached, processor, _with_event(inputs), *args, **options)
-        # A client that goes ends the wait; the thread ends by itself
-        return await asyncio.shield(work)
-
-    def stop(self) -> None:
-        """Waits until the thread has nothing to do."""
-        self.submit(lambda: None).result()
-
 
 def _listening(cache: Cache) -> AbstractContextManager[object]:
     """Has a cache that listens to its model do so until a request ends."""
     return cache if isinstance(cache, AbstractContextManager) else nullcontext()
 
 
-def _with_event(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**inputs, "gone": _GONE.get()}
+class BatchingManager(CBGenerateManager):  # type: ignore[misc]
+    """
+    Answers requests together, by Transformers' continuous batching.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        config (`ContinuousBatchingConfig`): pages and batches.
+        sampling (`GenerationConfig`): how tokens are chosen, for all requests.
+        say (`Callable`): takes a line for each request.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: ContinuousBatchingConfig, sampling: GenerationConfig, say: Say
+    ) -> None:
+        super().__init__(cb_config=config)
+        self._sampling, self._say, self.counters = sampling, say, Counter[str]()
+        made: Any = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=config)
+        # Makes the pages: on the thread that is started, what is wrong with them would be the first request's matter
+        made.warmup()
+        self._register, self._cancel = made.register_result_handler, made.cancel_request
+        made.register_result_handler, made.cancel_request = self._register_counted, self._cancel_counted
+        self._cb = made
+        made.start()
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        """Refuses a request whose tokens are to be chosen in another way than the batch's."""
+        for name in _SHARED if not (self._sampling.do_sample or gen_config.do_sample) else (*_SHARED, *_SAMPLING):
+            own, wanted = getattr(self._sampling, name), getattr(gen_config, name)
+            if (own or None) != (wanted or None):
+                raise ValueError(
+                    f"`{name}` is {wanted}, but requests of a batch are sampled alike, here with {own}: leave it out, "
+                    "start the server with `--temperature`, or without `--continuous-batching`"
+                )
+
+    async def generate_non_streaming(self, *args: Any, request_id: str, **options: Any) -> Any:
+        """Answers at once, unless the client goes."""
+        try:
+            return await super().generate_non_streaming(*args, request_id=request_id, **options)
+        except asyncio.CancelledError:
+            self._cancel_counted(request_id)
+            raise
+
+    def free_share(self) -> float:
+        """Tells how much of the pages neither requests hold nor beginnings that are kept for others."""
+        return float(self._cb.batch_processor.cache.compute_free_capacity())
+
+    def _register_counted(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        def count(output: Any) -> None:
+            if output.is_finished() or output.error is not None:
+                num_tokens, num_new = len(output.prompt_ids), len(output.generated_tokens)
+                self.counters.update(requests=1, prompt_tokens=num_tokens, generated_tokens=num_new)
+                self._say(f"{num_tokens} tokens, {num_new} generated{f': {output.error}' if output.error else ''}")
+            callback(output)
+
+        self._register(request_id, count)
+
+    def _cancel_counted(self, request_id: str) -> None:
+        self.counters.update(requests=1, cancelled=1)
+        self._say("the client has gone")
+        self._cancel(request_id)
+        with self._cb.output_router._lock:
+            self._cb.output_router.result_handlers.pop(request_id, None)

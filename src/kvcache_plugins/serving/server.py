@@ -4,50 +4,32 @@ Transformers has the routes, chat templates, streaming and sampling; `requests` 
 stands here puts them together, answers errors as JSON, counts and stops.
 """
 
-import inspect
 import logging
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serve import Serve
 
-from kvcache_plugins.batching import compressed_batching
+from kvcache_plugins.batching import CompressedBatching, compressed_batching
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import OptionValue
 
-from .batch import BatchingManager
-from .requests import COUNTERS, CachedModel, CachingManager, Departures, Say, Serve
+from .requests import BatchingManager, CachingManager, Departures, Say
 
 
-_RELEASES = "Transformers 5.23 and 5.24"
+_COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
 # Of Transformers' routes; others load models or let go of them
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/health"}
 # Of a text that tables are made of
 _TEXT_TOKENS = 2048
 # Requests that are answered when the server is stopped have as long to end
 _GRACE_S = 10
-
-
-class BatchingOptions(NamedTuple):
-    """
-    Options of continuous batching.
-
-    Attributes:
-        text (`str`, *optional*): what tables are made of, for caches without a calibration.
-        temperature (`float`, *optional*): of all requests, 0 for the likeliest token; the model's own if not given.
-        num_blocks (`int`, *optional*): dense blocks of 256 tokens in whose bytes all pages stand.
-        max_batch_tokens (`int`, *optional*): tokens of a pass.
-    """
-
-    text: str | None = None
-    temperature: float | None = None
-    num_blocks: int | None = None
-    max_batch_tokens: int | None = None
 
 
 class _Parts(Serve):  # type: ignore[misc]
@@ -65,7 +47,11 @@ class CacheServer:
         name (`str`): `smollm2`, `gemma3-270m`, a folder or a hub name; what clients call the model.
         cache (`str`), options (`Mapping`, *optional*): a name of `list_caches()` and options of that cache.
         store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
-        batching (`BatchingOptions`, *optional*): for continuous batching; without it one request follows the other.
+        continuous_batching (`bool`, *optional*, defaults to `False`): answers requests together, from coded pages.
+        text (`str`, *optional*), temperature (`float`, *optional*), num_blocks (`int`, *optional*), max_batch_tokens
+            (`int`, *optional*): of continuous batching: what tables are made of for caches without a calibration; of
+            all requests, 0 for the likeliest token; dense blocks of 256 tokens in whose bytes pages stand; tokens of a
+            pass.
         host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000):
             where it listens; 0 is any port that is free.
         device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
@@ -75,7 +61,7 @@ class CacheServer:
         url (`str`): what clients take for their `base_url`.
 
     Raises:
-        ImportError: if packages of the extra `serving` are missing, or Transformers is too old.
+        ImportError: if packages of the extra `serving` are missing, or this release of Transformers is not known.
         ValueError: if the model is none that writes text, or an option is none of the accepted values.
         OSError: if the port is taken.
     """
@@ -87,21 +73,31 @@ class CacheServer:
         options: Mapping[str, OptionValue] | None = None,
         *,
         store: Path | None = None,
-        batching: BatchingOptions | None = None,
+        continuous_batching: bool = False,
+        text: str | None = None,
+        temperature: float | None = None,
+        num_blocks: int | None = None,
+        max_batch_tokens: int | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
         device: str = "auto",
         dtype: str = "auto",
         say: Say = lambda line: None,
     ) -> None:
-        if "start_server" not in vars(Serve) or "non_blocking" not in inspect.signature(Serve.__init__).parameters:
+        if "start_server" not in vars(Serve):
             raise ImportError(
-                f"`serve` knows the server of {_RELEASES}, but that of {transformers.__version__} is another"
+                f"the server of Transformers {transformers.__version__} is not known, but those of 5.23 and 5.24 are"
             )
-        if batching is not None and (store is not None or options):
-            given = "`store`" if store is not None else "options of the cache"
-            raise ValueError(f"{given} cannot be had with continuous batching, whose requests share pages in memory")
+        batched = {"text": text, "temperature": temperature, "num_blocks": num_blocks}
+        batched |= {"max_batch_tokens": max_batch_tokens}
+        wrong = {"store": store, "options": options or None} if continuous_batching else batched
+        for option, value in wrong.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{option}` is given {'with' if continuous_batching else 'without'} `continuous_batching`"
+                )
         self._store = None if store is None else PromptStore(store)
+        self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
             self._socket = stack.enter_context(closing(_bind(host, port)))
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
@@ -109,42 +105,33 @@ class CacheServer:
                 force_model=resolve_model(name),
                 device=device,
                 dtype=dtype,
-                continuous_batching=batching is not None,
+                continuous_batching=continuous_batching,
                 log_level="error",
                 non_blocking=True,
             )
             models, state = self._parts._model_manager, self._parts._generation_state
             ((_, loaded),) = models.loaded_models.items()
-            if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
+            model, tokenizer = loaded.model, loaded.processor
+            if models.get_model_modality(model, processor=tokenizer).value != "LLM":
                 raise ValueError(f"`model` is `{name}`, but models of text alone are served")
             models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
             self._manager: CachingManager | BatchingManager
-            if batching is None:
-                self._manager = CachingManager(CachedModel(loaded.model, cache, options or {}, self._store, say))
+            if continuous_batching:
+                ids = text and tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
+                self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
+                if temperature is not None:
+                    # What requests that say nothing begin with
+                    model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
+                sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
+                config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
+                self._manager = state._cb_manager = BatchingManager(model, config, sampling, say)
             else:
-                self._manager = self._make_batching(loaded.model, loaded.processor, cache, batching, say, stack)
-                state._cb_manager = self._manager
+                self._manager = CachingManager(model, cache, options or {}, self._store, say)
             stack.callback(self._manager.stop)
             state.get_manager = lambda model_id, use_cb=False: self._manager
             self._add_routes(self._parts.server.config.app, name)
             self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
             self._open = stack.pop_all()
-
-    def _make_batching(
-        self, model: Any, tokenizer: Any, cache: str, options: BatchingOptions, say: Say, stack: ExitStack
-    ) -> BatchingManager:
-        """Opens the context in which pages are coded, and begins a batch in it."""
-        text = None
-        if options.text is not None:
-            text = tokenizer(options.text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
-        self._batching = stack.enter_context(compressed_batching(model, cache, text=text))
-        if options.temperature is not None:
-            # What requests that say nothing begin with
-            model.generation_config.do_sample = options.temperature > 0
-            model.generation_config.temperature = options.temperature or None
-        sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
-        config = ContinuousBatchingConfig(num_blocks=options.num_blocks, max_batch_tokens=options.max_batch_tokens)
-        return BatchingManager(model, config, sampling, say)
 
     def run(self) -> None:
         """Serves until the process is told to stop (Ctrl-C or SIGTERM); what is being answered is answered first."""
@@ -160,10 +147,10 @@ class CacheServer:
 
     def stats(self) -> dict[str, int | float]:
         """Counts what was asked and answered since the server was made."""
-        found: dict[str, int | float] = {name: self._manager.counters[name] for name in COUNTERS}
+        found: dict[str, int | float] = {name: self._manager.counters[name] for name in _COUNTERS}
         if self._store is not None:
             found["store_bytes"] = self._store.stats()["bytes_on_disk"]
-        if isinstance(self._manager, BatchingManager):
+        if self._batching is not None and isinstance(self._manager, BatchingManager):
             found |= {f"batching_{name}": number for name, number in self._batching.stats().items()}
             found["batching_free_share"] = self._manager.free_share()
         return found
