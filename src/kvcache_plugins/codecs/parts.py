@@ -5,8 +5,7 @@ dims of keys and values, R bytes of a row, S sink tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -31,15 +30,12 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. It may have fewer columns, but several: what they do not cover is attended to.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
-            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
-    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -62,16 +58,13 @@ class CompressedPart:
 
     Attributes:
         keys, values (`CompressedStates`): the states; their chunks may have capacity for more tokens.
-        length, mask, num_tokens: as in `DensePart`.
-        kept (`dict[str, Any]`): what a kernel keeps of a step over this very part for the next one.
+        length, mask: as in `DensePart`.
     """
 
     keys: CompressedStates
     values: CompressedStates
     length: int
     mask: torch.Tensor | None
-    num_tokens: torch.Tensor | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -96,7 +89,9 @@ class CodedPart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
         codec (`Codec`): what they mean.
         positions (`Positions`): of the tokens.
-        length, mask, num_tokens, kept: as in `CompressedPart`.
+        length, mask: as in `DensePart`.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
@@ -106,7 +101,6 @@ class CodedPart:
     length: int
     mask: torch.Tensor | None
     num_tokens: torch.Tensor | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_dims(self) -> tuple[int, int]:
