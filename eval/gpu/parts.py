@@ -70,6 +70,8 @@ STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
+_CAPTURED = ("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3")
+CAPTURED_CACHES = ("dynamic", *(each for name in _CAPTURED for each in (name, f"{name}, captured")))
 # More than a chunk, so that every cache compresses one on the way
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
@@ -185,71 +187,53 @@ def time_attention(
             report.add_timed(contest.run(rounds))
 
 
-def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
-    if name == "static":
-        return StaticCache(config=model.config, max_cache_len=max_length)
-    return create_cache(name, model)
-
-
 @torch.inference_mode()
 def time_whole_steps(
-    run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
-) -> None:
-    """Times whole decode steps of a model at batch 1, caches taking turns."""
-    report, network = open_report(run, "step", "step", model, steps=steps), build_llama(model, run.device)
-    # One decoded token goes before those that are timed
-    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
-    filled: dict[str, Cache] = {}
-    prefill_seconds: dict[str, float] = {}
-    for name in caches:
-        typer.echo(f"step: {name} reads {context} tokens")
-        with report.attempt(name), run.box.step(2):
-            # The first time is for what is compiled
-            for _ in range(2):
-                cache = _make_cache(name, network, context + 1 + steps)
-                prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
-                prefill_seconds[name] = time_call(prefill, network.device)
-            network(token, **as_argument(cache))
-            require_close_layers(name, cache, network.config.num_attention_heads)
-            filled[name] = cache
-    seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
-    rows = step_rows(seconds, filled, context)
-    report.add_timed(
-        [{**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows]
-    )
-    for name, times in seconds.items():
-        if len(times) < steps:
-            report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
-
-
-@torch.inference_mode()
-def time_captured(
     run: Run,
+    name: str = "step",
     model: Fields = LLAMA_8B,
     context: int = 4096,
     steps: int = STEPS,
-    caches: Sequence[str] = ("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3"),
+    caches: Sequence[str] = STEP_CACHES,
 ) -> None:
-    """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
-    report, network = open_report(run, "captured", "captured", model, steps=steps), build_llama(model, run.device)
+    """
+    Times whole decode steps of a model at batch 1, caches taking turns; what is not right is not timed.
+
+    Of `caches`, `NAME, captured` has its steps captured as CUDA graphs; that tokens stay the same is one of the
+    checks.
+    """
+    report, network = open_report(run, name, name, model, steps=steps), build_llama(model, run.device)
+    # One decoded token goes before those that are timed
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     filled: dict[str, Cache] = {}
+    more: dict[str, dict[str, Any]] = {}
     captured: dict[str, CapturedSteps] = {}
     with ExitStack() as stack:
-        for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
-            with report.attempt(name), run.box.step(2):
-                preset, _, way = name.partition(", ")
-                cache = create_cache(preset, network)
-                network(read, **as_argument(cache), logits_to_keep=1)
-                if way:
+        for spec in caches:
+            typer.echo(f"{name}: {spec} reads {context} tokens")
+            with report.attempt(spec), run.box.step(2):
+                preset, _, is_captured = spec.partition(", ")
+                # The first time is for what is compiled
+                for _ in range(2):
+                    is_static = preset == "static"
+                    length = context + 1 + steps
+                    cache = StaticCache(network.config, length) if is_static else create_cache(preset, network)
+                    prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
+                    more[spec] = {"prefill_s": time_call(prefill, network.device)}
+                if is_captured:
                     assert isinstance(cache, GEARCache)
-                    captured[name] = stack.enter_context(cache.captured_steps(network, _CAPACITY))
-                # What is compiled and recorded is so before the first turn
+                    captured[spec] = stack.enter_context(cache.captured_steps(network, _CAPACITY))
                 network(token, **as_argument(cache))
-                filled[name] = cache
+                if not is_captured:
+                    require_close_layers(spec, cache, network.config.num_attention_heads)
+                filled[spec] = cache
         seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
         rows = step_rows(seconds, filled, context)
         for row in rows:
-            made = captured.get(row["cache"])
-            row |= {"recorded": made.num_recorded, "replayed": made.num_replayed} if made else {}
+            row |= {"tokens_per_s": 1 / row["median_s"], **more[row["cache"]]}
+            if own := captured.get(row["cache"]):
+                row |= {"recorded": own.num_recorded, "replayed": own.num_replayed}
         report.add_timed(rows)
+    for spec, times in seconds.items():
+        if len(times) < steps:
+            report.fail(f"{spec}, steps after {len(times)}", "skipped: time, or what stands above")
