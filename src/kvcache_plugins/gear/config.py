@@ -105,8 +105,9 @@ class GEARConfig:
     @classmethod
     def from_flat(cls, backbone: str | None, options: dict[str, Any]) -> "GEARConfig":
         """Builds the config from the options of `GEARCache` by name, `None` where one was not given."""
-        if options["quantizer"] is not None:
-            raise ValueError('`quantizer` is an option of `backbone="transform"`, and has no meaning with others')
+        for name in ("quantizer", "recent_length", "recent_nbits"):
+            if options[name] is not None:
+                raise ValueError(f'`{name}` is an option of `backbone="transform"`, and has no meaning with others')
         given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
         sides = {
             side: {
