@@ -6,7 +6,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 
 from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
-from kvcache_plugins.eval.harness import cache_stats, time_call
-from kvcache_plugins.gear.cache import GEARCache
-from kvcache_plugins.gear.captured_steps import CapturedSteps
+from kvcache_plugins.eval.harness import cache_stats, take_turns, time_call
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.models.cache_argument import as_argument
@@ -47,7 +44,7 @@ TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
     "tests/triton_kernels/test_device_lengths.py",
-    "tests/gear/test_captured_on_gpu.py",
+    "tests/triton_kernels/test_static_steps.py",
     "tests/gear/transform/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
     "tests/infinigen/test_on_gpu.py",
@@ -70,16 +67,14 @@ STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
-_CAPTURED = ("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3")
-CAPTURED_CACHES = ("dynamic", *(each for name in _CAPTURED for each in (name, f"{name}, captured")))
 # More than a chunk, so that every cache compresses one on the way
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
 # Presets in calibrated bases, and the tokens that a calibration is made of
 _CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
-# Of decoded tokens, whose capacity is reserved from the beginning
-_CAPACITY = 1024
+# Tokens of a static cache, and steps until a graph of it is captured
+_CAPACITY, _NUM_WARM = 8192, 3
 
 
 def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
@@ -187,53 +182,71 @@ def time_attention(
             report.add_timed(contest.run(rounds))
 
 
+def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
+    if name == "static":
+        return StaticCache(config=model.config, max_cache_len=max_length)
+    return create_cache(name, model)
+
+
 @torch.inference_mode()
 def time_whole_steps(
-    run: Run,
-    name: str = "step",
-    model: Fields = LLAMA_8B,
-    context: int = 4096,
-    steps: int = STEPS,
-    caches: Sequence[str] = STEP_CACHES,
+    run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
 ) -> None:
-    """
-    Times whole decode steps of a model at batch 1, caches taking turns; what is not right is not timed.
-
-    Of `caches`, `NAME, captured` has its steps captured as CUDA graphs; that tokens stay the same is one of the
-    checks.
-    """
-    report, network = open_report(run, name, name, model, steps=steps), build_llama(model, run.device)
+    """Times whole decode steps of a model at batch 1, caches taking turns."""
+    report, network = open_report(run, "step", "step", model, steps=steps), build_llama(model, run.device)
     # One decoded token goes before those that are timed
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     filled: dict[str, Cache] = {}
-    more: dict[str, dict[str, Any]] = {}
-    captured: dict[str, CapturedSteps] = {}
-    with ExitStack() as stack:
-        for spec in caches:
-            typer.echo(f"{name}: {spec} reads {context} tokens")
-            with report.attempt(spec), run.box.step(2):
-                preset, _, is_captured = spec.partition(", ")
-                # The first time is for what is compiled
-                for _ in range(2):
-                    is_static = preset == "static"
-                    length = context + 1 + steps
-                    cache = StaticCache(network.config, length) if is_static else create_cache(preset, network)
-                    prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
-                    more[spec] = {"prefill_s": time_call(prefill, network.device)}
-                if is_captured:
-                    assert isinstance(cache, GEARCache)
-                    captured[spec] = stack.enter_context(cache.captured_steps(network, _CAPACITY))
-                network(token, **as_argument(cache))
-                if not is_captured:
-                    require_close_layers(spec, cache, network.config.num_attention_heads)
-                filled[spec] = cache
-        seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
-        rows = step_rows(seconds, filled, context)
-        for row in rows:
-            row |= {"tokens_per_s": 1 / row["median_s"], **more[row["cache"]]}
-            if own := captured.get(row["cache"]):
-                row |= {"recorded": own.num_recorded, "replayed": own.num_replayed}
-        report.add_timed(rows)
-    for spec, times in seconds.items():
+    prefill_seconds: dict[str, float] = {}
+    for name in caches:
+        typer.echo(f"step: {name} reads {context} tokens")
+        with report.attempt(name), run.box.step(2):
+            # The first time is for what is compiled
+            for _ in range(2):
+                cache = _make_cache(name, network, context + 1 + steps)
+                prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
+                prefill_seconds[name] = time_call(prefill, network.device)
+            network(token, **as_argument(cache))
+            require_close_layers(name, cache, network.config.num_attention_heads)
+            filled[name] = cache
+    seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
+    rows = step_rows(seconds, filled, context)
+    report.add_timed(
+        [{**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows]
+    )
+    for name, times in seconds.items():
         if len(times) < steps:
-            report.fail(f"{spec}, steps after {len(times)}", "skipped: time, or what stands above")
+            report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
+
+
+@torch.no_grad()
+def time_captured(
+    run: Run,
+    model: Fields = LLAMA_8B,
+    context: int = 4096,
+    steps: int = STEPS,
+    caches: Sequence[str] = ("gear", "gear-t16"),
+) -> None:
+    """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
+    report, network = open_report(run, "captured", "captured", model, steps=steps), build_llama(model, run.device)
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
+    compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
+    filled: dict[str, Cache] = {}
+
+    def step(name: str, number: int) -> None:
+        ids = fed[:, number : number + 1] if number >= 0 else token
+        (compiled if ", " in name else network)(ids, **as_argument(filled[name]))
+
+    for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
+        with report.attempt(name), run.box.step(2):
+            preset, _, way = name.partition(", ")
+            filled[name] = create_cache(preset, network, **({"max_cache_len": _CAPACITY} if way else {}))
+            network(read, **as_argument(filled[name]), logits_to_keep=1)
+            # What is compiled and recorded is so before the first turn
+            for _ in range(_NUM_WARM):
+                step(name, -1)
+    functions = {name: partial(step, name) for name in filled}
+    clock = partial(time_call, device=run.device)
+    seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
+    report.add_timed(step_rows(seconds, filled, context))

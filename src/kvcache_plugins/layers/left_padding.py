@@ -25,6 +25,13 @@ class LeftPadding:
     def counts(self, counts: torch.Tensor | None) -> None:
         self._counts: torch.Tensor | None = counts
         self._longest: int | None = None
+        self._shortest: int | None = None
+
+    def shortest(self) -> int:
+        """Padding of the item that has least. The host waits for a device only the first time it asks."""
+        if self._shortest is None:
+            self._shortest = 0 if self.counts is None else int(self.counts.min())
+        return self._shortest
 
     def longest(self) -> int:
         """Padding of the item that has most. The host waits for a device only the first time it asks."""
