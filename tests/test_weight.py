@@ -43,8 +43,8 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_870),
     "all of src": Room(("src",), 20_000, 32_560),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_940),
-    "eval": Room(("eval",), 5_500, 8_250),
-    "tests": Room(("tests",), 15_000, 25_990),
+    "eval": Room(("eval",), 5_500, 8_000),
+    "tests": Room(("tests",), 15_000, 26_000),
 }
 
 
