@@ -14,23 +14,16 @@ class LeftPadding:
 
     def clear(self) -> None:
         """Nothing is known."""
-        self.counts = None
-
-    @property
-    def counts(self) -> torch.Tensor | None:
-        """Counts padding at the start of every sequence, `[batch_size]`; `None` if none is known of."""
-        return self._counts
-
-    @counts.setter
-    def counts(self, counts: torch.Tensor | None) -> None:
-        self._counts: torch.Tensor | None = counts
-        self._longest: int | None = None
+        # Padding at the start of every sequence, `[batch_size]`; `None` if none is known of
+        self.counts: torch.Tensor | None = None
+        # Of which counts the longest is known
+        self._longest: tuple[torch.Tensor | None, int] = None, 0
 
     def longest(self) -> int:
         """Padding of the item that has most. The host waits for a device only the first time it asks."""
-        if self._longest is None:
-            self._longest = 0 if self.counts is None else int(self.counts.max())
-        return self._longest
+        if self._longest[0] is not self.counts:
+            self._longest = self.counts, 0 if self.counts is None else int(self.counts.max())
+        return self._longest[1]
 
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Position of every item's first real token, `[batch_size, 1]`."""
