@@ -7,13 +7,12 @@
 | `measures/` | what is measured of a cache's answers: divergence, perplexity, retrieval, texts side by side |
 | `benchmarks/` | what is timed or weighed: `kvcache-plugins bench` |
 | `families` | caches tried on a tiny model of every decoder family: `kvcache-plugins models` |
-| `llama_cpp` | llama.cpp's step and attention, through its bindings |
 | `sweep` | caches x models x measures, from a file: `kvcache-plugins eval sweep` |
 | `tables`, `figures` | results as documents and figures: `kvcache-plugins eval report` |
 | `tasks/` | tasks of lm-eval that need no network |
 | `machine_code` | kernels compiled for a GPU that need not be there, and their instructions counted |
 | `gpu/` | the checks and timings for a machine with a GPU |
-| `runahead/` | KV-Runahead's prefill over several processes, timed and simulated |
+| `runahead/` | KV-Runahead's prefill over several processes |
 | `results/` | JSON of what was measured |
 
 `lm_eval_model` is lm-eval's model `kvcache`. A function that a command runs declares the command's

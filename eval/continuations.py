@@ -14,7 +14,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
@@ -65,6 +65,34 @@ class Score:
         return self.num_greedy == self.num_tokens
 
 
+@dataclass(slots=True)
+class CacheRecord:
+    """
+    What caches of a run went through.
+
+    Attributes:
+        counters (`Counter[str]`): `contexts` and `continuations` scored, `contexts_exercised` (those whose cache
+            answered with something other than exact states), `tokens_filled` (of contexts, padding left out) and
+            `tokens_fed` (of continuations).
+        largest (`MemoryReport`, *optional*): What the longest cache held at its end.
+        largest_length (`int`): Its tokens, those that are padding included.
+        stats (`Mapping`): Its counters.
+    """
+
+    counters: Counter[str] = field(default_factory=Counter)
+    largest: MemoryReport | None = None
+    largest_length: int = 0
+    stats: Mapping[str, StatValue] = field(default_factory=dict)
+
+    def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
+        """Counts contexts that went through a cache, and keeps what it held if none before was longer."""
+        self.counters.update(contexts=num_contexts, contexts_exercised=num_contexts if exercised else 0)
+        length = cache.get_seq_length()
+        if length > self.largest_length:
+            self.largest_length = length
+            self.largest, self.stats = measure_memory(cache), cache_stats(cache)
+
+
 class ContinuationScorer:
     """
     Scores continuations of contexts through caches.
@@ -76,12 +104,7 @@ class ContinuationScorer:
         softmax_dtype (`torch.dtype`, *optional*): Of the log-softmax; the logits' own by default.
 
     Attributes:
-        counters (`Counter[str]`): `contexts` and `continuations` scored, `contexts_exercised` (those whose cache
-            answered with something other than exact states), `tokens_filled` (of contexts, padding left out) and
-            `tokens_fed` (of continuations).
-        largest (`MemoryReport`, *optional*): What the longest cache held at its end.
-        largest_length (`int`): Its tokens, those that are padding included.
-        stats (`Mapping`): Its counters.
+        record (`CacheRecord`): What its caches went through.
     """
 
     def __init__(
@@ -92,14 +115,8 @@ class ContinuationScorer:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         softmax_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = model
-        self.counters: Counter[str] = Counter()
-        self.largest: MemoryReport | None = None
-        self.largest_length = 0
-        self.stats: Mapping[str, StatValue] = {}
-        self._create_cache = create_cache
-        self._autocast = autocast
-        self._softmax_dtype = softmax_dtype
+        self.model, self.record = model, CacheRecord()
+        self._create_cache, self._autocast, self._softmax_dtype = create_cache, autocast, softmax_dtype
         self._accepted = inspect.signature(model.forward).parameters
 
     @torch.no_grad()
@@ -127,12 +144,12 @@ class ContinuationScorer:
                 rows = [[0] * (width - len(each)) + each for each in filled]
                 for _ in self._feed(rows, cache, padding, feeding.context_chunk, logits_wanted=False):
                     pass
-                self.counters.update(tokens_filled=sum(map(len, filled)))
+                self.record.counters.update(tokens_filled=sum(map(len, filled)))
             return cache
 
         cache = fill_cache()
         groups = [_group_by_fed(context, wanted) for context, wanted in zip(contexts, continuations, strict=True)]
-        running = [[_RunningScore(each) for each in wanted] for wanted in continuations]
+        sums = [[[0.0, 0] for _ in wanted] for wanted in continuations]
         num_rounds, exercised = max(map(len, groups)), False
         for number in range(num_rounds):
             # What is fed of each context in this round, and the numbers of the continuations that it scores
@@ -144,14 +161,22 @@ class ContinuationScorer:
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
                     for each in scored:
-                        running[row][each].add(log_probs[row], offset)
+                        targets = torch.tensor(continuations[row][each][offset:][: log_probs.shape[1]])
+                        if targets.numel():
+                            own = log_probs[row, : targets.numel()]
+                            targets = targets.to(own.device)
+                            sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
+                            sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
             exercised = exercised or was_exercised(fork)
-        self.counters.update(
+        self.record.counters.update(
             continuations=sum(map(len, continuations)),
             tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),
         )
-        self.note(cache, num_contexts=len(contexts), exercised=exercised)
-        return [[each.finish() for each in row] for row in running]
+        self.record.note(cache, num_contexts=len(contexts), exercised=exercised)
+        return [
+            [Score(total, len(each), int(count)) for each, (total, count) in zip(wanted, own, strict=True)]
+            for wanted, own in zip(continuations, sums, strict=True)
+        ]
 
     def _feed(
         self, rows: list[list[int]], cache: Cache, padding: "_Padding", chunk: int | None, logits_wanted: bool
@@ -169,17 +194,9 @@ class ContinuationScorer:
             offset += part.shape[1]
         check_length(cache, filled + offset)
 
-    def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
-        """Counts contexts that went through a cache, and keeps what it held if none before was longer."""
-        self.counters.update(contexts=num_contexts, contexts_exercised=num_contexts if exercised else 0)
-        length = cache.get_seq_length()
-        if length > self.largest_length:
-            self.largest_length = length
-            self.largest, self.stats = measure_memory(cache), cache_stats(cache)
-
 
 def _copy_or_fill(cache: Cache, fill_cache: Callable[[], Cache]) -> Cache:
-    """A copy of a filled cache, or one that is filled anew where tensors cannot be copied (quanto's)."""
+    """Copies a filled cache, or fills one anew where tensors cannot be copied (quanto's)."""
     try:
         return copy.deepcopy(cache)
     except RuntimeError:
@@ -194,34 +211,13 @@ class _Padding:
         self.is_needed = any(counts)
 
     def arguments(self, start: int, num_new: int, with_positions: bool) -> dict[str, torch.Tensor]:
-        """Mask of all tokens and positions of the new ones, when `start` tokens are there already."""
+        """Returns the mask of all tokens and positions of the new ones, when `start` tokens are there already."""
         if not self.is_needed:
             return {}
         places = torch.arange(start + num_new, device=self.counts.device)
         mask = (places >= self.counts[:, None]).long()
         positions = (places[start:] - self.counts[:, None]).clamp(min=0)
         return {"attention_mask": mask, "position_ids": positions} if with_positions else {"attention_mask": mask}
-
-
-class _RunningScore:
-    """Adds up a continuation's score while its logits come in."""
-
-    def __init__(self, continuation: Sequence[int]) -> None:
-        self._continuation = continuation
-        self._log_likelihood = 0.0
-        self._num_greedy = 0
-
-    def add(self, log_probs: torch.Tensor, offset: int) -> None:
-        """Log-probabilities of the tokens from `offset` on, `[tokens, vocabulary]`; there may be some beyond them."""
-        targets = torch.tensor(self._continuation[offset : offset + log_probs.shape[0]], device=log_probs.device)
-        if targets.numel():
-            log_probs = log_probs[: targets.numel()]
-            self._log_likelihood += float(log_probs.gather(1, targets[:, None]).sum())
-            self._num_greedy += int((log_probs.argmax(dim=-1) == targets).sum())
-
-    def finish(self) -> Score:
-        """The score, once all logits have come."""
-        return Score(self._log_likelihood, len(self._continuation), self._num_greedy)
 
 
 def _group_by_fed(

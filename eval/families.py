@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from logging import CRITICAL
 from multiprocessing.connection import Connection
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import typer
@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.registry import OptionValue, create_cache, parse_cache_spec
+from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 from .benchmark import benchmark
 from .rows import Found, Settings
@@ -53,20 +53,23 @@ _TURN_LENGTH = 12
 _NUM_MORE = 6
 # Less than this share of the logits' spread, and what is measured in it would be rounding
 _LEAST_CONTROL = 1e-3
+# Rounding of another order of sums, carried through a few layers; and what 8 bits may change: a lost token or a wrong
+# position changes more
+_EXACT, _LOSSY = 0.02, 0.1
+# Known to run in a second
+_FIRST = "llama"
 # What code runs into that was not made for a model
 CAUGHT = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(RuntimeError, StrictDataclassError, TypeError, ValueError),
 )
+
+
+class Case(NamedTuple):
+    """A cache that is tried: its maker, and how far its logits may be, of the distance that another prompt's are."""
+
+    make_cache: CacheMaker
+    limit: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,20 +90,27 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class FamilyResult:
+    """
+    A row of the table.
+
+    Attributes:
+        family (`str`): the `model_type`.
+        dense (`str`): why `DynamicCache` does not run it, so that nothing else was tried; empty if it does.
+        outcomes (`dict[str, Outcome]`): by cache, what it did.
+    """
+
+    family: str
+    dense: str = ""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+
+class Run(NamedTuple):
     """Tokens `[batch, new tokens]`, their logits `[batch, new tokens, vocabulary]`, and sides read dense since."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
     dense_reads: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """Answers of `DynamicCache`, and how far apart logits of another prompt are: by scenario, those that it can do."""
-
-    runs: dict[str, list[Run]]
-    control: float
 
 
 class _Forced(LogitsProcessor):
@@ -125,36 +135,6 @@ def dense_reads(cache: Cache) -> int:
     return int(stats().get("dense_reads", 0)) if callable(stats) else 0
 
 
-def scenarios(
-    model: PreTrainedModel, make_cache: CacheMaker, known: dict[str, list[Run]]
-) -> Iterator[tuple[str, list[Run]]]:
-    """
-    Runs a cache through all scenarios: name and what came out, by turn.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        make_cache (`Callable`): makes a cache for it.
-        known (`dict[str, list[Run]]`): what the dense cache did, whose tokens are taken; empty for that cache itself.
-    """
-    long, short = prompt(model, PROMPT_LENGTH, 1), prompt(model, _SHORT_LENGTH, 2)
-    if not known or "one prompt, two turns" in known:
-        cache, tokens = make_cache(model), long
-        runs: list[Run] = []
-        for num_new in (NUM_NEW, _NUM_MORE):
-            forced = known["one prompt, two turns"][len(runs)].tokens if known else None
-            runs.append(generate(model, cache, tokens, None, num_new, forced))
-            tokens = torch.cat([tokens, runs[-1].tokens, prompt(model, _TURN_LENGTH, 3)], dim=1)
-        yield "one prompt, two turns", runs
-    if not known or "two prompts of unequal length" in known:
-        padding = long.new_zeros(1, PROMPT_LENGTH - _SHORT_LENGTH)
-        mask = torch.ones(2, PROMPT_LENGTH, dtype=torch.int64)
-        mask[1, : padding.shape[1]] = 0
-        pair = torch.cat([long, torch.cat([padding, short], dim=1)])
-        forced = known["two prompts of unequal length"][0].tokens if known else None
-        run = generate(model, make_cache(model), pair, mask, _NUM_MORE, forced)
-        yield "two prompts of unequal length", [run]
-
-
 def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
     """Draws random tokens `[1, length]`, none of them special."""
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, 97)
@@ -173,13 +153,9 @@ def generate(
 ) -> Run:
     """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
     processor = _Forced(forced, cache)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "output_logits": True}
     model.generation_config = GenerationConfig(
-        do_sample=False,
-        pad_token_id=0,
-        max_new_tokens=num_new,
-        min_new_tokens=num_new,
-        output_logits=True,
-        return_dict_in_generate=True,
+        max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True, **options
     )
     output = model.generate(  # type: ignore[operator]
         tokens,
@@ -190,56 +166,71 @@ def generate(
     if cache.get_seq_length() != tokens.shape[1] + num_new - 1:
         raise ValueError(f"its cache holds {cache.get_seq_length()} tokens after {tokens.shape[1] + num_new - 1}")
     logits = torch.stack(output.logits, dim=1).float()
-    return Run(
-        tokens=output.sequences[:, tokens.shape[1] :],
-        logits=logits,
-        dense_reads=dense_reads(cache) - processor.reads_of_prompt,
-    )
+    return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - processor.reads_of_prompt)
 
 
-def refer(model: PreTrainedModel) -> Reference:
+def scenarios(
+    model: PreTrainedModel, make_cache: CacheMaker, known: Mapping[str, Run] | None = None
+) -> Iterator[tuple[str, Run]]:
     """
-    Runs `DynamicCache` on a model.
+    Runs a cache through all scenarios: yields what each is called, and what came out.
 
-    Raises:
-        ValueError: if a prompt leaves no trace in the logits of a random model, so that nothing could be told.
+    Args:
+        model (`PreTrainedModel`): the model.
+        make_cache (`Callable`): makes a cache for it.
+        known (`Mapping[str, Run]`, *optional*): what the dense cache did, whose tokens are taken.
     """
-    runs = dict(scenarios(model, _dynamic, {}))
-    first = runs["one prompt, two turns"][0]
-    other = generate(model, _dynamic(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
-    control = float((other.logits - first.logits)[:, 1:].norm())
-    spread = first.logits[:, 1:] - first.logits[:, 1:].mean(dim=-1, keepdim=True)
-    if not control > _LEAST_CONTROL * float(spread.norm()):
-        raise ValueError("its prompt leaves no trace in the logits")
-    return Reference(runs=runs, control=control / first.logits[:, 1:].numel() ** 0.5)
+    long, short = prompt(model, PROMPT_LENGTH, 1), prompt(model, _SHORT_LENGTH, 2)
+    cache, tokens = make_cache(model), long
+    for name, num_new in (("one prompt", NUM_NEW), ("a second turn", _NUM_MORE)):
+        run = generate(model, cache, tokens, None, num_new, known[name].tokens if known else None)
+        tokens = torch.cat([tokens, run.tokens, prompt(model, _TURN_LENGTH, 3)], dim=1)
+        yield name, run
+    name, padding = "two prompts of unequal length", PROMPT_LENGTH - _SHORT_LENGTH
+    mask = torch.ones(2, PROMPT_LENGTH, dtype=torch.int64)
+    mask[1, :padding] = 0
+    pair = torch.cat([long, torch.cat([long.new_zeros(1, padding), short], dim=1)])
+    yield name, generate(model, make_cache(model), pair, mask, _NUM_MORE, known[name].tokens if known else None)
 
 
 def _dynamic(model: PreTrainedModel) -> Cache:
     return DynamicCache(config=model.config)
 
 
-def try_cache(model: PreTrainedModel, reference: Reference, make_cache: CacheMaker, limit: float) -> Outcome:
+def refer(model: PreTrainedModel) -> tuple[dict[str, Run], float]:
+    """
+    Runs `DynamicCache` on a model; returns also how far apart logits of another prompt are.
+
+    Raises:
+        ValueError: if a prompt leaves no trace in the logits of a random model, so that nothing could be told.
+    """
+    runs = dict(scenarios(model, _dynamic))
+    first = runs["one prompt"]
+    other = generate(model, _dynamic(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
+    logits = first.logits[:, 1:]
+    control = float((other.logits[:, 1:] - logits).norm())
+    if not control > _LEAST_CONTROL * float((logits - logits.mean(dim=-1, keepdim=True)).norm()):
+        raise ValueError("its prompt leaves no trace in the logits")
+    return runs, control / logits.numel() ** 0.5
+
+
+def try_cache(model: PreTrainedModel, runs: Mapping[str, Run], control: float, case: Case) -> Outcome:
     """
     Runs a cache on a model and says what came of it.
 
     Args:
         model (`PreTrainedModel`): the model.
-        reference (`Reference`): what the dense cache did on it.
-        make_cache (`Callable`): makes a cache for a model.
-        limit (`float`): how far from the dense cache's logits it may be.
+        runs (`Mapping[str, Run]`), control (`float`): what the dense cache did on it, see `refer`.
+        case (`Case`): the cache.
     """
     worst, reads = 0.0, 0
     try:
-        for name, runs in scenarios(model, make_cache, reference.runs):
-            for run, dense in zip(runs, reference.runs[name], strict=True):
-                difference = (run.logits - dense.logits).pow(2).mean().sqrt()
-                distance = float(difference) / reference.control
-                worst, reads = max(worst, distance), reads + run.dense_reads
-                # Not `>`, so that a NaN fails
-                if not distance <= limit:
-                    return Outcome(
-                        status="fails", detail=f"{name}: logits are {distance:.2g} apart", distance=distance
-                    )
+        for name, run in scenarios(model, case.make_cache, runs):
+            distance = float((run.logits - runs[name].logits).pow(2).mean().sqrt()) / control
+            worst, reads = max(worst, distance), reads + run.dense_reads
+            # Not `>`, so that a NaN fails
+            if not distance <= case.limit:
+                return Outcome(status="fails", detail=f"{name}: logits are {distance:.2g} apart", distance=distance)
     except CAUGHT as error:
         status: Status = "refuses" if is_refusal(error) else "fails"
         return Outcome(status=status, detail=f"{type(error).__name__}: {error}")
@@ -255,41 +246,6 @@ def is_refusal(error: BaseException) -> bool:
         trace = trace.tb_next
     raiser = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
     return raiser.split(".")[0] not in ("transformers", "torch")
-
-
-SECONDS_A_FAMILY = 180
-# Known to run in a second
-_FIRST = "llama"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """
-    A cache that is tried.
-
-    Attributes:
-        make_cache (`Callable`): makes a fresh one for a model.
-        limit (`float`): how far from the dense cache's logits it may be, of what another prompt's are.
-    """
-
-    make_cache: CacheMaker
-    limit: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FamilyResult:
-    """
-    A row of the table.
-
-    Attributes:
-        family (`str`): the `model_type`.
-        dense (`str`): why `DynamicCache` does not run it, so that nothing else was tried; empty if it does.
-        outcomes (`dict[str, Outcome]`): by cache, what it did.
-    """
-
-    family: str
-    dense: str = ""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
 
 def family_names() -> list[str]:
@@ -308,10 +264,10 @@ def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:
     """Tries caches on a family, in this process."""
     try:
         model = build_family(family)
-        reference = refer(model)
+        runs, control = refer(model)
     except CAUGHT as error:
         return FamilyResult(family=family, dense=f"{type(error).__name__}: {error}")
-    outcomes = {name: try_cache(model, reference, case.make_cache, case.limit) for name, case in cases.items()}
+    outcomes = {name: try_cache(model, runs, control, case) for name, case in cases.items()}
     return FamilyResult(family=family, outcomes=outcomes)
 
 
@@ -319,7 +275,7 @@ def try_families(
     families: Iterable[str],
     cases: Mapping[str, Case],
     announce: Callable[[str], None] = lambda family: None,
-    seconds_a_family: float = SECONDS_A_FAMILY,
+    seconds_a_family: float = 180,
 ) -> Iterator[FamilyResult]:
     """
     Tries caches on families, one after another, each in a process of its own.
@@ -370,37 +326,25 @@ def _send_result(family: str, cases: Mapping[str, Case], sender: Connection) -> 
     sender.send(try_family(family, cases))
 
 
-# Rounding of another order of sums, carried through a few layers
-_EXACT = 0.02
-# What 8 bits may change: a lost token or a wrong position changes more
-_LOSSY = 0.1
-_OWN: dict[str, tuple[str, dict[str, OptionValue | tuple[int, ...]], float]] = {
-    "gear": ("gear-4bit", {"nbits": 8, "residual_length": 16}, _LOSSY),
-    # Everything is fetched: what it attends to is what the dense cache does. Speculating as for a model on a GPU
-    "infinigen": (
-        "infinigen",
-        {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": (), "speculate": True},
-        _EXACT,
-    ),
-    "h2o": ("h2o", {"heavy_ratio": 0.5, "recent_ratio": 0.5}, _EXACT),
-}
-
-
 def own_cases() -> dict[str, Case]:
     """Makes cases of GEAR at 8 bits, InfiniGen that fetches everything, H2O that keeps everything."""
+    # What everything is fetched for attends as the dense cache does. Speculating as for a model on a GPU
+    everything: dict[str, Any] = {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()}
+    h2o = partial(create_cache, "h2o", heavy_ratio=0.5, recent_ratio=0.5)
     return {
-        name: Case(make_cache=partial(create_cache, registered, **options), limit=limit)  # type: ignore[arg-type]
-        for name, (registered, options, limit) in _OWN.items()
+        "gear": Case(partial(create_cache, "gear-4bit", nbits=8, residual_length=16), _LOSSY),
+        "infinigen": Case(partial(create_cache, "infinigen", **everything, speculate=True), _EXACT),
+        "h2o": Case(h2o, _EXACT),
     }
 
 
 def cases_of(specs: list[str]) -> dict[str, Case]:
     """Makes cases of registered caches by their specs, held to what 8 bits may change."""
-    cases = {}
-    for spec in specs:
-        name, options = parse_cache_spec(spec)
-        cases[spec] = Case(make_cache=partial(create_cache, name, **options), limit=_LOSSY)  # type: ignore[arg-type]
-    return cases
+    parsed = {spec: parse_cache_spec(spec) for spec in specs}
+    return {
+        spec: Case(partial(create_cache, name, **options), _LOSSY)  # type: ignore[arg-type]
+        for spec, (name, options) in parsed.items()
+    }
 
 
 @benchmark("families")

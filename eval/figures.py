@@ -19,16 +19,8 @@ from .tables import standard_error_of_kl
 
 
 _COLOURS = (
-    "#000000",
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#8C564B",
-    "#7F7F7F",
-    "#882255",
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#E69F00", "#56B4E9", "#8C564B", "#7F7F7F", "#882255"),
 )
 _MARKERS = "osD^vP*Xh<>"
 _DOTS_PER_INCH = 150
@@ -116,20 +108,16 @@ def _score(content: Content) -> tuple[str, float, float]:
     return "answers right", result["accuracy"], result["standard_error"]
 
 
-def _percent_held(content: Content) -> float:
+def _percent_held(content: Content) -> tuple[float, float]:
+    """Returns the bytes of a cache in percent of one at 16 bits, and with what all caches of the model share."""
+    memory = content["result"].get("memory_after_prefix", content["memory"])
+    own = memory["kv_percent"]
+    shared = memory.get("kv_percent_with_shared", own) - own
     # While tokens are decoded, if that was measured; or, as in the table of fidelity, before the scored tokens have
     # filled a buffer by chance
     mean = content["result"].get("mean_kv_percent")
-    if mean is not None:
-        return float(mean)
-    memory = content["result"].get("memory_after_prefix", content["memory"])
-    return float(memory["kv_percent"])
-
-
-def _percent_shared(content: Content) -> float:
-    """Sums the bytes that all caches of the model share, in percent as above."""
-    memory = content["result"].get("memory_after_prefix", content["memory"])
-    return float(memory.get("kv_percent_with_shared", memory["kv_percent"]) - memory["kv_percent"])
+    held = float(own if mean is None else mean)
+    return held, held + shared
 
 
 def _method(cache: str) -> str:
@@ -155,33 +143,29 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
     for number, (method, contents) in enumerate(methods.items()):
         style = _style(number)
+        colour = style["color"]
         ordered = sorted(contents, key=_percent_held)
-        axes.plot(
-            [_percent_held(each) for each in ordered], [_score(each)[1] for each in ordered], color=style["color"]
-        )
+        percents, values = [_percent_held(each)[0] for each in ordered], [_score(each)[1] for each in ordered]
+        axes.plot(percents, values, color=colour)
         for content in ordered:
             _, value, error = _score(content)
             cache = content["settings"]["cache"]
-            face = "white" if _BITS.search(cache) and int(_BITS.findall(cache)[0]) <= 2 else style["color"]
-            percent = _percent_held(content)
+            bits = _BITS.search(cache)
+            face = "white" if bits and int(bits[1]) <= 2 else colour
+            percent, with_shared = _percent_held(content)
             label = cache if not is_crowded else method if content is ordered[0] else None
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
-            shared = _percent_shared(content)
-            if shared:
+            if with_shared > percent:
                 # What it would be if there were no other cache
-                axes.plot([percent, percent + shared], [value, value], ":|", color=style["color"], linewidth=0.8)
+                axes.plot([percent, with_shared], [value, value], ":|", color=colour, linewidth=0.8)
             sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
-            if is_crowded:
-                sides = sides or _BITS.search(cache)
+            sides = sides or (bits if is_crowded else None)
             if sides:
-                # They share all but the number of bits
-                # Lines fall to the right: beside them there is room above on the right, and below on the left
+                # They share all but the number of bits. Lines fall to the right: beside them there is room above on
+                # the right, and below on the left
                 is_below = is_crowded and number % 2 == 1
-                place: dict[str, Any] = {
-                    "xytext": (-5, -9) if is_below else (5, 4),
-                    "ha": "right" if is_below else "left",
-                }
-                place |= {"textcoords": "offset points", "fontsize": 7, "color": style["color"]}
+                place: dict[str, Any] = {"xytext": (-5, -9) if is_below else (5, 4), "fontsize": 7, "color": colour}
+                place |= {"ha": "right" if is_below else "left", "textcoords": "offset points"}
                 axes.annotate(sides.group().strip("-"), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:

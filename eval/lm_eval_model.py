@@ -13,8 +13,10 @@ launch` every process answers its share of the requests.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import lm_eval.models  # noqa: F401 - lm-eval imports its own models only while none at all is registered
@@ -29,12 +31,10 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument
 from kvcache_plugins.models.reference_model import resolve_model
-from kvcache_plugins.registry import create_cache
+from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
-from .continuations import DECODE, ContinuationScorer, Feeding, Score
+from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding, Score
 from .harness import was_exercised
-from .lm_eval_ranks import CacheRecord, find_rank, gather_records
-from .lm_eval_requests import Group, Request, group_by_context, take_cache
 
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,10 @@ MODES = ("auto", "prefix", "chunk", "decode")
 NAMES = ("kvcache", "hf-kvcache")
 
 Answer = TypeVar("Answer")
+# One request of lm-eval: its strings (or `None`), the tokens of the context and those of the continuation
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+# A context, and the numbers of the requests that have it
+Group = tuple[tuple[int, ...], list[int]]
 
 
 class KVCacheLM(HFLM):
@@ -137,18 +141,15 @@ class KVCacheLM(HFLM):
         is_mixed = self.mixed_precision_dtype is not None
         return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=is_mixed)
 
-    # What lm-eval calls
+    # What lm-eval calls. A cache that was not exercised raises a `ValueError`
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """See `LM`; raises a `ValueError` if the cache was not exercised."""
         return self._checked(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """See `LM`; raises a `ValueError` if the cache was not exercised."""
         return self._checked(super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """See `LM`; raises a `ValueError` if the cache was not exercised."""
         return self._checked(super().generate_until, requests, disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -199,7 +200,7 @@ class KVCacheLM(HFLM):
         output: torch.Tensor = super()._model_generate(
             context, max_length, stop, **as_argument(cache), **generation_kwargs
         )
-        self._scorer.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
+        self._scorer.record.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
         return output
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -291,24 +292,20 @@ class KVCacheLM(HFLM):
         self._exercised_before = self._record.counters["contexts_exercised"]
         answers = answer(requests, disable_tqdm)
         # All processes judge alike: one that stopped alone would leave the others waiting
-        self._gathered = gather_records(CacheRecord.of(self._scorer), self.world_size)
+        self._gathered = gather_records(self._scorer.record, self.world_size)
         counters = self._record.counters
         contexts = counters["contexts"] - before
         exercised = counters["contexts_exercised"] - self._exercised_before
         if contexts and not exercised:
             self._require_exercise()
         elif exercised < contexts:
-            logger.warning(
-                "%d of %d contexts were too short for the cache `%s` to hold anything but exact states",
-                contexts - exercised,
-                contexts,
-                self.cache_name,
-            )
+            text = "%d of %d contexts were too short for the cache `%s` to hold anything but exact states"
+            logger.warning(text, contexts - exercised, contexts, self.cache_name)
         return answers
 
     @property
     def _record(self) -> CacheRecord:
-        return CacheRecord.of(self._scorer) if self.world_size == 1 else self._gathered
+        return self._scorer.record if self.world_size == 1 else self._gathered
 
     def _require_exercise(self) -> None:
         """Raises, or warns if that was wished, unless a context of this call has exercised the cache."""
@@ -325,6 +322,56 @@ class KVCacheLM(HFLM):
                 "`cache_mode`, or `cache_check=false` to go on all the same."
             )
         logger.warning("%s.", problem)
+
+
+def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
+    """
+    Groups requests that share a context, which is then prefilled once; a single token is not worth sharing.
+
+    The longest contexts come first: what does not fit, or what no context is long enough for, shows at once.
+    """
+    groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
+    for number, (context, _) in enumerate(requests):
+        groups.setdefault((tuple(context), number if len(context) == 1 else None), []).append(number)
+
+    def order(group: Group) -> tuple[int, int, tuple[int, ...]]:
+        context, numbers = group
+        return -len(context), -max(len(requests[number][1]) for number in numbers), context
+
+    return sorted(((context, numbers) for (context, _), numbers in groups.items()), key=order)
+
+
+def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, OptionValue]]:
+    """Takes the cache's options, which begin with `cache_`, out of model arguments; returns its name and options."""
+    name, options = parse_cache_spec(spec)
+    # `cache_dir` is of `from_pretrained`
+    for key in [key for key in kwargs if key.startswith("cache_") and key != "cache_dir"]:
+        value = kwargs.pop(key)
+        option = key.removeprefix("cache_")
+        options[option] = parse_option(f"{option}={value}")[1] if isinstance(value, str) else value
+    check_cache(name, **options)
+    return name, options
+
+
+def find_rank(model: HFLM) -> tuple[int, int]:
+    """
+    Finds the number of this process and how many there are. Where processes have no GPU each, lm-eval's own model
+    would have all of them answer everything.
+    """
+    accelerator = getattr(model, "accelerator", None)
+    if accelerator is None:
+        return model.rank, model.world_size
+    return accelerator.process_index, accelerator.num_processes
+
+
+def gather_records(own: CacheRecord, num_processes: int) -> CacheRecord:
+    """Gathers the records of all processes: counters summed, the longest cache of all. Every process calls it."""
+    if num_processes == 1:
+        return own
+    records: list[CacheRecord] = [own] * num_processes
+    torch.distributed.all_gather_object(records, own)
+    counters: Counter[str] = sum((record.counters for record in records), Counter())
+    return replace(max(records, key=lambda record: record.largest_length), counters=counters)
 
 
 # A second import of this file, as notebooks do after an edit, is not an error

@@ -66,14 +66,15 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: if they were not measured in the same way.
     """
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in _there(results, names)]
+    found = [results / name for name in names if (results / name).is_file()]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in found]
     if any(each["settings"] != contents[0]["settings"] for each in contents):
         raise ValueError(f"{', '.join(names)} were not measured in the same way")
     rows: dict[str, Any] = {}
     for content in contents:
         for row in content["rows"]:
             rows.setdefault(row["cache"], row)
-    return {"settings": contents[0]["settings"], "rows": list(rows.values())}
+    return {"settings": contents[0]["settings"], "rows": list(rows.values()), "files": [path.name for path in found]}
 
 
 def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
@@ -82,19 +83,13 @@ def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
     return {**merged, "rows": rows}
 
 
-def _there(results: Path, names: Sequence[str]) -> list[Path]:
-    return [results / name for name in names if (results / name).is_file()]
-
-
 def compile_overview(results: Path) -> dict[str, Any]:
     """
     Compiles a row for each cache that was measured: percent of a 16-bit cache, KL behind a prompt and while decoding,
     speed beside `dynamic`.
     """
-    prompt, decoded = (
-        {"dynamic": 0.0, **{row["cache"]: row["kl"] for row in merge_fidelity(results, names)["rows"]}}
-        for names in (PROMPT, DECODED)
-    )
+    merged = [merge_fidelity(results, names) for names in (PROMPT, DECODED)]
+    prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in each["rows"]}} for each in merged)
     steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
     speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
     rows = []
@@ -113,9 +108,9 @@ def compile_overview(results: Path) -> dict[str, Any]:
                 "speed_against_dynamic": speeds.get(cache),
             }
         )
-    found = (", ".join(path.name for path in _there(results, names)) for names in (PROMPT, DECODED))
-    sources: dict[str, Any] = dict(zip(("prompt", "decoded"), found, strict=True))
-    sources |= {"steps": STEPS, "context": CONTEXT, "model": MODEL}
+    files = (", ".join(each["files"]) for each in merged)
+    sources: dict[str, object] = {**dict(zip(("prompt", "decoded"), files, strict=True)), "steps": STEPS}
+    sources |= {"context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
 

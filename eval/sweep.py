@@ -34,65 +34,20 @@ from kvcache_plugins.registry import check_caches
 
 from .harness import CACHE_FAILURES, cache_factories, encode_text, spread_windows
 from .measures.fidelity import fidelity_fields, measure_fidelity
-from .measures.perplexity import measure_perplexity, perplexity_fields
-from .measures.retrieval import answer_questions, read_questions, retrieval_fields
+from .measures.perplexity import measure_perplexity
+from .measures.retrieval import answer_questions, read_questions
 from .tasks import find_task
 
 
 SEED = 42
 # Resamplings behind the standard error of a metric that is no mean, such as perplexity
 _BOOTSTRAPS = 1000
-_FIELDS = {"models", "caches", "out", "measures", "dtype", "device"}
+_NEEDED = {"models", "caches", "out", "measures"}
+_FIELDS = _NEEDED | {"dtype", "device"}
 # What a cache may raise without taking the other runs with it
 _FAILURES = (*CACHE_FAILURES, ImportError, OSError)
 
 Found = dict[str, Any]
-
-
-def measure(
-    kind: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: str,
-    options: Mapping[str, Any],
-    base: Path,
-) -> Found:
-    """
-    Measures one cache.
-
-    Args:
-        kind (`str`): A key of `MEASURES`.
-        model, tokenizer: What is measured on.
-        cache (`str`): `NAME` or `NAME:key=value,...`.
-        options (`Mapping[str, Any]`): Keywords of the measure. An unknown one raises a `ValueError`.
-        base (`Path`): Folder that relative paths begin at.
-    """
-    function = MEASURES[kind]
-    accepted = list(inspect.signature(function).parameters)[3:]
-    unknown = options.keys() - set(accepted)
-    if unknown:
-        raise ValueError(f"`{kind}` has no option {', '.join(sorted(unknown))}. It has {', '.join(accepted)}")
-    resolved = {key: _resolve(value, base) if _is_path(key, value) else value for key, value in options.items()}
-    set_seed(SEED)
-    return function(model, tokenizer, cache, **resolved)
-
-
-def _is_path(key: str, value: Any) -> bool:
-    return key.endswith("_file") or (key == "task" and value.endswith(".yaml"))
-
-
-def _resolve(path: str, base: Path) -> Path:
-    expanded = os.path.expandvars(path)
-    if "$" in expanded:
-        raise ValueError(f"`{path}` names an environment variable that is not set")
-    return base / expanded
-
-
-def _windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path, num_windows: int, prefix: int, scored: int
-) -> list[Any]:
-    token_ids, start_ids = encode_text(tokenizer, text_file.read_text(encoding="utf-8"))
-    return spread_windows(token_ids, num_windows, prefix, scored, start_ids)
 
 
 def measure_task(
@@ -115,17 +70,9 @@ def measure_task(
     from .lm_eval_model import KVCacheLM
 
     named, manager = find_task(task, metadata)
-    lm = KVCacheLM(
-        model,
-        tokenizer=tokenizer,
-        cache=cache,
-        cache_mode=mode,
-        cache_chunk=chunk,
-        cache_check=check,
-        batch_size=batch_size,
-    )
+    own: dict[str, Any] = {"cache_mode": mode, "cache_chunk": chunk, "cache_check": check, "batch_size": batch_size}
     results = lm_eval.simple_evaluate(
-        model=lm,
+        model=KVCacheLM(model, tokenizer=tokenizer, cache=cache, **own),
         tasks=[named],
         num_fewshot=num_fewshot,
         limit=limit,
@@ -135,24 +82,17 @@ def measure_task(
     )
     ((name, scores),) = results["results"].items()
     metrics = [key for key in scores if "," in key and "_stderr" not in key]
-    samples = results["samples"][name]
-    used = results["config"]["cache"]
-    return {
-        "result": {
-            "metrics": {key: scores[key] for key in metrics},
-            "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
-            "num_items": len(samples),
-            # Of each item, for differences between caches that are far smaller than each one's own error
-            "by_item": {
-                key: [sample[key.split(",")[0]] for sample in samples]
-                for key in metrics
-                if all(isinstance(sample.get(key.split(",")[0]), (int, float)) for sample in samples)
-            },
-            "counters": used["counters"],
-        },
-        "memory": used["memory_of_longest"],
-        "stats": used["stats_of_longest"],
+    used, samples = results["config"]["cache"], results["samples"][name]
+    by_item = {key: [sample.get(key.split(",")[0]) for sample in samples] for key in metrics}
+    result = {
+        "metrics": {key: scores[key] for key in metrics},
+        "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
+        "num_items": len(samples),
+        # Of each item, for differences between caches that are far smaller than each one's own error
+        "by_item": {key: own for key, own in by_item.items() if all(isinstance(each, (int, float)) for each in own)},
+        "counters": used["counters"],
     }
+    return {"result": result, "memory": used["memory_of_longest"], "stats": used["stats_of_longest"]}
 
 
 def measure_windows(
@@ -166,10 +106,10 @@ def measure_windows(
     chunk: int | None = None,
 ) -> Found:
     """Measures how far a cache's distributions are from the dense cache's."""
-    cut = _windows(tokenizer, _required(text_file), windows, prefix, scored)
-    factories = cache_factories([cache], model)
-    fields = fidelity_fields(cache, measure_fidelity(model, cut, factories, prefix_length=prefix, chunk=chunk)[cache])
-    return {"result": fields, "memory": fields["memory_at_end"], "stats": fields["stats"]}
+    cut = _windows(tokenizer, text_file, windows, prefix, scored)
+    measured = measure_fidelity(model, cut, cache_factories([cache], model), prefix_length=prefix, chunk=chunk)
+    row = fidelity_fields(cache, measured[cache])
+    return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
 
 
 def measure_drift(
@@ -183,10 +123,9 @@ def measure_drift(
     stretch: int = 256,
 ) -> Found:
     """Measures perplexity against position."""
-    cut = _windows(tokenizer, _required(text_file), windows, length // 2, length - length // 2)
-    factories = cache_factories([cache], model)
-    fields = perplexity_fields(cache, measure_perplexity(model, cut, factories, chunk=chunk, stretch=stretch)[cache])
-    return {"result": fields, "memory": fields["memory_at_end"], "stats": fields["stats"]}
+    cut = _windows(tokenizer, text_file, windows, length // 2, length - length // 2)
+    (row,) = measure_perplexity(model, cut, cache_factories([cache], model), chunk=chunk, stretch=stretch)
+    return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
 
 
 def measure_retrieval(
@@ -200,20 +139,9 @@ def measure_retrieval(
 ) -> Found:
     """Asks for lines or values of long contexts."""
     asked = read_questions(_required(data_file), records)[:questions]
-    factories = cache_factories([cache], model)
-    result = answer_questions(model, tokenizer, asked, factories, lambda _: None, batch_size)[cache]
-    fields = retrieval_fields(cache, result)
-    return {
-        "result": {key: fields[key] for key in ("accuracy", "standard_error", "token_accuracy", "correct")},
-        "memory": None if result.memory is None else memory_fields(result.memory),
-        "stats": result.stats,
-    }
-
-
-def _required(path: Path | None) -> Path:
-    if path is None:
-        raise ValueError("`text_file`, or `data_file` of retrieval, is missing")
-    return path
+    ((row, held),) = answer_questions(model, tokenizer, asked, cache_factories([cache], model), batch_size=batch_size)
+    result = {key: row[key] for key in ("accuracy", "standard_error", "token_accuracy", "correct")}
+    return {"result": result, "memory": None if held is None else memory_fields(held), "stats": row["stats"]}
 
 
 MEASURES: dict[str, Callable[..., Found]] = {
@@ -224,10 +152,23 @@ MEASURES: dict[str, Callable[..., Found]] = {
 }
 
 
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise ValueError("`text_file`, or `data_file` of retrieval, is missing")
+    return path
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path | None, num_windows: int, prefix: int, scored: int
+) -> list[Any]:
+    token_ids, start_ids = encode_text(tokenizer, _required(text_file).read_text(encoding="utf-8"))
+    return spread_windows(token_ids, num_windows, prefix, scored, start_ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """
-    One cell of a sweep.
+    One cell of a sweep; all that its result depends on.
 
     Args:
         model, cache (`str`): As commands take them.
@@ -250,16 +191,29 @@ class Run:
         """Names the run, for `--only` to be compared with."""
         return f"{self.name}/{self.model}/{self.cache}"
 
-    def settings(self) -> dict[str, Any]:
-        """All that the result depends on."""
-        return asdict(self)
-
     def file_name(self) -> str:
-        """A name that differs whenever a setting does."""
-        digest = hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()[:8]
+        """Makes a name that differs whenever a setting does."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         words = (self.name, Path(self.model).name, self.cache)
         slug = "-".join("".join(c if c.isalnum() or c in "-." else "_" for c in word) for word in words)
         return f"{slug}-{digest}.json"
+
+    def measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Path) -> Found:
+        """Measures the cache; relative paths begin at `base`. An unknown option raises a `ValueError`."""
+        function = MEASURES[self.kind]
+        accepted = list(inspect.signature(function).parameters)[3:]
+        unknown = self.options.keys() - set(accepted)
+        if unknown:
+            raise ValueError(f"`{self.kind}` has no option {', '.join(sorted(unknown))}. It has {', '.join(accepted)}")
+        options = dict(self.options)
+        for key, value in options.items():
+            if key.endswith("_file") or (key == "task" and value.endswith(".yaml")):
+                expanded = os.path.expandvars(value)
+                if "$" in expanded:
+                    raise ValueError(f"`{value}` names an environment variable that is not set")
+                options[key] = base / expanded
+        set_seed(SEED)
+        return function(model, tokenizer, self.cache, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,23 +237,16 @@ class Sweep:
         content = yaml.safe_load(read_text(path, "config"))
         if not isinstance(content, dict):
             raise ValueError(f"{path}: a sweep has the fields {', '.join(sorted(_FIELDS))}")
-        unknown, missing = content.keys() - _FIELDS, {"models", "caches", "out", "measures"} - content.keys()
+        unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
         if unknown or missing:
             named = ", ".join(f"`{name}`" for name in sorted(unknown or missing))
             what = "unknown" if unknown else "missing"
             raise ValueError(f"{path}: {what} {named}. Known: {', '.join(sorted(_FIELDS))}")
         check_caches(content["caches"])
         measures = {name: _parse_measure(name, fields) for name, fields in content["measures"].items()}
+        more = {key: content.get(key) for key in ("dtype", "device")}
         runs = tuple(
-            Run(
-                model=model,
-                cache=cache,
-                name=name,
-                kind=kind,
-                options=options,
-                dtype=content.get("dtype"),
-                device=content.get("device"),
-            )
+            Run(model=model, cache=cache, name=name, kind=kind, options=options, **more)
             for model in content["models"]
             for name, (kind, options) in measures.items()
             for cache in content["caches"]
@@ -307,7 +254,7 @@ class Sweep:
         return cls(runs=runs, out=path.parent / content["out"], base=path.parent)
 
     def pending(self, only: str = "*", again: bool = False) -> list[Run]:
-        """Runs whose labels match, without those that have a result."""
+        """Lists runs whose labels match, without those that have a result."""
         chosen = [run for run in self.runs if fnmatchcase(run.label, only)]
         if not chosen:
             labels = ", ".join(run.label for run in self.runs[:3])
@@ -340,28 +287,26 @@ def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) ->
     Yields:
         Each run when it is done, with its error if it failed.
     """
-    loaded: tuple[str, PreTrainedModel, PreTrainedTokenizerBase] | None = None
-    start = time.perf_counter()
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    name, start = "", time.perf_counter()
     for number, run in enumerate(runs):
         left = (time.perf_counter() - start) / number * (len(runs) - number) / 60 if number else None
         hint = "" if left is None else f", about {left:.0f} min left"
         announce(f"{number + 1} of {len(runs)}: {run.label}{hint}")
-        if loaded is None or loaded[0] != run.model:
+        if loaded is None or name != run.model:
             # The last model goes before the next one comes
             loaded = None
-            loaded = (run.model, *load_for_evaluation(run.model, run.dtype, run.device))
-        _, model, tokenizer = loaded
+            loaded, name = load_for_evaluation(run.model, run.dtype, run.device), run.model
         started = time.perf_counter()
         try:
-            found = measure(run.kind, model, tokenizer, run.cache, run.options, sweep.base)
+            found = run.measure(*loaded, sweep.base)
         except _FAILURES as error:
             yield run, f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
-        seconds = time.perf_counter() - started
-        content = {"benchmark": "sweep", **provenance(model.device), "settings": run.settings(), "seconds": seconds}
+        seconds, origin = time.perf_counter() - started, provenance(loaded[0].device)
         path = sweep.out / run.file_name()
         # Renamed when it is whole, so that an interruption never leaves half a result
-        partial = path.with_suffix(".partial")
-        write_json(partial, {**content, **found})
-        os.replace(partial, path)
+        unfinished = path.with_suffix(".partial")
+        write_json(unfinished, {"benchmark": "sweep", **origin, "settings": asdict(run), "seconds": seconds, **found})
+        os.replace(unfinished, path)
         yield run, None

@@ -7,7 +7,7 @@ a line a row: contexts side by side, a table for each part. Those have a functio
 
 renders the tables of Markdown files anew, each between `<!-- table: NAME -->` and `<!-- end -->`: NAME is a file of
 `eval/results/` without its suffix, or a folder there that a sweep has filled. A Markdown file of that name (the
-contract's grid) is taken as it is.
+contract's grid, and tables of what no command measures any more) is taken as it is.
 """
 
 import json
@@ -16,7 +16,7 @@ import re
 import statistics
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -38,11 +38,6 @@ _NUMBER = re.compile(r"$|-$|~?[ +-]*\d")
 _QUARTILES = re.compile(r" \(.* to .*\)")
 # A step that takes at most so many times the first cache's is not called slower
 _TOLERANCE = 1.02
-
-
-def always(rows: Rows) -> bool:
-    """Shows a column of any rows."""
-    return True
 
 
 def field(row: Row, path: str) -> Any:
@@ -76,15 +71,15 @@ class Column:
 
     head: str
     show: Callable[[Row], str]
-    when: Callable[[Rows], bool] = always
+    when: Callable[[Rows], bool] = bool
 
 
-def name(head: str, path: str = "", when: Callable[[Rows], bool] = always) -> Column:
+def name(head: str, path: str = "", when: Callable[[Rows], bool] = bool) -> Column:
     """Makes a column of words."""
     return number(head, path or head, "", when=when)
 
 
-def code(head: str = "cache", path: str = "cache", when: Callable[[Rows], bool] = always) -> Column:
+def code(head: str = "cache", path: str = "cache", when: Callable[[Rows], bool] = bool) -> Column:
     """Makes a column of names in backticks, which terminals do without."""
     return Column(head, lambda row: f"`{field(row, path)}`", when)
 
@@ -97,7 +92,7 @@ def number(
     *,
     missing: str = "-",
     suffix: str = "",
-    when: Callable[[Rows], bool] = always,
+    when: Callable[[Rows], bool] = bool,
 ) -> Column:
     """Makes a column of numbers, each times a scale."""
 
@@ -291,38 +286,19 @@ def render_perplexity(rows: Rows) -> str:
 # Benchmarks with more than a line a row
 
 
-def render_decode(rows: Rows) -> str:
-    """Renders contexts as lines, caches as columns."""
-    head = ("context", *(f"`{row['cache']}`, ms a token" for row in rows))
-    bins = zip(*(row["bins"] for row in rows), strict=True)
-    cells = [(str(each[0]["context"]), *(f"{item['median_s'] * 1e3:.1f}" for item in each)) for each in bins]
-    return make_markdown_table(head, cells)
-
-
 def render_llama_cpp(rows: Rows) -> str:
-    """Renders steps, and attention by heads: caches as lines, contexts as columns."""
-    titles: dict[Hashable, str] = {}
-    parts: dict[Hashable, list[Row]] = defaultdict(list)
-    for row in rows:
-        heads = None if row["part"] == "step" else (row["num_heads"], row["groups"], row["head_dim"])
-        titles[heads] = "decode step over" if heads is None else "attention over {} x {} heads of {}".format(*heads)
-        parts[heads].append(row)
-    return "\n".join(_render_by_context(titles[heads], own) for heads, own in parts.items())
-
-
-def _render_by_context(title: str, rows: Rows) -> str:
+    """Renders steps: caches as lines, contexts as columns."""
     # Bytes are those of the longest context; a divergence is of what was read, before anything was repeated
     contexts = sorted({row["context"] for row in rows})
-    has_kl = any("kl_after_reading" in row for row in rows)
-    head = [title, *(f"{context} tokens, ms" for context in contexts), f"MB of {contexts[-1]}"]
+    head = ["decode step over", *(f"{context} tokens, ms" for context in contexts), f"MB of {contexts[-1]}"]
     cells = []
     for cache in dict.fromkeys(row["cache"] for row in rows):
         own = {row["context"]: row for row in rows if row["cache"] == cache}
         times = (MILLISECONDS(own[context]) if context in own else "-" for context in contexts)
-        line = [f"`{cache}`", *times, f"{own[contexts[-1]]['bytes'] / 1e6:.1f}" if contexts[-1] in own else "-"]
+        held = f"{own[contexts[-1]]['bytes'] / 1e6:.1f}" if contexts[-1] in own else "-"
         known = [f"{row['kl_after_reading']:.4f}" for row in own.values() if "kl_after_reading" in row]
-        cells.append([*line, known[-1] if known else ""] if has_kl else line)
-    return make_markdown_table([*head, "KL to Transformers, same text"] if has_kl else head, cells)
+        cells.append([f"`{cache}`", *times, held, known[-1] if known else ""])
+    return make_markdown_table([*head, "KL to Transformers, same text"], cells)
 
 
 _KINDS = ("shape", "dtype", "batch_size", "num_threads")
@@ -418,33 +394,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def render_simulation(rows: Rows) -> str:
-    """Renders measured runs beside their simulation, or a grid of simulated ones."""
-    return (MEASURED_RUNS if "measured_s" in rows[0] else SIMULATED)(rows)
-
-
 def _slices(row: Row) -> str:
     return " + ".join(map(str, row["lengths"]))
 
 
 SLICES = Column("slices", _slices)
-MEASURED_RUNS = Table(
-    SLICES,
-    number("measured, s", "measured_s", ".3f"),
-    number("simulated, s", "simulated_s", ".3f"),
-    number("simulated / measured", "simulated_against_measured", ".3f"),
-)
-SIMULATED = Table(
-    number("tokens", "length", ""),
-    number("GB/s", "gb_s", "g"),
-    number("ranks", "num_ranks", ""),
-    number("one rank, s", "one_rank_s", ".3f"),
-    number("TSP, s", "tsp_s", ".3f"),
-    number("KV-Runahead, s", "runahead_s", ".3f"),
-    Column("ranks used", lambda row: str(len(row["lengths"]))),
-    Column("times TSP", lambda row: f"{row['tsp_s'] / row['runahead_s']:.2f}"),
-)
-
 # Of one row, by the kind of the result
 
 
@@ -487,14 +441,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
     "families": render_families,
-    "lm-eval": Table(
-        name("model"),
-        quartiles("seconds (quartiles)", 1),
-        number("times `hf`", "speed_against_hf", ".2f"),
-        number("largest difference, nats", "largest_difference", ".1e"),
-        number("relative", "largest_relative_difference", ".1e"),
-        Column("same picks", lambda row: f"{row['same_picks']} of {row['num_items']}"),
-    ),
     "step": Table(
         name("shape", when=varies("shape")),
         name("dtype", when=varies("dtype")),
@@ -507,7 +453,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         SPEED,
         Column("of which ms", _parts, any_has("parts_s")),
     ),
-    "decode": render_decode,
     "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
@@ -534,19 +479,10 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("error of logits", "relative_error", ".1e"),
     ),
     "store": render_store,
-    "pool": Table(
-        number("tokens", "context", ""),
-        code(),
-        name("pool in", "place"),
-        number("pool, MB", "pool_bytes", ".0f", 1e-6),
-        number("of it mapped, MB", "mapped_bytes", ".1f", 1e-6, missing=""),
-        quartiles("ms a token (quartiles)"),
-    ),
     "llama-cpp": render_llama_cpp,
     "machine-code": Table(
         code(),
-        # Coding was not counted at first
-        Column("kernel", lambda row: row.get("kernel", "attention")),
+        name("kernel"),
         number("head dim", "head_dim", ""),
         number("query heads", "query_heads", "d"),
         number("warp instructions a number", "instructions_a_number", ".3f"),
@@ -573,11 +509,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     ),
     "batch": Table(
         code(),
-        # A search that ran out of time gives a batch that fits, perhaps not the largest
-        Column(
-            "largest batch",
-            lambda row: ("" if row["search"] == "complete" else "at least ") + str(row["largest_batch"]),
-        ),
+        number("largest batch", "largest_batch", ""),
         number("tokens/s", "tokens_per_s", ".0f"),
         number("times first", "throughput_against_first", ".2f"),
         number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
@@ -590,10 +522,8 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("seconds to the first token (quartiles)", 1),
         number("times one rank", "speed_against_one_rank", ".2f"),
         number("MB sent", "bytes_sent", ".1f", 1e-6),
-        name("link", when=any_has("seconds_against_full")),
-        number("of its time over the full link", "seconds_against_full", ".3f", when=any_has("seconds_against_full")),
+        number("predicted, s", "predicted_s", ".2f", when=any_has("predicted_s")),
     ),
-    "runahead-simulation": render_simulation,
 }
 
 

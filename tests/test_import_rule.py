@@ -41,10 +41,10 @@ FLOORS: tuple[set[str], ...] = (
 CALLS = {(room, kernels) for room in ("codecs",) for kernels in ("kernels", "triton_kernels")}
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
-    {"harness", "llama_cpp", "machine_code", "promises", "rows", "small_configs"},
+    {"harness", "machine_code", "promises", "rows", "small_configs"},
     {"continuations", "tables"},
     {"benchmark", "figures"},
-    {"lm_eval_ranks", "lm_eval_requests", "measures", "families", "report", "runahead"},
+    {"measures", "families", "report", "runahead"},
     {"lm_eval_model"},
     {"tasks"},
     {"benchmarks", "sweep", "lm_eval_commands"},

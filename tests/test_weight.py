@@ -43,7 +43,7 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 2_000),
     "all of src": Room(("src",), 20_000, 33_600),
     "triton_kernels": Room(("triton_kernels",), 3_500, 4_250),
-    "eval": Room(("eval",), 5_500, 9_350),
+    "eval": Room(("eval",), 5_500, 8_280),
     "tests": Room(("tests",), 15_000, 28_050),
 }
 

@@ -175,7 +175,7 @@ def benchmark_batching(
         table_text = read_tokens(tokenizer, text, _TABLE_TOKENS, network.device) if text else None
     else:
         check_choice("shape", shape, tuple(SHAPES))
-        network = random_model(SHAPES[shape].config(), torch.float32)
+        network = random_model(SHAPES[shape](), torch.float32)
         table_text = torch.randint(network.config.vocab_size, (1, _TABLE_TOKENS))
     yield from loaded_settings(network)
     for count, length in product(requests, context):

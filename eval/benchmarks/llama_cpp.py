@@ -1,22 +1,26 @@
-"""llama.cpp beside caches of this package: decode steps with the same weights in float32, and attention alone.
+"""llama.cpp beside caches of this package: decode steps with the same weights in float32, taking turns in one process.
 
-All take turns in one process. Caches on both sides are filled by repeating what was read of a text, see
-`harness.fill_cache`; where all was read, llama.cpp's next-token probabilities are held against Transformers'.
+llama.cpp comes through llama-cpp-python's bindings, which are not installed by default. Caches on both sides hold a
+long context which was not read: of llama.cpp's a short text is read once, and its state is restored into further
+sequences, whose cells are given to the first one and to no other; of ours see `harness.fill_cache`. Weights are those
+of a packaged model's GGUF file with every tensor in float32, written once: the safetensors that Transformers loads
+were made from that file. Where all was read, llama.cpp's next-token probabilities are held against Transformers'.
 """
 
+import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from importlib import metadata
-from itertools import product
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
@@ -31,39 +35,189 @@ from kvcache_plugins.eval.harness import (
     time_call,
     with_reference,
 )
-from kvcache_plugins.eval.llama_cpp import (
-    KV_TYPES,
-    GgmlAttention,
-    LlamaContext,
-    LlamaModel,
-    float32_gguf,
-    import_llama_cpp,
-)
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
+from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import check_caches
 from kvcache_plugins.reports.memory import measure_memory
 
-from .kernels import Contest, Shape
+
+class KVType(NamedTuple):
+    """A type of ggml: its number there, and bits a number with what blocks of them share."""
+
+    number: int
+    bits: float
 
 
-PARTS = ("step", "attention")
-_CPU = torch.device("cpu")
+# By llama.cpp's names for `--cache-type-k`
+KV_TYPES = {
+    "f16": KVType(1, 16),
+    "q8_0": KVType(8, 8.5),
+    "q5_1": KVType(7, 6),
+    "q5_0": KVType(6, 5.5),
+    "q4_1": KVType(3, 5),
+    "q4_0": KVType(2, 4.5),
+}
 _TOKENS_READ = 512
-# Attention alone is timed over compressed tokens alone, which are whole groups
-_GROUP = 64
-# Heads that attention alone is timed for: SmolLM2's, and Llama 3 8B's
-_HEADS = ({"num_heads": 3, "groups": 3, "head_dim": 64}, {"num_heads": 8, "groups": 4, "head_dim": 128})
-# Of one next token, in nats, in f16 and in coded types, and of an attention's output over random states: more is
-# another model or a bug
-_MOST_KL_F16, _MOST_KL, _MOST_ERROR = 0.01, 2.0, 0.3
+# Of one next token, in nats, in f16 and in coded types: more is another model or a bug
+_MOST_KL_F16, _MOST_KL = 0.01, 2.0
 
 
-def llama_name(kv_type: str) -> str:
-    """Names a row of llama.cpp."""
-    return f"llama.cpp {kv_type}"
+def import_llama_cpp() -> Any:
+    """Imports the bindings of llama.h, silenced; an `ImportError` names the extra if they are not installed."""
+    try:
+        bindings: Any = import_module("llama_cpp")
+    except ImportError as error:
+        raise ImportError(
+            "`bench llama-cpp` needs llama-cpp-python, which builds llama.cpp from source for some ten minutes: "
+            "`pip install kvcache-plugins[llama-cpp]`"
+        ) from error
+    # Kept alive by the module that calls it
+    bindings.kvcache_plugins_log_callback = bindings.llama_log_callback(lambda level, text, user_data: None)
+    bindings.llama_log_set(bindings.kvcache_plugins_log_callback, ctypes.c_void_p(0))
+    bindings.llama_backend_init()
+    return bindings
+
+
+class LlamaModel:
+    """
+    A GGUF file's weights, loaded once for all contexts.
+
+    Args:
+        bindings (`ModuleType`): llama-cpp-python, see `import_llama_cpp`.
+        path (`Path`): the file.
+    """
+
+    def __init__(self, bindings: ModuleType, path: Path) -> None:
+        self.bindings: Any = bindings
+        parameters = self.bindings.llama_model_default_params()
+        self.handle = self.bindings.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self.handle:
+            raise ValueError(f"`gguf`: llama.cpp cannot load {path}")
+        self.vocab_size = int(self.bindings.llama_vocab_n_tokens(self.bindings.llama_model_get_vocab(self.handle)))
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self.bindings.llama_model_free(self.handle)
+
+
+class LlamaContext:
+    """
+    A KV cache of one type with llama.cpp's step over it, flash attention on.
+
+    Args:
+        model (`LlamaModel`): whose.
+        kv_type (`str`): one of `KV_TYPES`, for keys and values.
+        context (`int`): tokens that it is to hold.
+        token_ids (`Sequence[int]`): what is read; of these are all tokens that it holds.
+        num_steps (`int`): steps that there is to be room for.
+    """
+
+    def __init__(
+        self, model: LlamaModel, kv_type: str, context: int, token_ids: Sequence[int], num_steps: int
+    ) -> None:
+        self._model, self._bindings = model, model.bindings
+        length = min(len(token_ids), context)
+        copies, rest = divmod(context, length)
+        parameters = self._bindings.llama_context_default_params()
+        parameters.n_ctx = context + num_steps + 256
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_seq_max = copies + 2
+        parameters.kv_unified = True
+        parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
+        parameters.type_k = parameters.type_v = KV_TYPES[kv_type].number
+        parameters.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        parameters.no_perf = True
+        self._handle = self._bindings.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
+            raise ValueError(f"`kv_type`: llama.cpp makes no context of {context} tokens in {kv_type}")
+        self._decode(token_ids[:length])
+        self.logits_read = self._logits()
+        read = self._state_bytes()
+        self._repeat(copies, rest)
+        # Cells of other sequences would not be attended to, and a step would look faster than it is
+        held = self._state_bytes() / read * length
+        if abs(held - context) > 0.01 * context + 1:
+            raise RuntimeError(f"llama.cpp's cache holds {held:.0f} tokens, not {context}")
+        self.step = partial(self._decode, token_ids[:1])
+
+    def _state_bytes(self) -> int:
+        return int(self._bindings.llama_state_seq_get_size(self._handle, 0))
+
+    def _repeat(self, copies: int, rest: int) -> None:
+        """Makes `copies` of what was read, and adds the first `rest` tokens of it once more."""
+        bindings, memory = self._bindings, self._bindings.llama_get_memory(self._handle)
+        size = self._state_bytes()
+        state = (ctypes.c_uint8 * size)()
+        bindings.llama_state_seq_get_data(self._handle, state, size, 0)
+        for sequence in range(1, copies + (rest > 0)):
+            if not bindings.llama_state_seq_set_data(self._handle, state, size, sequence):
+                raise RuntimeError(f"llama.cpp could not restore a state into sequence {sequence}")
+            if sequence == copies:
+                bindings.llama_memory_seq_rm(memory, sequence, rest, -1)
+            # A cell may belong to several sequences: copying one gives away its cells, and copies no data
+            bindings.llama_memory_seq_cp(memory, sequence, 0, -1, -1)
+            bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+
+    def _decode(self, token_ids: Sequence[int]) -> None:
+        tokens = (ctypes.c_int32 * len(token_ids))(*token_ids)
+        status = self._bindings.llama_decode(self._handle, self._bindings.llama_batch_get_one(tokens, len(token_ids)))
+        if status:
+            raise RuntimeError(f"llama.cpp's decoding failed with status {status}")
+
+    def _logits(self) -> torch.Tensor:
+        pointer = self._bindings.llama_get_logits_ith(self._handle, -1)
+        numbers = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._model.vocab_size)).contents
+        return torch.frombuffer(numbers, dtype=torch.float32).clone()
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._bindings.llama_free(self._handle)
+
+
+def float32_gguf(model: str) -> Path:
+    """
+    Writes the file of a packaged model into the user's cache folder when it is first asked for; returns its path.
+
+    Raises:
+        ValueError: if `model` is none of them, or its package is not installed.
+    """
+    packaged = PACKAGED_MODELS.get(model)
+    version = None if packaged is None else packaged.installed_version()
+    if packaged is None or version is None:
+        names = ", ".join(f"`{name}`" for name in PACKAGED_MODELS)
+        raise ValueError(f"`gguf` has to name the same weights for llama.cpp unless `model` is {names}, installed")
+    target = models_folder() / f"{model}-{version}-float32.gguf"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(".partial")
+        dequantize_file(packaged.locate_gguf(target.parent), unfinished)
+        unfinished.rename(target)
+    return target
+
+
+def dequantize_file(source: Path, target: Path) -> None:
+    """Writes a GGUF file with every tensor of another one in float32."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, dequantize
+
+    reader: Any = GGUFReader(source)
+    writer: Any = GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for field in reader.fields.values():
+        # The writer states these itself
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        element = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element)
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def time_steps(
@@ -76,14 +230,14 @@ def time_steps(
     kv_types: Sequence[str],
     rounds: int,
     seconds: float,
-) -> list[dict[str, Any]]:
-    """Times decode steps over `context` tokens; a row for each cache."""
+) -> Iterator[dict[str, Any]]:
+    """Times decode steps over `context` tokens, each called once before that; yields a row for each cache."""
     functions: dict[str, Callable[[], Any]] = {}
     held: dict[str, dict[str, Any]] = {}
     token = torch.tensor([token_ids[:1]])
     expected = network(torch.tensor([token_ids[:context]]), logits_to_keep=1).logits[0, -1].log_softmax(-1)
     for spec in caches:
-        cache: Cache = make_cache(spec, network)
+        cache = make_cache(spec, network)
         fill_cache(cache, states, context)
         functions[spec] = partial(network, token, **as_argument(cache))
         functions[spec]()
@@ -91,54 +245,35 @@ def time_steps(
         held[spec] = {"bytes": measure_memory(cache).total_bytes}
     with ExitStack() as stack:
         for kv_type in kv_types:
-            name = llama_name(kv_type)
             # One call comes before the timing
-            own = LlamaContext(llama, kv_type, context, token_ids, rounds + 1, torch.get_num_threads())
-            stack.enter_context(closing(own))
-            kl = _divergence(name, expected, own.logits_read)
+            own = stack.enter_context(closing(LlamaContext(llama, kv_type, context, token_ids, rounds + 1)))
+            kl = divergence(kv_type, expected, own.logits_read)
+            name = f"llama.cpp {kv_type}"
             held[name] = {"bytes": states_bytes(states, context, kv_type), "kl_after_reading": kl}
             functions[name] = own.step
-        return _rows("step", functions, rounds, seconds, held, {"context": context})
+        numbered = {name: lambda number, each=each: each() for name, each in functions.items()}
+        clock = partial(time_call, device=torch.device("cpu"))
+        measured = take_turns(numbered, clock, rounds, warm_up=1, seconds=seconds)
+    first = statistics.median(next(iter(measured.values())))
+    for name, times in measured.items():
+        speed = first / statistics.median(times)
+        yield {
+            "part": "step",
+            "context": context,
+            "cache": name,
+            **spread(times),
+            "speed_against_first": speed,
+            **held[name],
+        }
 
 
-def _divergence(name: str, expected: torch.Tensor, logits: torch.Tensor) -> float:
+def divergence(kv_type: str, expected: torch.Tensor, logits: torch.Tensor) -> float:
     """Computes the KL of llama.cpp's next token from Transformers', in nats."""
     kl = float((expected.exp() * (expected - logits.log_softmax(-1))).sum())
     # Not `>`: NaN has to fail
-    if not kl < (_MOST_KL_F16 if name == llama_name("f16") else _MOST_KL):
-        raise MismatchError(f"{name} is {kl:.2f} nats from Transformers after the same text: not timed")
+    if not kl < (_MOST_KL_F16 if kv_type == "f16" else _MOST_KL):
+        raise MismatchError(f"llama.cpp {kv_type} is {kl:.2f} nats from Transformers after the same text: not timed")
     return kl
-
-
-def time_attention(
-    heads: Mapping[str, int],
-    context: int,
-    caches: Sequence[str],
-    kv_types: Sequence[str],
-    rounds: int,
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """Times attention alone over `context` random tokens: dense, from GEAR's storage, and llama.cpp's."""
-    contest = Contest(Shape(context=context, **heads), torch.float32, _CPU)
-    for spec in caches:
-        contest.add(spec)
-    names = (contest.dense_name, *caches)
-    functions = {name: contest.functions[name] for name in names}
-    held: dict[str, dict[str, Any]] = {name: {"bytes": contest.num_bytes[name]} for name in names}
-    dense = contest.functions[contest.dense_name]().flatten()
-    with ExitStack() as stack:
-        for kv_type in kv_types:
-            name = llama_name(kv_type)
-            own = GgmlAttention(contest.query, contest.keys, contest.values, kv_type, torch.get_num_threads())
-            stack.enter_context(closing(own))
-            own()
-            error = float((own.output().flatten() - dense).norm() / dense.norm())
-            if not error < _MOST_ERROR:
-                raise MismatchError(f"{name} is wrong by {error:.1e}: not timed")
-            functions[name] = own
-            num_bytes = states_bytes([(contest.keys, contest.values)], context, kv_type)
-            held[name] = {"bytes": num_bytes, "relative_error": error}
-        return _rows("attention", functions, rounds, seconds, held, {"context": context, **heads})
 
 
 def states_bytes(states: States, context: int, kv_type: str) -> int:
@@ -147,48 +282,16 @@ def states_bytes(states: States, context: int, kv_type: str) -> int:
     return int(numbers * context * KV_TYPES[kv_type].bits / 8)
 
 
-def _rows(
-    part: str,
-    functions: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    seconds: float,
-    held: Mapping[str, Mapping[str, Any]],
-    where: Mapping[str, int],
-) -> list[dict[str, Any]]:
-    """Times functions in turns, each called once before that; makes a row of each."""
-    numbered = {name: lambda number, each=each: each() for name, each in functions.items()}
-    measured = take_turns(numbered, partial(time_call, device=_CPU), rounds, warm_up=1, seconds=seconds)
-    first = statistics.median(next(iter(measured.values())))
-    return [
-        {
-            "part": part,
-            **where,
-            "cache": name,
-            **spread(times),
-            "speed_against_first": first / statistics.median(times),
-            **held[name],
-        }
-        for name, times in measured.items()
-    ]
-
-
 @benchmark("llama-cpp")
 @torch.inference_mode()
 def benchmark_llama_cpp(
     text_file: Annotated[Path, typer.Option(help="A text, of which up to 512 tokens are read.")],
-    part: Annotated[list[str], typer.Option(help="step or attention; repeatable.")] = ["step", "attention"],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,... whose steps are timed; repeatable.")] = [
         "quanto-4bit",
         "hqq-4bit",
         "gear-k4v3",
         "gear-t22",
         "gear",
-    ],
-    attention_cache: Annotated[list[str], typer.Option(help="A GEAR preset whose attention is; repeatable.")] = [
-        "gear-k4v3:value_nbits=4",
-        "gear-k4v3",
-        "gear-k4v3:nbits=3,value_nbits=2",
-        "gear-t22",
     ],
     kv_type: Annotated[list[str], typer.Option(help="f16, q8_0, q5_1, q5_0, q4_1 or q4_0; repeatable.")] = [
         "f16",
@@ -199,48 +302,36 @@ def benchmark_llama_cpp(
     model: ModelOption = "smollm2",
     gguf: Annotated[Path | None, typer.Option(help="The same weights; made in float32 of a short name's.")] = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [1024, 4096, 16384],
-    rounds: Annotated[int, typer.Option(help="Steps of each that a median is over; twice of attention.", min=3)] = 20,
+    rounds: Annotated[int, typer.Option(help="Steps of each that a median is over.", min=3)] = 20,
     seconds: Annotated[float, typer.Option(help="After these, three rounds are enough in one context.", min=0)] = 10.0,
     num_threads: NumThreadsOption = None,
     limit: Annotated[float, typer.Option(help="Seconds after which no further context is begun.", min=0)] = 3600.0,
 ) -> Iterator[Found]:
-    """Time steps and attention beside llama.cpp. The same weights in float32; all take turns.
+    """Time decode steps beside llama.cpp. The same weights in float32; all take turns.
 
     Needs the extra `llama-cpp`. Caches are filled by repeating what was read.
 
     \b
     Examples:
         kvcache-plugins bench llama-cpp --text-file book.txt --num-threads 1 --out llama_cpp.json
-        kvcache-plugins bench llama-cpp --text-file book.txt --part attention --kv-type q4_0 --context 4096
+        kvcache-plugins bench llama-cpp --text-file book.txt --kv-type q4_0 --context 4096
     """
-    for name, values, accepted in (("part", part, PARTS), ("kv_type", kv_type, tuple(KV_TYPES))):
-        for value in values:
-            check_choice(name, value, accepted)
-    check_caches(attention_cache)
+    for value in kv_type:
+        check_choice("kv_type", value, tuple(KV_TYPES))
     specs = with_reference(check_caches(cache))
     bindings = import_llama_cpp()
     yield Settings(dtype="float32")
     yield Content(versions={"llama-cpp-python": metadata.version("llama-cpp-python")})
-    measurements: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = []
-    with ExitStack() as stack:
-        if "step" in part:
-            weights = gguf or float32_gguf(model)
-            text = read_text(text_file, "text_file")
-            network, tokenizer = load_for_evaluation(model, dtype="float32", device="cpu")
-            token_ids = tokenizer(text, return_tensors="pt").input_ids[:, :_TOKENS_READ]
-            llama = stack.enter_context(closing(LlamaModel(bindings, weights)))
-            held = network, llama, token_ids[0].tolist(), read_states(network, token_ids)
-            for length in context:
-                step = partial(time_steps, *held, length, specs, kv_type, rounds, seconds)
-                measurements.append((f"steps over {length} tokens", step))
-        if "attention" in part:
-            for heads, length in product(_HEADS, [length for length in context if length % _GROUP == 0]):
-                alone = partial(time_attention, heads, length, attention_cache, kv_type, 2 * rounds, seconds)
-                measurements.append((f"attention over {length} tokens", alone))
-        start = time.perf_counter()
-        for what, measure in measurements:
+    weights = gguf or float32_gguf(model)
+    text = read_text(text_file, "text_file")
+    network, tokenizer = load_for_evaluation(model, dtype="float32", device="cpu")
+    token_ids = tokenizer(text, return_tensors="pt").input_ids[:, :_TOKENS_READ]
+    states, start = read_states(network, token_ids), time.perf_counter()
+    with closing(LlamaModel(bindings, weights)) as llama:
+        for length in context:
             if time.perf_counter() - start > limit:
-                yield Failure(what, f"{limit:.0f} seconds were over")
+                yield Failure(f"steps over {length} tokens", f"{limit:.0f} seconds were over")
                 continue
-            say(what)
-            yield from measure()
+            say(f"steps over {length} tokens")
+            own = token_ids[0].tolist()
+            yield from time_steps(network, llama, own, states, length, specs, kv_type, rounds, seconds)

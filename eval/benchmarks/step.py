@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,35 +43,26 @@ from kvcache_plugins.reports.memory import measure_memory
 _TOKENS_READ = 512
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heads:
-    """Heads of a random model: `num_heads` for keys and values, with `groups` query heads each."""
-
-    num_heads: int
-    groups: int
-    head_dim: int = 64
-    num_layers: int = 6
-
-    def config(self) -> LlamaConfig:
-        """Makes the config of a model of these heads, with SmolLM2's other proportions."""
-        hidden_size = self.num_heads * self.groups * self.head_dim if self.head_dim == 64 else 1024
-        return LlamaConfig(
-            hidden_size=hidden_size,
-            intermediate_size=hidden_size * 8 // 3,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads * self.groups,
-            num_key_value_heads=self.num_heads,
-            head_dim=self.head_dim,
-            vocab_size=9830,
-            max_position_embeddings=32768,
-        )
+def make_config(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> LlamaConfig:
+    """Makes the config of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
+    hidden_size = num_heads * groups * head_dim if head_dim == 64 else 1024
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads * groups,
+        num_key_value_heads=num_heads,
+        head_dim=head_dim,
+        vocab_size=9830,
+        max_position_embeddings=32768,
+    )
 
 
 SHAPES = {
-    "mha": Heads(num_heads=9, groups=1),
-    "gqa-3": Heads(num_heads=3, groups=3),
-    "gqa-4": Heads(num_heads=8, groups=4, head_dim=128, num_layers=2),
-    "mqa": Heads(num_heads=1, groups=9),
+    "mha": partial(make_config, num_heads=9, groups=1),
+    "gqa-3": partial(make_config, num_heads=3, groups=3),
+    "gqa-4": partial(make_config, num_heads=8, groups=4, head_dim=128, num_layers=2),
+    "mqa": partial(make_config, num_heads=1, groups=9),
 }
 
 
@@ -131,19 +121,6 @@ def step_rows(
     ]
 
 
-def bin_rows(
-    seconds: Mapping[str, Sequence[float]], caches: Mapping[str, Cache], context: int, length: int
-) -> list[dict[str, Any]]:
-    """Makes a row for each cache, with medians over bins of consecutive steps."""
-    rows = []
-    for name, times in seconds.items():
-        starts = range(0, len(times) - length + 1, length)
-        bins = [{"context": context + at + length // 2, **spread(times[at : at + length])} for at in starts]
-        held = measure_memory(caches[name]).total_bytes
-        rows.append({"cache": name, "bins": bins, "stats": cache_stats(caches[name]), "bytes": held})
-    return rows
-
-
 @benchmark("step", "Decode steps of {model}, {dtype}")
 @torch.inference_mode()
 def benchmark_steps(
@@ -167,9 +144,6 @@ def benchmark_steps(
     num_layers: Annotated[
         int | None, typer.Option(help="Keep the model's first layers only, to save time.", min=1)
     ] = None,
-    bin_length: Annotated[
-        int | None, typer.Option(help="Medians over bins of so many steps: does a long decode slow down?", min=3)
-    ] = None,
     seconds: Annotated[float | None, typer.Option(help="After these, three steps are enough in one place.")] = None,
     max_gigabytes: Annotated[
         float | None, typer.Option(help="Places where a dense cache takes more are left out.")
@@ -186,7 +160,6 @@ def benchmark_steps(
         kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt
         kvcache-plugins bench step --cache dynamic --cache gear --context 65536 --read 4096 --text-file book.txt
         kvcache-plugins bench step --cache gear --shape mqa --shape gqa-4 --num-threads 1 --num-threads 2
-        kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --steps 5000 --bin-length 500
     """
     for each in shape or ():
         check_choice("shape", each, tuple(SHAPES))
@@ -194,14 +167,12 @@ def benchmark_steps(
         parse_dtype(each)
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
-    if bin_length is not None and steps < bin_length:
-        raise ValueError(f"`steps` has to be at least `bin_length`, {bin_length}, but got {steps}")
     text = "" if text_file is None or shape else read_text(text_file, "text_file")
     specs, threads = with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    yield Content(benchmark="decode" if bin_length else "shapes" if shape else "step")
+    yield Content(benchmark="shapes" if shape else "step")
     start = time.perf_counter()
     kinds: list[str | None] = [*shape] if shape else [None]
     precisions: list[str | None] = [*dtype] if dtype else [None]
@@ -211,7 +182,7 @@ def benchmark_steps(
             network, tokenizer = load_for_evaluation(model, precision)
             token_ids = read_tokens(tokenizer, text, num_read + num_fed, network.device)
         else:
-            network = random_model(SHAPES[kind].config(), parse_dtype(precision or "float32"))
+            network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
             token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
         if num_layers is not None:
             _keep_layers(network, num_layers)
@@ -241,9 +212,6 @@ def benchmark_steps(
             for number, part in zip(threads, fed.split(steps, dim=1), strict=True):
                 torch.set_num_threads(number)
                 times, errors = time_steps(network, caches, part, seconds=seconds or float("inf"))
-                if bin_length is not None:
-                    yield from bin_rows(times, caches, length, bin_length)
-                    continue
                 place: dict[str, Any] = {"batch_size": size, "num_threads": number}
                 place |= {"dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}

@@ -7,8 +7,6 @@ own:
     again        a document, once more, once more with its files out of the page cache, and another document that
                  shares three quarters with it
     questions    a document with one question after another, in one process, and in a second one
-    documents    three documents taking turns, a process each
-    chat         a conversation whose process ends after every turn
 
 The way `none` takes the same time for every prompt, and a long one: with `unaided` it answers only the first of each
 scenario, and rows say how many there are. What a store has given has to be what reading has given, to the last token,
@@ -23,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,23 +47,13 @@ from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import check_caches
 
 
+SCENARIOS = ("again", "questions")
 BASELINES = ("none", "pickle")
 # More than a block of a store, so that compressed states are attended to
 _WARM_UP = 300
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """Tokens of a document, a question and an answer, and how many questions and turns there are."""
-
-    document: int
-    questions: int
-    question_tokens: int
-    turns: int
-    new_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Visit:
     """Prompts that one process answers: what they are called, and whether the page cache knows their files."""
 
@@ -74,58 +62,33 @@ class Visit:
     is_cold: bool = False
 
 
-def _again(text: list[int], sizes: Sizes) -> list[Visit]:
-    document, shared = text[: sizes.document], sizes.document * 3 // 4
-    other = document[:shared] + text[sizes.document : 2 * sizes.document - shared]
-    visits = [Visit(name="first", prompts=[document]), Visit(name="second", prompts=[document])]
-    visits.append(Visit(name="second, cold", prompts=[document], is_cold=True))
-    return [*visits, Visit(name="shares 3/4", prompts=[other])]
-
-
-def _questions(text: list[int], sizes: Sizes) -> list[Visit]:
-    starts = [sizes.document + number * sizes.question_tokens for number in range(sizes.questions)]
-    prompts = [text[: sizes.document] + text[start : start + sizes.question_tokens] for start in starts]
-    return [Visit(name="first", prompts=prompts), Visit(name="second", prompts=prompts)]
-
-
-def _documents(text: list[int], sizes: Sizes) -> list[Visit]:
-    documents = [text[start : start + sizes.document] for start in range(0, 3 * sizes.document, sizes.document)]
-    return [Visit(name=name, prompts=[each]) for name in ("first", "second") for each in documents]
-
-
-def _chat(text: list[int], sizes: Sizes) -> list[Visit]:
-    ends = range(sizes.question_tokens, sizes.turns * sizes.question_tokens + 1, sizes.question_tokens)
-    return [Visit(name="turn", prompts=[text[: sizes.document + end]]) for end in ends]
-
-
-SCENARIOS: dict[str, Callable[[list[int], Sizes], list[Visit]]] = {
-    "again": _again,
-    "questions": _questions,
-    "documents": _documents,
-    "chat": _chat,
-}
+def visits_of(scenario: str, text: list[int], document: int, questions: int, question_tokens: int) -> list[Visit]:
+    """Cuts the prompts of a scenario out of a text."""
+    own = text[:document]
+    if scenario == "questions":
+        starts = range(document, document + questions * question_tokens, question_tokens)
+        prompts = [own + text[start : start + question_tokens] for start in starts]
+        return [Visit("first", prompts), Visit("second", prompts)]
+    shared = document * 3 // 4
+    other = own[:shared] + text[document : 2 * document - shared]
+    named = [Visit("first", [own]), Visit("second", [own]), Visit("second, cold", [own], is_cold=True)]
+    return [*named, Visit("shares 3/4", [other])]
 
 
 @benchmark("store")
 def benchmark_store(
-    text_file: Annotated[Path, typer.Option(help="A text of three documents' tokens at least.")],
+    text_file: Annotated[Path, typer.Option(help="A text of two documents' tokens at least.")],
     way: Annotated[list[str], typer.Option(help="none, pickle, or a GEAR cache's NAME; repeatable.")] = [
         "none",
         "pickle",
         "gear",
         "gear-4bit",
     ],
-    scenario: Annotated[list[str], typer.Option(help="again, questions, documents or chat; repeatable.")] = [
-        "again",
-        "questions",
-        "documents",
-        "chat",
-    ],
+    scenario: Annotated[list[str], typer.Option(help="again or questions; repeatable.")] = ["again", "questions"],
     model: ModelOption = "smollm2",
     document: Annotated[int, typer.Option(help="Tokens of a document.", min=8)] = 8000,
     questions: Annotated[int, typer.Option(help="Questions to a document.", min=1)] = 20,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of a question, or of a turn.", min=1)] = 32,
-    turns: Annotated[int, typer.Option(help="Turns of a chat.", min=1)] = 12,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 32,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
     unaided: Annotated[
         int | None, typer.Option(help="Prompts of a scenario that `none` answers at most; all if not given.", min=1)
@@ -143,55 +106,43 @@ def benchmark_store(
         kvcache-plugins bench store --text-file book.txt --scenario again --way gear --document 2000
     """
     for each in scenario:
-        check_choice("scenario", each, tuple(SCENARIOS))
+        check_choice("scenario", each, SCENARIOS)
     check_caches([each for each in way if each not in BASELINES])
-    sizes = Sizes(
-        document=document,
-        questions=questions,
-        question_tokens=question_tokens,
-        turns=turns,
-        new_tokens=new_tokens,
-    )
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     text = tokenizer(read_text(text_file, "text_file")).input_ids
-    needed = max(3 * document, document + max(questions, turns) * question_tokens)
+    needed = document + max(document, questions * question_tokens)
     if len(text) < needed:
         raise ValueError(f"the text has {len(text)} tokens, but {needed} are needed")
     yield Content(device=torch.device(default_device()))
     for name in scenario:
         for each in way:
-            visits = SCENARIOS[name](text, sizes)
+            visits = visits_of(name, text, document, questions, question_tokens)
             all_prompts = sum(len(visit.prompts) for visit in visits)
-            if each == "none" and unaided is not None:
-                visits = _first_prompts(visits, unaided)
-            for row in _measure(name, each, visits, model, new_tokens, num_threads):
+            left = unaided if each == "none" and unaided is not None else all_prompts
+            request = {"model": model, "way": each, "new_tokens": new_tokens, "num_threads": num_threads}
+            kept = []
+            for visit in visits:
+                kept.append(replace(visit, prompts=visit.prompts[:left]))
+                left -= len(kept[-1].prompts)
+            for row in _measure(name, request, [visit for visit in kept if visit.prompts]):
                 yield {**row, "prompts_of_scenario": all_prompts}
 
 
-def _first_prompts(visits: Sequence[Visit], count: int) -> list[Visit]:
-    """Makes the beginnings of visits, `count` prompts in all."""
-    kept = []
-    for visit in visits:
-        prompts = visit.prompts[:count]
-        count -= len(prompts)
-        if prompts:
-            kept.append(replace(visit, prompts=prompts))
-    return kept
-
-
-def _measure(
-    scenario: str, way: str, visits: Sequence[Visit], model: str, new_tokens: int, num_threads: int | None
-) -> Iterator[dict[str, Any]]:
+def _measure(scenario: str, request: dict[str, Any], visits: Sequence[Visit]) -> Iterator[dict[str, Any]]:
     known: dict[tuple[int, ...], list[int]] = {}
+    way = request["way"]
     with tempfile.TemporaryDirectory() as folder:
         for visit in visits:
-            if visit.is_cold:
-                _forget_pages(Path(folder))
-            request: dict[str, Any] = {"model": model, "way": way, "folder": folder, "prompts": visit.prompts}
-            request |= {"new_tokens": new_tokens, "num_threads": num_threads}
-            for number, answer in enumerate(_run_process(request)):
-                tokens, prompt = answer.pop("tokens"), tuple(visit.prompts[number])
-                if known.setdefault(prompt, tokens) != tokens and way not in BASELINES:
+            files = [path for path in Path(folder).rglob("*") if path.is_file()]
+            for path in files if visit.is_cold else ():
+                # The system's page cache forgets what is on the disk already
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            answers = _run_process({**request, "folder": folder, "prompts": visit.prompts})
+            for prompt, answer in zip(visit.prompts, answers, strict=True):
+                tokens = answer.pop("tokens")
+                if known.setdefault(tuple(prompt), tokens) != tokens and way not in BASELINES:
                     raise RuntimeError(f"`{way}` has answered a prompt of `{scenario}` in two ways: one is wrong")
                 say(f"{scenario}, {way}, {visit.name}: first token after {answer['first_token_s']:.2f} s")
                 row = {"scenario": scenario, "way": way, "visit": visit.name, **answer, "load": os.getloadavg()[0]}
@@ -210,15 +161,6 @@ def _run_process(request: dict[str, Any]) -> list[dict[str, Any]]:
         raise RuntimeError(f"a process that answers prompts has failed: {done.stderr.strip().splitlines()[-1:]}")
     answers: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return answers
-
-
-def _forget_pages(folder: Path) -> None:
-    """Has the system's page cache forget files, which are on the disk already."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # What a process that answers prompts does
@@ -283,30 +225,23 @@ def _answer(
 
 
 def _cache_of(model: PreTrainedModel, way: str, folder: Path, input_ids: torch.Tensor) -> tuple[Cache, int]:
-    if way == "none":
-        return DynamicCache(config=model.config), 0
-    if way == "pickle":
-        cache = _read_pickle(model, folder / "cache.pickle", input_ids)
-        return cache, cache.get_seq_length()
-    store = PromptStore(folder)
-    made = store.cache_for(model, input_ids, way)
-    num_saved = made.get_seq_length()
-    store.prefill(model, made, input_ids)
-    return made, num_saved
-
-
-def _read_pickle(model: PreTrainedModel, path: Path, input_ids: torch.Tensor) -> Cache:
-    if not path.exists():
-        return DynamicCache(config=model.config)
-    with path.open("rb") as file:
-        known, cache = pickle.load(file)
-    length = min(known.shape[1], input_ids.shape[1] - 1)
-    num_same = int((known[0, :length] == input_ids[0, :length]).long().cumprod(dim=0).sum())
-    if not num_same:
-        return DynamicCache(config=model.config)
-    if num_same < cache.get_seq_length():
-        cache.crop(num_same - cache.get_seq_length())
-    return cache
+    if way not in BASELINES:
+        store = PromptStore(folder)
+        made = store.cache_for(model, input_ids, way)
+        num_saved = made.get_seq_length()
+        store.prefill(model, made, input_ids)
+        return made, num_saved
+    path = folder / "cache.pickle"
+    if way == "pickle" and path.exists():
+        with path.open("rb") as file:
+            known, cache = pickle.load(file)
+        length = min(known.shape[1], input_ids.shape[1] - 1)
+        num_same = int((known[0, :length] == input_ids[0, :length]).long().cumprod(dim=0).sum())
+        if num_same:
+            if num_same < cache.get_seq_length():
+                cache.crop(num_same - cache.get_seq_length())
+            return cache, num_same
+    return DynamicCache(config=model.config), 0
 
 
 if __name__ == "__main__":

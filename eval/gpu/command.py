@@ -2,11 +2,10 @@
 
     kvcache-plugins bench gpu --out FOLDER
 
-Eight parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
 - `checks`: the kernels' tests, on the GPU;
 - `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
-- `coding`: prompts and chunks of tokens coded as rows, by kernels, in plain PyTorch, and states only copied;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: the same steps of GEAR caches as CUDA graphs, beside those without;
@@ -33,7 +32,7 @@ from kvcache_plugins.eval.benchmarks.kernels import Shape
 from kvcache_plugins.option_checks import check_choice
 
 from .memory_parts import measure_offloading, search_largest_batches
-from .parts import llama, run_presets, run_tests, time_attention, time_captured, time_coding, time_whole_steps
+from .parts import llama, run_presets, run_tests, time_attention, time_captured, time_whole_steps
 from .report import PartialReport, Run, TimeBox, TimeIsUpError
 
 
@@ -41,8 +40,7 @@ from .report import PartialReport, Run, TimeBox, TimeIsUpError
 PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "checks": (run_tests, 0.16),
     "presets": (run_presets, 0.14),
-    "coding": (time_coding, 0.04),
-    "attention": (time_attention, 0.16),
+    "attention": (time_attention, 0.20),
     "step": (time_whole_steps, 0.14),
     "captured": (time_captured, 0.11),
     "infinigen": (measure_offloading, 0.13),
@@ -57,7 +55,6 @@ TINY: dict[str, dict[str, Any]] = {
         "model": _SMALL,
         "tokens": (70, 64, 1),
     },
-    "coding": {"caches": ("gear-t25",), "model": _SMALL, "tokens": (70, 9)},
     "attention": {
         "shapes": {"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
         "caches": ("gear-2bit", "gear-l-2bit", "gear-t25"),

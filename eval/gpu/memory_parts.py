@@ -30,12 +30,14 @@ from kvcache_plugins.registry import create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import measure_memory
 
 from .parts import LLAMA_8B, STEPS, Fields, build_llama, llama, open_report, random_tokens
-from .report import PartialReport, Run, TimeBox, TimeIsUpError
+from .report import PartialReport, Run, TimeBox
 
 
 RESIDENT = ", all resident"
 # Tokens decoded before those that are timed: kernels are compiled, a run of tokens moves into the pool
 _WARM_STEPS = 3
+# Of the batch that would fill the budget with its caches alone
+SHARES = (1.0, 0.975, 0.95, 0.925, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4, 0.2, 0.0)
 LLAMA_2_7B = llama(32000, 4096, 11008, 32, 32, 32, 65536)
 
 
@@ -231,63 +233,29 @@ def run_batch(
     }
 
 
-def find_largest(
-    try_batch: Callable[[int], dict[str, Any] | None], first: int, too_many: int, box: TimeBox, precision: float = 0.02
-) -> dict[str, Any] | None:
-    """
-    Halves the interval between what fits and what does not, beginning with `first`.
-
-    Args:
-        try_batch (`Callable`): gives a row for a batch size that fits, else `None`.
-        first (`int`): tried first, at least 1.
-        too_many (`int`): a batch size known not to fit.
-        box (`TimeBox`): a trial is begun only if there is time for one and a half of the longest so far.
-        precision (`float`, *optional*, defaults to 0.02): share of the batch up to which it is determined.
-
-    Returns:
-        The row of the largest batch that fitted, with `trials` and whether the `search` came to its end; `None` if
-        not even one sequence fits.
-
-    Raises:
-        TimeIsUpError: if time was up before anything fitted.
-    """
-    low, high, best = 0, too_many, None
-    trials: list[list[int | bool]] = []
-    candidate, search = min(first, too_many - 1), "complete"
-    while high - low > max(1, int(precision * low)) and candidate > low:
-        try:
-            with box.step():
-                row = try_batch(candidate)
-        except TimeIsUpError:
-            if best is None:
-                raise
-            search = "cut short: time"
-            break
-        trials.append([candidate, row is not None])
-        if row is None:
-            high = candidate
-        else:
-            low, best = candidate, row
-        candidate = (low + high) // 2
-    return None if best is None else {**best, "trials": trials, "search": search}
-
-
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any] | None:
-    """Measures the largest batch for a cache that `create` makes: see `run_batch` and `find_largest`."""
+    """
+    Measures the largest batch for a cache that `create` makes, see `run_batch`.
 
-    def try_batch(batch_size: int) -> dict[str, Any] | None:
-        budget.start()
-        return run_batch(model, create(), batch_size, context, steps, budget)
-
+    What the cache of one sequence holds says how many would fit if nothing else were allocated. Shares of that, see
+    `SHARES`, are tried until one fits. `trials` of the row are all that were; `None` if not even one sequence fits.
+    """
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)
     if one is None:
         return None
-    # The bytes that the caches alone hold are a bound
-    most = int(available // one["cache_bytes"])
-    return find_largest(try_batch, max(1, int(0.95 * available / one["cache_bytes"])), most + 1, box)
+    trials: list[tuple[int, bool]] = []
+    sizes = (int(share * available / one["cache_bytes"]) for share in SHARES)
+    for size in dict.fromkeys(max(size, 1) for size in sizes):
+        with box.step():
+            budget.start()
+            row = run_batch(model, create(), size, context, steps, budget)
+        trials.append((size, row is not None))
+        if row is not None:
+            return {**row, "trials": trials}
+    return None
 
 
 @torch.inference_mode()
@@ -323,5 +291,5 @@ def search_largest_batches(
             report.add(
                 {"cache": name, **row, "throughput_against_first": ratio},
                 f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "
-                f"peak {row['peak_bytes'] / 2**30:.2f} GiB, search {row['search']}",
+                f"peak {row['peak_bytes'] / 2**30:.2f} GiB",
             )

@@ -1,11 +1,11 @@
-"""Parts of `bench gpu`: checks, attention, coding and steps. What is timed was held against plain PyTorch before."""
+"""Parts of `bench gpu`: checks, attention and steps. What is timed was held against plain PyTorch before."""
 
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -16,16 +16,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
-from kvcache_plugins.eval.harness import cache_stats, spread, time_call, time_on_gpu
+from kvcache_plugins.eval.harness import cache_stats, time_call
 from kvcache_plugins.gear.cache import GEARCache
 from kvcache_plugins.gear.captured_steps import CapturedSteps
-from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close_layers, require_same_rows
+from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
-from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache, describe_caches
 
@@ -79,8 +76,6 @@ STEPS = 72
 _TEST_PROCESSES = "8"
 # Presets in calibrated bases, and the tokens that a calibration is made of
 _CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
-# Times that coding is timed, and bytes that are copied before that: more than a GPU's cache holds
-_ROUNDS, _AHEAD_BYTES = 20, 2**28
 # Of decoded tokens, whose capacity is reserved from the beginning
 _CAPACITY = 1024
 
@@ -162,75 +157,6 @@ def create_preset(name: str, model: PreTrainedModel) -> Cache:
 @lru_cache(maxsize=1)
 def _calibrate(model: PreTrainedModel) -> Any:
     return calibrate_transform(model, [random_tokens(model, _CALIBRATION_TOKENS)[0]], num_draws=1)
-
-
-def time_coding(
-    run: Run,
-    caches: Sequence[str] = ("gear-t25", "gear-t16", "gear-c16", "gear-t22", "gear-t30"),
-    model: Fields = TWO_LAYERS,
-    tokens: Sequence[int] = (8192, 20),
-) -> None:
-    """Times a prompt and a chunk of tokens coded by kernels and plain PyTorch, and copied, if coded right."""
-    report, network = open_report(run, "coding", "coding", model, tokens=tokens), build_llama(model, run.device)
-    for name in caches:
-        with report.attempt(name), run.box.step():
-            cache = create_preset(name, network)
-            with torch.inference_mode():
-                _time_coding_of(name, cache, network, tokens, report)
-
-
-def _time_coding_of(
-    name: str, cache: Cache, model: PreTrainedModel, tokens: Sequence[int], report: PartialReport
-) -> None:
-    layer, keys, values = _fill_layer(cache, model, max(tokens))
-    codec = layer.codec
-    assert codec is not None
-    start = layer.blocks[0].start
-    positions = Positions(start)
-    for count in tokens:
-        own = [each[:, :, start : start + count] for each in (keys, values)]
-        encode = partial(codec.encode, *own, positions)
-        found = require_same_rows(f"{name}, {count} tokens", codec, *own, positions)
-        ways: dict[str, Callable[[], Any]] = {
-            "kernels": encode,
-            "plain": partial(_in_plain_pytorch, encode),
-            "copy": partial(torch._foreach_copy_, [torch.empty_like(each) for each in own], own),
-        }
-        for way, function in ways.items():
-            timing = spread(_time_coding(function, model.device))
-            row = {"cache": name, "tokens": own[0].shape[2], "way": way, "different_rows": found, **timing}
-            report.add(row, f"{name}, {row['tokens']} tokens, {way}: {1e3 * timing['median_s']:.3f} ms")
-
-
-def _fill_layer(
-    cache: Cache, model: PreTrainedModel, count: int
-) -> tuple[CompressedLayer, torch.Tensor, torch.Tensor]:
-    """Has the first layer of a cache code a prompt of random states; returns these too."""
-    config, layer = model.config, cache.layers[0]
-    assert isinstance(layer, CompressedLayer)
-    head_dim = config.hidden_size // config.num_attention_heads
-    size = config.num_key_value_heads, count + layer.packing.num_sink_tokens, head_dim
-    keys, values = torch.randn(2, 1, *size, device=model.device).to(DTYPE)
-    keys = keys * torch.rand(1, size[0], 1, head_dim, device=model.device).to(DTYPE)
-    layer.update(keys, values)
-    query = torch.randn(1, config.num_attention_heads, *size[1:], device=model.device).to(DTYPE)
-    layer.on_exact_attention(AttentionCall(query, is_causal=True))
-    layer.settle_prompt()
-    return layer, keys, values
-
-
-def _in_plain_pytorch(function: Callable[[], Any]) -> None:
-    with plain_pytorch():
-        function()
-
-
-def _time_coding(function: Callable[[], Any], device: torch.device) -> list[float]:
-    if device.type != "cuda":
-        return [time_call(function, device)]
-    function()
-    source = torch.empty(_AHEAD_BYTES // 4, device=device)
-    ahead = partial(torch.empty_like(source).copy_, source)
-    return [time_on_gpu(function, ahead) for _ in range(_ROUNDS)]
 
 
 @torch.inference_mode()

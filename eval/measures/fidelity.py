@@ -18,16 +18,16 @@ below, whose outputs it is fed with: it is what reaches the residual stream.
 import inspect
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
@@ -69,9 +69,8 @@ class WindowScore:
 
     Args:
         num_scored (`int`): Scored tokens.
-        nll (`float`): Negative log-likelihood of the text through the cache, in nats, summed.
-        dense_nll (`float`): The same through the dense cache.
-        kl (`float`): KL(dense || cache) of the next-token distributions, in nats, summed.
+        nll, dense_nll (`float`): Negative log-likelihood of the text through the cache and the dense one, in nats.
+        kl (`float`): KL(dense || cache) of the next-token distributions, in nats.
         num_agreeing (`int`): Positions whose most likely token is the dense cache's.
         first_difference (`int`, *optional*): The first position where it is not, if there is one.
         position_kl (`tuple[float, ...]`): KL of each position.
@@ -84,16 +83,6 @@ class WindowScore:
     num_agreeing: int
     first_difference: int | None = None
     position_kl: tuple[float, ...] = ()
-
-    @property
-    def mean_kl(self) -> float:
-        """Mean KL(dense || cache) of the window's positions."""
-        return self.kl / self.num_scored
-
-    @property
-    def ppl_ratio(self) -> float:
-        """The window's perplexity as a multiple of the dense cache's."""
-        return math.exp((self.nll - self.dense_nll) / self.num_scored)
 
 
 @torch.no_grad()
@@ -112,7 +101,7 @@ def continuation_logits(
     token_ids: torch.Tensor,
     cache: Cache,
     chunk: int | None = None,
-    after_forward: Callable[[], None] | None = None,
+    after_forward: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """
     Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`.
@@ -130,12 +119,10 @@ def continuation_logits(
     length_before = cache.get_seq_length()
     if length_before == 0:
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
-    parts = token_ids.to(model.device).split(chunk or token_ids.numel())
     logits = []
-    for part in parts:
+    for part in token_ids.to(model.device).split(chunk or token_ids.numel()):
         logits.append(model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0])
-        if after_forward is not None:
-            after_forward()
+        after_forward()
     check_length(cache, length_before + token_ids.numel())
     return torch.cat(logits)
 
@@ -145,13 +132,10 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
     nll = dense_nll = 0.0
     agreeing: list[bool] = []
     position_kl: list[float] = []
-    rows = zip(
-        dense_logits.split(_ROWS_AT_A_TIME), logits.split(_ROWS_AT_A_TIME), targets.split(_ROWS_AT_A_TIME), strict=True
-    )
-    for dense_rows, cache_rows, target_rows in rows:
+    rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
+    for dense_rows, cache_rows, target_rows in zip(*rows, strict=True):
         dense_log_probs = F.log_softmax(dense_rows.double(), dim=-1)
         log_probs = F.log_softmax(cache_rows.double(), dim=-1)
-        target_rows = target_rows.to(log_probs.device)
         dense_nll += F.nll_loss(dense_log_probs, target_rows, reduction="sum").item()
         nll += F.nll_loss(log_probs, target_rows, reduction="sum").item()
         position_kl += F.kl_div(log_probs, dense_log_probs, reduction="none", log_target=True).sum(dim=-1).tolist()
@@ -167,15 +151,12 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
     )
 
 
-@dataclass
-class AttentionOutputs:
+class AttentionOutputs(defaultdict[int, list[torch.Tensor]]):
     """Outputs of the attention modules of a model by layer: parts of `[tokens, hidden_size]`."""
-
-    parts: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def by_layer(self) -> list[torch.Tensor]:
         """Joins the outputs of each layer, `[tokens, hidden_size]`."""
-        return [torch.cat(self.parts[index]) for index in sorted(self.parts)]
+        return [torch.cat(self[index]) for index in sorted(self)]
 
 
 @contextmanager
@@ -185,20 +166,19 @@ def record_attention(model: PreTrainedModel) -> Iterator[AttentionOutputs]:
 
     Nothing is recorded of a model whose attention modules are not known: its other measures are worth having.
     """
-    recorded = AttentionOutputs()
+    recorded = AttentionOutputs(list)
     try:
         modules = find_attention_modules(model)
     except ValueError:
         modules = {}
 
-    def record(index: int, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        recorded.parts.setdefault(index, []).append(states[0].detach())
+    def listen(index: int) -> Callable[..., None]:
+        def record(module: object, inputs: object, output: Any) -> None:
+            recorded[index].append((output[0] if isinstance(output, tuple) else output)[0].detach())
 
-    def listen(index: int, module: nn.Module) -> Any:
-        return module.register_forward_hook(lambda module, inputs, output: record(index, output))
+        return record
 
-    handles = [listen(index, module) for index, module in modules.items()]
+    handles = [module.register_forward_hook(listen(index)) for index, module in modules.items()]
     try:
         yield recorded
     finally:
@@ -206,22 +186,17 @@ def record_attention(model: PreTrainedModel) -> Iterator[AttentionOutputs]:
             handle.remove()
 
 
-class LayerErrors:
-    """Adds up, over windows, the squares of differences and of what they are differences from."""
+def squared_errors(dense: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sums squares of the differences of each layer's outputs, and of what they are from: `[layers, 2]`."""
+    pairs = ((exact.double(), other.double()) for exact, other in zip(dense, outputs, strict=True))
+    sums = [[(other - exact).square().sum().item(), exact.square().sum().item()] for exact, other in pairs]
+    return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
 
-    def __init__(self) -> None:
-        self._squares: dict[int, tuple[float, float]] = {}
 
-    def add(self, dense: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Adds the outputs of every layer on one window."""
-        for index, (exact, other) in enumerate(zip(dense, outputs, strict=True)):
-            difference, norm = self._squares.get(index, (0.0, 0.0))
-            difference += float((other.double() - exact.double()).square().sum())
-            self._squares[index] = (difference, norm + float(exact.double().square().sum()))
-
-    def relative(self) -> tuple[float, ...]:
-        """Computes the norm of the difference over that of the dense output, by layer."""
-        return tuple(math.sqrt(difference / norm) for difference, norm in self._squares.values())
+def relative_errors(squares: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """Computes the norm of the difference over that of the dense output, by layer, of all windows' `squares`."""
+    differences, norms = torch.stack(list(squares)).sum(dim=0).unbind(dim=-1)
+    return tuple((differences / norms).sqrt().tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,18 +205,38 @@ class Fidelity:
     A cache against the dense cache over all windows.
 
     Args:
+        ppl, dense_ppl (`float`): Perplexity of the scored tokens through the cache and the dense one.
+        ppl_ratio, ppl_ratio_spread (`float`):
+            `ppl / dense_ppl`, 1.0 for a cache that loses nothing, and the standard deviation of the windows' own.
+        kl, kl_spread (`float`):
+            Mean KL(dense || cache) over all scored positions, in nats, and the standard deviation of the windows' own.
+        kl_median, kl_p999 (`float`): KL that half, and 99.9 %, of all scored positions are below.
+        top1_agreement (`float`): Share of positions at which both caches find the same token most likely.
+        num_scored (`int`): Scored tokens of all windows.
+        first_difference (`float`):
+            Median over windows of the tokens before the first whose most likely one is not the dense cache's.
         windows (`tuple[WindowScore, ...]`): The windows' sums, in text order.
-        memory_after_prefix (`MemoryReport`): What the last window's cache held once the prefix was in.
-        memory_at_end (`MemoryReport`): What it held after the last scored token.
+        memory_after_prefix, memory_at_end (`MemoryReport`):
+            What the last window's cache held once the prefix was in, and after the last scored token.
         stats (`dict`): Its counters at the end.
-        layer_errors (`tuple[float, ...]`):
-            Relative error of every layer's attention output over the scored tokens, see `LayerErrors`.
+        layer_errors (`tuple[float, ...]`): Relative error of every layer's attention output over the scored tokens.
         mean_kv_percent (`float`, *optional*):
             What it held while tokens were scored, in percent of a 16-bit cache: the mean over forwards and windows.
             Buffers are in it as full as they are on average, which after the prefix they need not be. Only where the
             scored tokens are cut into chunks.
     """
 
+    ppl: float
+    dense_ppl: float
+    ppl_ratio: float
+    ppl_ratio_spread: float
+    kl: float
+    kl_spread: float
+    kl_median: float
+    kl_p999: float
+    top1_agreement: float
+    num_scored: int
+    first_difference: float
     windows: tuple[WindowScore, ...]
     memory_after_prefix: MemoryReport
     memory_at_end: MemoryReport
@@ -249,62 +244,52 @@ class Fidelity:
     layer_errors: tuple[float, ...] = ()
     mean_kv_percent: float | None = None
 
-    @property
-    def num_scored(self) -> int:
-        """Scored tokens of all windows."""
-        return sum(window.num_scored for window in self.windows)
 
-    @property
-    def ppl(self) -> float:
-        """Perplexity of the scored tokens through the cache."""
-        return math.exp(sum(window.nll for window in self.windows) / self.num_scored)
+@dataclass(slots=True)
+class _Running:
+    """Measurements of a cache, window by window."""
 
-    @property
-    def dense_ppl(self) -> float:
-        """Perplexity of the scored tokens through the dense cache."""
-        return math.exp(sum(window.dense_nll for window in self.windows) / self.num_scored)
+    windows: list[WindowScore] = field(default_factory=list)
+    squares: list[torch.Tensor] = field(default_factory=list)
+    percents: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def ppl_ratio(self) -> float:
-        """`ppl / dense_ppl`: 1.0 for a cache that loses nothing."""
-        return self.ppl / self.dense_ppl
+    def note_percent(self, cache: Cache) -> None:
+        self.percents.append(measure_memory(cache).kv_percent)
 
-    @property
-    def ppl_ratio_spread(self) -> float:
-        """Standard deviation of the windows' own ratios."""
-        return _spread([window.ppl_ratio for window in self.windows])
+    def finish(self) -> Fidelity:
+        windows = self.windows
+        num_scored = sum(window.num_scored for window in windows)
 
-    @property
-    def kl(self) -> float:
-        """Mean KL(dense || cache) over all scored positions, in nats."""
-        return sum(window.kl for window in self.windows) / self.num_scored
+        def mean(name: str) -> float:
+            return sum(getattr(window, name) for window in windows) / num_scored
 
-    def kl_quantile(self, share: float) -> float:
-        """KL that so large a share of all scored positions is below, in nats."""
-        ordered = sorted(each for window in self.windows for each in window.position_kl)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        def spread(values: Sequence[float]) -> float:
+            return statistics.stdev(values) if len(values) > 1 else 0.0
 
-    @property
-    def kl_spread(self) -> float:
-        """Standard deviation of the windows' own mean KL."""
-        return _spread([window.mean_kl for window in self.windows])
-
-    @property
-    def top1_agreement(self) -> float:
-        """Share of positions at which both caches find the same token most likely."""
-        return sum(window.num_agreeing for window in self.windows) / self.num_scored
-
-    @property
-    def first_difference(self) -> float:
-        """Median over windows of the tokens before the first whose most likely one is not the dense cache's."""
-        return statistics.median(
-            window.num_scored if window.first_difference is None else window.first_difference
-            for window in self.windows
+        ordered = sorted(each for window in windows for each in window.position_kl)
+        differences = (
+            window.num_scored if window.first_difference is None else window.first_difference for window in windows
         )
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+        ratios = [math.exp((window.nll - window.dense_nll) / window.num_scored) for window in windows]
+        ppl, dense_ppl = math.exp(mean("nll")), math.exp(mean("dense_nll"))
+        return Fidelity(
+            ppl=ppl,
+            dense_ppl=dense_ppl,
+            ppl_ratio=ppl / dense_ppl,
+            ppl_ratio_spread=spread(ratios),
+            kl=mean("kl"),
+            kl_spread=spread([window.kl / window.num_scored for window in windows]),
+            kl_median=ordered[int(0.5 * num_scored)],
+            kl_p999=ordered[int(0.999 * num_scored)],
+            top1_agreement=mean("num_agreeing"),
+            num_scored=num_scored,
+            first_difference=statistics.median(differences),
+            windows=tuple(windows),
+            layer_errors=relative_errors(self.squares),
+            mean_kv_percent=statistics.fmean(self.percents) if self.percents else None,
+            **self.last,
+        )
 
 
 def measure_fidelity(
@@ -314,7 +299,7 @@ def measure_fidelity(
     *,
     prefix_length: int,
     chunk: int | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
     Scores caches on windows of text, each against the dense cache.
@@ -330,66 +315,39 @@ def measure_fidelity(
     Returns:
         `dict[str, Fidelity]`: By row, in the order of `factories`.
     """
-    scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
-    errors = {name: LayerErrors() for name in factories}
-    percents: dict[str, list[float]] = {name: [] for name in factories}
-    reports: dict[str, tuple[MemoryReport, MemoryReport, dict[str, StatValue]]] = {}
+    running = {name: _Running() for name in factories}
     for number, window in enumerate(windows, start=1):
-        fed, targets = window[prefix_length:-1], window[prefix_length + 1 :]
+        prefix, fed, targets = window[:prefix_length], window[prefix_length:-1], window[prefix_length + 1 :]
         if not 0 < prefix_length < window.numel() - 1:
             raise ValueError(f"`prefix_length` {prefix_length} leaves nothing to score in {window.numel()} tokens")
         dense = DynamicCache(config=model.config)
-        fill_cache(model, window[:prefix_length], dense)
+        fill_cache(model, prefix, dense)
         with record_attention(model) as exact:
             dense_logits = continuation_logits(model, fed, dense, chunk)
-        for name, factory in factories.items():
-            if on_progress is not None:
-                on_progress(f"window {number} of {len(windows)}")
-            cache = factory()
-            fill_cache(model, window[:prefix_length], cache)
+        for name, own in running.items():
+            on_progress(f"window {number} of {len(windows)}")
+            cache = factories[name]()
+            fill_cache(model, prefix, cache)
             after_prefix = measure_memory(cache)
-            note = None if chunk is None else partial(_note_percent, cache, percents[name])
+            note = (lambda: None) if chunk is None else partial(own.note_percent, cache)
             with record_attention(model) as recorded:
                 logits = continuation_logits(model, fed, cache, chunk, note)
-            errors[name].add(exact.by_layer(), recorded.by_layer())
-            scores[name].append(score_logits(dense_logits, logits, targets))
-            reports[name] = (after_prefix, measure_memory(cache), cache_stats(cache))
-    return {
-        name: Fidelity(
-            windows=tuple(scores[name]),
-            memory_after_prefix=reports[name][0],
-            memory_at_end=reports[name][1],
-            stats=reports[name][2],
-            layer_errors=errors[name].relative(),
-            mean_kv_percent=statistics.fmean(percents[name]) if percents[name] else None,
-        )
-        for name in reports
-    }
+            own.squares.append(squared_errors(exact.by_layer(), recorded.by_layer()))
+            own.windows.append(score_logits(dense_logits, logits, targets))
+            own.last = {"memory_after_prefix": after_prefix, "memory_at_end": measure_memory(cache)}
+            own.last["stats"] = cache_stats(cache)
+    return {name: own.finish() for name, own in running.items()}
 
 
-def _note_percent(cache: Cache, percents: list[float]) -> None:
-    percents.append(measure_memory(cache).kv_percent)
-
-
-def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, object]:
+def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, Any]:
     """Makes a row of a result."""
-    numbers = ["ppl", "dense_ppl", "ppl_ratio", "ppl_ratio_spread", "kl", "kl_spread", "top1_agreement", "num_scored"]
-    numbers += ["first_difference", "layer_errors", "mean_kv_percent"]
-    return {
-        "cache": cache,
-        **{name: getattr(fidelity, name) for name in numbers},
-        "kl_median": fidelity.kl_quantile(0.5),
-        "kl_p999": fidelity.kl_quantile(0.999),
-        "memory_after_prefix": memory_fields(fidelity.memory_after_prefix),
-        "memory_at_end": memory_fields(fidelity.memory_at_end),
-        "stats": fidelity.stats,
-        "windows": [_window_fields(window) for window in fidelity.windows],
-    }
-
-
-def _window_fields(window: WindowScore) -> dict[str, object]:
+    row = {"cache": cache, **{each.name: getattr(fidelity, each.name) for each in fields(fidelity)}}
+    for name in ("memory_after_prefix", "memory_at_end"):
+        row[name] = memory_fields(row[name])
     # A number for each token would be most of a file
-    return {key: value for key, value in asdict(window).items() if key != "position_kl"}
+    own = [asdict(window) for window in fidelity.windows]
+    row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
+    return row
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")

@@ -36,13 +36,11 @@ class TokenTimer(BaseStreamer):
         on_token: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.inner = inner
-        self.on_token = on_token
-        self.clock = clock
+        self.inner, self.on_token, self.clock = inner, on_token, clock
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate`: the prompt first, then token by token."""
+        """Takes the prompt first, then token by token, from `generate`."""
         self.times.append(self.clock())
         if self.on_token is not None and len(self.times) > 1:
             self.on_token()
@@ -50,13 +48,13 @@ class TokenTimer(BaseStreamer):
             self.inner.put(value)
 
     def end(self) -> None:
-        """Called by `generate` after the last token."""
+        """Takes the end of the text, from `generate`."""
         if self.inner is not None:
             self.inner.end()
 
     @property
     def prefill_seconds(self) -> float:
-        """From the prompt to the first token."""
+        """Seconds from the prompt to the first token."""
         return self.times[1] - self.times[0]
 
     @property
@@ -77,7 +75,7 @@ class Generation:
         seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
         memory (`MemoryReport`): What the cache held at the end.
         stats (`dict`): Its counters at the end.
-        was_exercised (`bool`): Whether it did anything but hold exact states, see `harness.caches.was_exercised`.
+        was_exercised (`bool`): Whether it did anything but hold exact states, see `harness.was_exercised`.
     """
 
     token_ids: tuple[int, ...]
@@ -86,11 +84,6 @@ class Generation:
     memory: MemoryReport
     stats: dict[str, StatValue]
     was_exercised: bool = True
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode speed."""
-        return 1 / self.seconds_per_token if self.seconds_per_token else None
 
 
 def generate_with(
@@ -146,11 +139,12 @@ def generate_with(
 
 def generation_fields(generation: Generation) -> dict[str, object]:
     """Lists the fields of a generation for JSON, all but its text."""
+    seconds = generation.seconds_per_token
     return {
         "token_ids": list(generation.token_ids),
         "memory": memory_fields(generation.memory),
         "stats": generation.stats,
         "prefill_seconds": generation.prefill_seconds,
-        "seconds_per_token": generation.seconds_per_token,
-        "tokens_per_second": generation.tokens_per_second,
+        "seconds_per_token": seconds,
+        "tokens_per_second": 1 / seconds if seconds else None,
     }

@@ -6,9 +6,8 @@ averaged over stretches of 256 tokens, as the papers plot them: errors that pile
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -27,45 +26,11 @@ from kvcache_plugins.eval.harness import (
     check_length,
     encode_text,
     spread_windows,
-    stretch_stops,
     with_reference,
 )
 from kvcache_plugins.eval.rows import Content, Found
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Perplexity:
-    """
-    A cache on all windows.
-
-    Args:
-        nll (`tuple[tuple[float, ...], ...]`): Negative log-likelihood in nats of each window's stretches, summed.
-        stretch (`int`): Tokens of a stretch; the last of a window may have fewer.
-        num_scored (`int`): Scored tokens of a window.
-        memory (`MemoryReport`): What the last window's cache held at its end.
-        stats (`dict`): Its counters.
-    """
-
-    nll: tuple[tuple[float, ...], ...]
-    stretch: int
-    num_scored: int
-    memory: MemoryReport
-    stats: dict[str, StatValue]
-
-    @property
-    def ppl(self) -> float:
-        """Over all scored tokens."""
-        return math.exp(sum(map(sum, self.nll)) / (self.num_scored * len(self.nll)))
-
-    @property
-    def ppl_by_stretch(self) -> tuple[float, ...]:
-        """Over each stretch of all windows."""
-        stops = [0, *stretch_stops(self.stretch, self.num_scored)]
-        lengths = [stop - start for start, stop in zip(stops, stops[1:], strict=False)]
-        sums = map(sum, zip(*self.nll, strict=True))
-        return tuple(math.exp(total / (length * len(self.nll))) for total, length in zip(sums, lengths, strict=True))
+from kvcache_plugins.reports.memory import measure_memory
 
 
 @torch.no_grad()
@@ -93,8 +58,8 @@ def measure_perplexity(
     *,
     chunk: int = 1,
     stretch: int = 256,
-    on_progress: Callable[[str], None] | None = None,
-) -> dict[str, Perplexity]:
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
     """
     Scores windows of text through caches.
 
@@ -105,41 +70,31 @@ def measure_perplexity(
         chunk (`int`, *optional*, defaults to 1): Tokens a forward.
         stretch (`int`, *optional*, defaults to 256): Tokens over which scores are averaged.
         on_progress (`Callable[[str], None]`, *optional*): Called before each window of each cache.
+
+    Yields:
+        `dict[str, Any]`: A row for each cache: perplexity over all tokens and over each stretch of all windows,
+        negative log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
     """
-    for name, value in (("chunk", chunk), ("stretch", stretch)):
+    for option, value in (("chunk", chunk), ("stretch", stretch)):
         if value < 1:
-            raise ValueError(f"`{name}` has to be at least 1 but is {value}")
-    results = {}
+            raise ValueError(f"`{option}` has to be at least 1 but is {value}")
     for name, factory in factories.items():
-        nll = []
+        scores = []
         for number, window in enumerate(windows, start=1):
-            if on_progress is not None:
-                on_progress(f"{name}, window {number} of {len(windows)}")
+            on_progress(f"{name}, window {number} of {len(windows)}")
             cache = factory()
-            scores = score_text(model, window, cache, chunk)
-            nll.append(tuple(float(part.sum()) for part in scores.split(stretch)))
-        results[name] = Perplexity(
-            nll=tuple(nll),
-            stretch=stretch,
-            num_scored=windows[0].numel() - 1,
-            memory=measure_memory(cache),
-            stats=cache_stats(cache),
-        )
-    return results
-
-
-def perplexity_fields(cache: str, result: Perplexity) -> dict[str, object]:
-    """Makes a row of a result."""
-    return {
-        "cache": cache,
-        "ppl": result.ppl,
-        "ppl_by_stretch": result.ppl_by_stretch,
-        "stretch": result.stretch,
-        "num_scored": result.num_scored,
-        "nll": result.nll,
-        "memory_at_end": memory_fields(result.memory),
-        "stats": result.stats,
-    }
+            scores.append(score_text(model, window, cache, chunk))
+        stretches = torch.stack(scores).split(stretch, dim=1)
+        yield {
+            "cache": name,
+            "ppl": math.exp(torch.stack(scores).mean()),
+            "ppl_by_stretch": tuple(math.exp(part.mean()) for part in stretches),
+            "stretch": stretch,
+            "num_scored": windows[0].numel() - 1,
+            "nll": torch.stack([part.sum(dim=1) for part in stretches], dim=1).tolist(),
+            "memory_at_end": memory_fields(measure_memory(cache)),
+            "stats": cache_stats(cache),
+        }
 
 
 @benchmark("perplexity")
@@ -168,6 +123,4 @@ def evaluate_perplexity(
     factories = cache_factories(with_reference(cache), loaded)
     yield Content(device=loaded.device)
     with track_progress(len(cut) * len(factories)) as announce:
-        results = measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)
-    for name, result in results.items():
-        yield perplexity_fields(name, result)
+        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

@@ -21,7 +21,7 @@ from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
 from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.reports.memory import MemoryReport, StatValue
+from kvcache_plugins.reports.memory import MemoryReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
 
 
 def _around(place: int, total: int, num_records: int | None) -> slice:
-    """So many of `total` records, of which the one at `place` stands as far from their start as from that of all."""
+    """Places `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
     if num_records is None or num_records >= total:
         return slice(None)
     start = place - place * num_records // total
@@ -81,73 +81,44 @@ def _question(row: Mapping[str, Any], path: Path, num_records: int | None) -> Qu
     raise ValueError(f"`data_file`: rows of {path} have fields {sorted(row)}, which are of neither set")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retrieval:
-    """
-    A cache on all questions.
-
-    Args:
-        correct (`tuple[bool, ...]`): Whether the whole answer was right, by question.
-        token_accuracy (`float`): Share of the answers' tokens that were most likely.
-        memory (`MemoryReport`, *optional*): What the longest cache held at its end.
-        stats (`dict`): Its counters.
-    """
-
-    correct: tuple[bool, ...]
-    token_accuracy: float
-    memory: MemoryReport | None
-    stats: dict[str, StatValue]
-
-    @property
-    def accuracy(self) -> float:
-        """Share of questions answered right."""
-        return sum(self.correct) / len(self.correct)
-
-    @property
-    def standard_error(self) -> float:
-        """Of the accuracy."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / len(self.correct))
-
-
 def answer_questions(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     factories: Mapping[str, CacheFactory],
-    on_progress: Callable[[str], None],
+    on_progress: Callable[[str], None] = lambda text: None,
     batch_size: int = 1,
-) -> dict[str, Retrieval]:
-    """Every cache on every question, by the names of `factories`; `batch_size` questions are decoded together."""
+) -> Iterator[tuple[dict[str, Any], MemoryReport | None]]:
+    """
+    Asks every cache every question, `batch_size` of them decoded together.
+
+    Yields:
+        A row for each name of `factories`: `accuracy` of whole answers with its `standard_error`, `token_accuracy`,
+        the share of the answers' tokens that were most likely, `correct` by question, and counters of the longest
+        cache at its end; and what that cache held.
+    """
     if batch_size < 1:
         raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")
-    pairs = [
-        (tokenizer(each.context).input_ids, tokenizer(each.answer, add_special_tokens=False).input_ids)
-        for each in questions
-    ]
+    contexts = [tokenizer(each.context).input_ids for each in questions]
+    answers = [[tokenizer(each.answer, add_special_tokens=False).input_ids] for each in questions]
     scorers = {name: ContinuationScorer(model, factory) for name, factory in factories.items()}
     scores: dict[str, list[Score]] = {name: [] for name in factories}
-    for start in range(0, len(pairs), batch_size):
-        batch = pairs[start : start + batch_size]
+    for start in range(0, len(questions), batch_size):
+        part = slice(start, start + batch_size)
         for name, scorer in scorers.items():
-            on_progress(f"question {start + len(batch)} of {len(questions)}")
-            found = scorer.score([context for context, _ in batch], [[answer] for _, answer in batch], DECODE)
-            scores[name].extend(score for (score,) in found)
-    return {
-        name: Retrieval(
-            correct=tuple(score.is_greedy for score in scores[name]),
-            token_accuracy=sum(score.num_greedy for score in scores[name])
-            / sum(score.num_tokens for score in scores[name]),
-            memory=scorer.largest,
-            stats=dict(scorer.stats),
-        )
-        for name, scorer in scorers.items()
-    }
-
-
-def retrieval_fields(cache: str, result: Retrieval) -> dict[str, object]:
-    """Makes a row of a result."""
-    numbers = {name: getattr(result, name) for name in ("accuracy", "standard_error", "token_accuracy")}
-    return {"cache": cache, **numbers, "correct": list(result.correct), "stats": result.stats}
+            on_progress(f"question {min(start + batch_size, len(questions))} of {len(questions)}")
+            scores[name].extend(score for (score,) in scorer.score(contexts[part], answers[part], DECODE))
+    for name, own in scores.items():
+        accuracy = sum(score.is_greedy for score in own) / len(own)
+        row = {
+            "cache": name,
+            "accuracy": accuracy,
+            "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(own)),
+            "token_accuracy": sum(score.num_greedy for score in own) / sum(score.num_tokens for score in own),
+            "correct": [score.is_greedy for score in own],
+            "stats": dict(scorers[name].record.stats),
+        }
+        yield row, scorers[name].record.largest
 
 
 @benchmark("retrieval", "{model} on {data_file}, {num_questions} questions")
@@ -177,6 +148,5 @@ def evaluate_retrieval(
     yield Settings(num_questions=len(asked))
     yield Content(device=loaded.device)
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
-        results = answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
-    for name, result in results.items():
-        yield retrieval_fields(name, result)
+        for row, _ in answer_questions(loaded, tokenizer, asked, factories, announce, batch_size):
+            yield row

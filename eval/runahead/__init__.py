@@ -1,1 +1,1 @@
-"""KV-Runahead measured beside tensor/sequence parallelism, planned from timings, and simulated for more ranks."""
+"""KV-Runahead measured beside tensor/sequence parallelism, and planned from timings."""

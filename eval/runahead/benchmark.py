@@ -1,6 +1,7 @@
 """Time to first token of KV-Runahead beside TSP and beside one rank alone, all in the same processes, taking turns.
 
-The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache.
+The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache. Beside it
+stands the time that the cost model and the link say, both measured apart from whole prefills.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predicted, resolve_partition
+from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predict_ttft, predicted, resolve_partition
 
 from .measure import (
     ONE_RANK,
@@ -32,6 +33,7 @@ from .measure import (
     worst_error,
 )
 from .ranks import Ranks, Worker
+from .tsp import predict_tsp_ttft
 
 
 _WARM_UP_TOKENS = 256
@@ -154,4 +156,10 @@ def benchmark_runahead(
                 own[name] = resolve_partition(share, each, world_size)
         with track_progress(rounds * sum(map(len, ways.values()))) as announce:
             for each, own in ways.items():
-                yield from measure_ways(ranks, token_ids[:each], own, rounds, announce)
+                for row in measure_ways(ranks, token_ids[:each], own, rounds, announce):
+                    if cost is not None and link is not None and row["num_ranks"] > 1:
+                        sizes = facts.bytes_per_token, facts.num_layers
+                        is_tsp = row["method"] == TSP
+                        tsp = predict_tsp_ttft(each, world_size, cost, link, *sizes) if is_tsp else None
+                        row["predicted_s"] = tsp or predict_ttft(row["lengths"], cost, link, *sizes)
+                    yield row

@@ -260,8 +260,6 @@ MEASURES = [
     f"eval fidelity {BOOK} --windows 1 --cache llamacpp-q8_0 --prefix 40 --scored 8",
     f"eval perplexity {BOOK} --windows 1 --cache llamacpp-q8_0 --length 40 --chunk 16",
     f"bench step {BOOK} --context 40 --steps 3 --cache dynamic --cache kivi-4bit",
-    f"bench step {BOOK} --context 20 --steps 6 --bin-length 3 --cache dynamic",
-    "bench runahead-simulation --ranks 2 --length 4096 --bandwidth 10",
 ]
 
 

@@ -58,11 +58,11 @@ def test_dense_cache_scores_as_one_forward(
             assert score.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-3)
             assert (score.num_tokens, score.num_greedy) == (expected.num_tokens, expected.num_greedy)
     assert scores[0][1].is_greedy and not scores[0][0].is_greedy
-    assert scorer.counters["contexts"] == scorer.counters["contexts_exercised"] == 3
-    assert scorer.counters["continuations"] == 7
-    assert scorer.counters["tokens_filled"] == 40 + 59 + 1
+    assert scorer.record.counters["contexts"] == scorer.record.counters["contexts_exercised"] == 3
+    assert scorer.record.counters["continuations"] == 7
+    assert scorer.record.counters["tokens_filled"] == 40 + 59 + 1
     # Two of the second context's continuations differ in their last token alone
-    assert scorer.counters["tokens_fed"] == 9 + 6 + 1 + 6 + 5 + 17
+    assert scorer.record.counters["tokens_fed"] == 9 + 6 + 1 + 6 + 5 + 17
 
 
 def test_context_of_one_token(tiny_llama: PreTrainedModel) -> None:
@@ -86,9 +86,9 @@ def test_lossy_caches_are_in_the_loop(tiny_llama: PreTrainedModel, cache: str, f
     # None has seen another's tokens
     (backwards,) = scorer.score([context], [continuations[::-1]], feeding)
     assert backwards[::-1] == scores
-    assert scorer.counters["contexts_exercised"] == 2
-    assert scorer.largest is not None and scorer.largest_length == 150 + 11
-    assert scorer.stats["tokens_cached"] == 150 + 11
+    assert scorer.record.counters["contexts_exercised"] == 2
+    assert scorer.record.largest is not None and scorer.record.largest_length == 150 + 11
+    assert scorer.record.stats["tokens_cached"] == 150 + 11
 
 
 def test_infinigen_chooses_only_when_it_decodes(tiny_llama: PreTrainedModel) -> None:
@@ -97,7 +97,7 @@ def test_infinigen_chooses_only_when_it_decodes(tiny_llama: PreTrainedModel) -> 
     for name, feeding in FEEDINGS.items():
         scorer = ContinuationScorer(tiny_llama, create)
         scorer.score([draw(200, 1)], [[draw(9, 2)]], feeding)
-        counted[name] = scorer.counters["contexts_exercised"]
+        counted[name] = scorer.record.counters["contexts_exercised"]
     assert counted == {"prefix": 0, "chunk": 0, "decode": 1}
 
 
@@ -108,7 +108,7 @@ def test_what_counts_as_exercised(tiny_llama: PreTrainedModel, cache: str) -> No
     assert was_exercised(empty) == (cache == "dynamic")
     scorer = ContinuationScorer(tiny_llama, partial(create_cache, cache, tiny_llama.config))
     scorer.score([draw(200, 1)], [[draw(9, 2)]], Feeding())
-    assert scorer.counters["contexts_exercised"] == 1
+    assert scorer.record.counters["contexts_exercised"] == 1
 
 
 @pytest.mark.parametrize("feeding", FEEDINGS.values(), ids=FEEDINGS.keys())
@@ -123,14 +123,14 @@ def test_a_cache_that_cannot_be_copied_is_filled_anew(tiny_llama: PreTrainedMode
     for continuation, score in zip(continuations, scores, strict=True):
         expected = one_forward(tiny_llama, context, continuation).log_likelihood
         assert score.log_likelihood == pytest.approx(expected, abs=1e-3)
-    assert scorer.counters["tokens_filled"] == 3 * 39
+    assert scorer.record.counters["tokens_filled"] == 3 * 39
 
 
 def test_buffer_longer_than_the_context(tiny_llama: PreTrainedModel) -> None:
     scorer = ContinuationScorer(tiny_llama, partial(create_cache, "h2o", tiny_llama.config))
     ((score,),) = scorer.score([draw(20, 1)], [[draw(5, 2)]], Feeding())
     assert score.log_likelihood == pytest.approx(one_forward(tiny_llama, draw(20, 1), draw(5, 2)).log_likelihood)
-    assert (scorer.counters["contexts"], scorer.counters["contexts_exercised"]) == (1, 0)
+    assert (scorer.record.counters["contexts"], scorer.record.counters["contexts_exercised"]) == (1, 0)
 
 
 def test_a_model_that_passes_the_cache_by(tiny_llama: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 
 import yaml
 
-from kvcache_plugins.eval.lm_eval_ranks import find_rank
+from kvcache_plugins.eval.lm_eval_model import find_rank
 
 
 CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3

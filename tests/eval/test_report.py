@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.figures import _draw_fidelity, _draw_steps, _method, _percent_shared, draw_result
+from kvcache_plugins.eval.figures import _draw_fidelity, _draw_steps, _method, _percent_held, draw_result
 from kvcache_plugins.eval.report import merge_fidelity, select_drawn
 from kvcache_plugins.eval.tables import RENDERERS
 
@@ -44,8 +44,8 @@ def test_fidelity_is_drawn_with_and_without_what_is_shared(tmp_path):
     (axes,) = _draw_fidelity(content).axes
     dotted = [line.get_xdata() for line in axes.get_lines() if line.get_linestyle() == ":"]
     assert sorted(map(list, dotted)) == [[11, 17], [15, 21]]
-    shares = [_percent_shared({"settings": {}, "result": row, "memory": None}) for row in rows]
-    assert shares == [0, 6, 6]
+    held = [_percent_held({"settings": {}, "result": row, "memory": None}) for row in rows]
+    assert held == [(15, 15), (11, 17), (15, 21)]
 
 
 def make_step(cache: str, context: int, **more: object) -> dict[str, object]:

@@ -10,8 +10,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval import sweep as sweeps
-from kvcache_plugins.eval.sweep import Sweep
+from kvcache_plugins.eval.sweep import Run, Sweep
 from kvcache_plugins.eval.tables import render_sweep
 
 
@@ -50,15 +49,15 @@ def results_of(config: Path) -> dict[str, dict[str, object]]:
 
 
 def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, measured = sweeps.measure, []
+    measure, measured = Run.measure, []
 
-    def interrupted(kind: str, model: object, tokenizer: object, cache: str, *rest: object) -> dict[str, object]:
-        measured.append((kind, cache))
+    def interrupted(own: Run, *rest: object) -> dict[str, object]:
+        measured.append(own.label)
         if len(measured) == 5:
             raise KeyboardInterrupt
-        return measure(kind, model, tokenizer, cache, *rest)
+        return measure(own, *rest)
 
-    monkeypatch.setattr(sweeps, "measure", interrupted)
+    monkeypatch.setattr(Run, "measure", interrupted)
     assert run("sweep", str(config)).exit_code == 130
     first = results_of(config)
     assert len(first) == 4
@@ -97,14 +96,14 @@ def test_tables_and_figures(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = sweeps.measure
+    measure = Run.measure
 
-    def failing(kind: str, model: object, tokenizer: object, cache: str, *rest: object) -> dict[str, object]:
-        if cache == "gear-2bit":
+    def failing(own: Run, *rest: object) -> dict[str, object]:
+        if own.cache == "gear-2bit":
             raise RuntimeError("out of luck")
-        return measure(kind, model, tokenizer, cache, *rest)
+        return measure(own, *rest)
 
-    monkeypatch.setattr(sweeps, "measure", failing)
+    monkeypatch.setattr(Run, "measure", failing)
     result = run("sweep", str(config), "--only", "book/*")
     assert result.exit_code == 1
     assert "gear-2bit failed: RuntimeError: out of luck" in result.stderr and "1 runs failed" in result.stderr

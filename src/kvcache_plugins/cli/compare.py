@@ -58,22 +58,19 @@ def main(
     check_model_name(model)
     caches = check_caches(cache or DEMO_CACHES)
     text = read_prompt(prompt, prompt_file)
-    from kvcache_plugins.console.display import track_progress
     from kvcache_plugins.console.inputs import load_for_evaluation
-    from kvcache_plugins.eval.measures.comparison import Comparison, print_rows, row_fields
+    from kvcache_plugins.eval.measures.comparison import compare_caches, print_rows
 
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids = encode_prompt(tokenizer, text, chat)
-    comparison = Comparison(loaded, tokenizer, token_ids, caches, max_new_tokens=max_new_tokens, seed=seed)
-    with track_progress(comparison.num_steps) as announce:
-        rows = comparison.run(announce)
+    rows = compare_caches(loaded, tokenizer, token_ids, caches, max_new_tokens=max_new_tokens, seed=seed)
     loaded_dtype = str(loaded.dtype).removeprefix("torch.")
     if as_json:
         settings = {"model": model, "dtype": loaded_dtype, "chat": chat, "seed": seed}
         settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
-        print_json({**provenance(loaded.device), "settings": settings, "rows": [row_fields(row) for row in rows]})
+        print_json({**provenance(loaded.device), "settings": settings, "rows": rows})
     else:
         title = f"{model}, {loaded_dtype}, prompt of {token_ids.numel()} tokens, {max_new_tokens} new ones at most"
         print_rows(title, rows)
-    if any(row.error for row in rows):
+    if any(row["error"] for row in rows):
         raise typer.Exit(FAILED)

@@ -89,7 +89,6 @@ class BenchGroup(LazyGroup):
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
-        "runahead-simulation": "kvcache_plugins.eval.runahead.simulation:simulate",
     }
 
 

@@ -1,6 +1,7 @@
-"""Decode steps: contexts read or filled in, every place of a grid, bins of a long decode, and compiled ones."""
+"""Decode steps: contexts read or filled in, every place of a grid, and pools on disk."""
 
 import json
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,8 @@ def test_every_cache_holds_the_context(rows_of, read, context):
 
 
 def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
-    monkeypatch.setitem(step.SHAPES, "gqa-3", step.Heads(num_heads=1, groups=3, num_layers=1))
+    small = partial(step.make_config, num_heads=1, groups=3, num_layers=1)
+    monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
     options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16 --max-gigabytes 0.00005"
     result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
@@ -37,23 +39,23 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
         assert row["relative_error"] < (1e-5 if row["context"] == 1 else 0.2)
 
 
-def test_bins_of_a_long_decode(rows_of):
-    (row,) = rows_of("step --cache gear-2bit --context 20 --steps 70 --bin-length 30 --num-layers 1")
-    assert [each["context"] for each in row["bins"]] == [35, 65]
-    assert row["stats"]["tokens_compressed"] > 0 < row["bytes"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--context 4500", "the text has 3000 tokens, but 4503 are needed"),
         ("--shape gqa-5", "`shape` has to be one of"),
         ("--dtype int4", "`dtype` must be one of"),
-        ("--bin-length 9", "`steps` has to be at least `bin_length`, 9"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(assert_refused, options, message):
     assert_refused(f"step --cache dynamic --steps 3 {options}", message)
+
+
+def test_layers_may_be_left_out_and_pools_be_on_disk(rows_of, tmp_path):
+    caches = f"--cache infinigen --cache infinigen:pool_folder={tmp_path}"
+    in_memory, on_disk = rows_of(f"step {caches} --read 100 --context 1500 --steps 3 --num-layers 1")
+    assert in_memory["bytes"] == on_disk["bytes"] > 0
+    assert on_disk["relative_error"] < 1e-5
 
 
 def test_a_text_or_a_shape_is_wanted():

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache, register_cache, registry
 from kvcache_plugins.console.inputs import encode_prompt
-from kvcache_plugins.eval.measures.comparison import Comparison, first_difference, row_fields
+from kvcache_plugins.eval.measures.comparison import compare_caches, first_difference
 from kvcache_plugins.eval.measures.generation import TokenTimer, generate_with
 
 
@@ -44,23 +44,20 @@ def prompt() -> torch.Tensor:
 
 def test_reference_comes_first_once_and_is_exact(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     caches = ["gear-2bit", "dynamic", "gear-2bit"]
-    run = Comparison(tiny_llama, DigitTokenizer(), prompt, caches, max_new_tokens=8)
-    announced: list[str] = []
-    rows = run.run(announced.append)
-    assert [row.cache for row in rows] == ["dynamic", "gear-2bit"]
-    assert (rows[0].kl, rows[0].first_difference, rows[0].error) == (0, None, None)
-    assert rows[1].kl > 0
-    assert len(announced) == run.num_steps
+    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, caches, max_new_tokens=8)
+    assert [row["cache"] for row in rows] == ["dynamic", "gear-2bit"]
+    assert (rows[0]["kl"], rows[0]["first_difference"], rows[0]["error"]) == (0, None, None)
+    assert rows[1]["kl"] > 0
     expected = tiny_llama.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 150:].tolist()
-    assert rows[0].generation.token_ids == tuple(expected)
-    assert rows[0].text == " ".join(map(str, expected))
+    assert rows[0]["token_ids"] == expected
+    assert rows[0]["text"] == " ".join(map(str, expected))
 
 
 def test_kl_is_over_the_references_continuation_through_the_filled_cache(
     tiny_llama: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=6).run(lambda _: None)
-    fed = torch.tensor(rows[0].generation.token_ids[:-1])[None]
+    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=6)
+    fed = torch.tensor(rows[0]["token_ids"][:-1])[None]
     logits = []
     with torch.no_grad():
         for name in ("dynamic", "kivi-4bit"):
@@ -68,52 +65,47 @@ def test_kl_is_over_the_references_continuation_through_the_filled_cache(
             tiny_llama(prompt[None], past_key_values=cache)
             logits.append(tiny_llama(fed, past_key_values=cache).logits[0].double().log_softmax(-1))
     expected = F.kl_div(logits[1], logits[0], log_target=True, reduction="batchmean").item()
-    assert rows[1].kl == pytest.approx(expected, rel=1e-4)
-    assert rows[1].kl > 0
+    assert rows[1]["kl"] == pytest.approx(expected, rel=1e-4)
+    assert rows[1]["kl"] > 0
 
 
 def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     cache = "infinigen:share=0.02,recent=4"
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6).run(lambda _: None)
+    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6)
     # All at once they would be scored exactly, and show no error at all
-    assert rows[1].kl > 1e-6
-    assert len(rows[1].layer_errors) == 2 and max(rows[1].layer_errors) > 1e-4
-    assert row_fields(rows[1])["top1_agreement"] == rows[1].top1_agreement <= 1
+    assert rows[1]["kl"] > 1e-6
+    assert len(rows[1]["layer_errors"]) == 2 and max(rows[1]["layer_errors"]) > 1e-4
+    assert rows[1]["top1_agreement"] <= 1
 
 
 def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    row = Comparison(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=5).run(lambda _: None)[0]
+    row = compare_caches(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=5)[0]
     # The last token is never fed
-    assert row.generation.memory.total_bytes == 2 * 2 * 2 * 32 * 4 * (150 + 5 - 1)
-    fields = row_fields(row)
-    assert fields["memory"]["total_bytes"] == row.generation.memory.total_bytes
-    assert fields["memory"]["kv_percent"] == pytest.approx(200)
-    assert fields["seconds_per_token"] > 0
-    assert fields["prefill_seconds"] > 0
+    assert row["memory"]["total_bytes"] == 2 * 2 * 2 * 32 * 4 * (150 + 5 - 1)
+    assert row["memory"]["kv_percent"] == pytest.approx(200)
+    assert row["seconds_per_token"] > 0
+    assert row["prefill_seconds"] > 0
 
 
 def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4).run(
-        lambda _: None
-    )
-    assert [row.cache for row in rows] == ["dynamic", "broken", "kivi-4bit"]
-    assert rows[1].error == "IndexError: too many indices for tensor of dimension 1"
-    assert row_fields(rows[1]) == {"cache": "broken", "error": rows[1].error}
-    assert rows[2].error is None
+    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4)
+    assert [row["cache"] for row in rows] == ["dynamic", "broken", "kivi-4bit"]
+    assert rows[1] == {"cache": "broken", "error": "IndexError: too many indices for tensor of dimension 1"}
+    assert rows[2]["error"] is None
 
 
 def test_one_token_is_enough(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    rows = Comparison(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=1).run(lambda _: None)
-    assert rows[1].kl > 0
-    assert rows[1].generation.tokens_per_second is None
+    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=1)
+    assert rows[1]["kl"] > 0
+    assert rows[1]["tokens_per_second"] is None
 
 
 def test_wrong_arguments_are_errors_before_anything_runs(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="Unknown cache `gaer`"):
-        Comparison(tiny_llama, DigitTokenizer(), prompt, ["gaer"], max_new_tokens=4)
+        compare_caches(tiny_llama, DigitTokenizer(), prompt, ["gaer"], max_new_tokens=4)
     with pytest.raises(ValueError, match="`max_new_tokens` must be at least 1"):
-        Comparison(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=0)
+        compare_caches(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=0)
     with pytest.raises(ValueError, match="`temperature` must be above 0"):
         generate_with(tiny_llama, prompt, DynamicCache(), max_new_tokens=4, temperature=0.0)
 
