@@ -68,50 +68,33 @@ def test_options_override_the_preset() -> None:
     assert create_cache("small", rank=1).options == {"nbits": 2, "rank": 1}
 
 
-def test_unknown_name_lists_the_known_ones_and_suggests() -> None:
-    with pytest.raises(ValueError, match=r"Unknown cache `dynamc`\. Did you mean `dynamic`\? Known caches: .*`fp8`"):
-        create_cache("dynamc")
-
-
-def test_unknown_option_names_the_accepted_ones() -> None:
+def test_mistakes_name_what_is_known() -> None:
     register_cache("small", create_small)
-    with pytest.raises(ValueError, match=r"`rnk` for the cache `small`\. Did you mean `rank`\? .*: `nbits`, `rank`\."):
-        create_cache("small", rnk=2)
-    with pytest.raises(ValueError, match="Accepted options: none"):
-        create_cache("dynamic", rank=2)
-
-
-def test_unknown_preset_option_is_refused_at_registration() -> None:
-    with pytest.raises(ValueError, match="`rnk`"):
-        register_cache("small", create_small, rnk=2)
-    assert "small" not in list_caches()
-
-
-def test_taken_name_needs_overwrite() -> None:
-    register_cache("small", create_small)
-    with pytest.raises(ValueError, match="`small` is registered already"):
-        register_cache("small", create_small, nbits=8)
+    register_cache("list", lambda model: [], summary="no cache")
+    register_cache("future", create_small, requires="torch>=1000")
+    suggested = r"`rnk` for the cache `small`\. Did you mean `rank`\? .*: `nbits`, `rank`\."
+    for error, message, call in (
+        (ValueError, r"`dynamc`\. Did you mean `dynamic`\? Known caches: .*`fp8`", lambda: create_cache("dynamc")),
+        (ValueError, suggested, lambda: create_cache("small", rnk=2)),
+        (ValueError, "Accepted options: none", lambda: create_cache("dynamic", rank=2)),
+        (ValueError, "`rnk`", lambda: register_cache("new", create_small, rnk=2)),
+        (ValueError, "`small` is registered already", lambda: register_cache("small", create_small, nbits=8)),
+        (ValueError, "must be callable", lambda: register_cache("new", "kvcache_plugins.gear")),
+        (TypeError, "`list` must return a Transformers `Cache`", lambda: create_cache("list")),
+        (ImportError, r"`future` needs `torch>=1000`: `pip install 'torch>=1000'`", lambda: create_cache("future")),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert "new" not in list_caches()
     register_cache("small", create_small, nbits=8, overwrite=True)
     assert create_cache("small").options["nbits"] == 8
+    assert [entry.summary for entry in describe_caches("small")] == ["A cache for tests."]
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a:b", "a,b", "a*"])
 def test_names_that_commands_could_not_take_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="must be a word"):
         register_cache(name, create_small)
-
-
-def test_factory_must_be_callable_and_return_a_cache() -> None:
-    with pytest.raises(ValueError, match="must be callable"):
-        register_cache("small", "kvcache_plugins.gear")
-    register_cache("list", lambda model: [], summary="no cache")
-    with pytest.raises(TypeError, match="`list` must return a Transformers `Cache`"):
-        create_cache("list")
-
-
-def test_summary_is_the_first_line_of_the_factorys_docstring() -> None:
-    register_cache("small", create_small)
-    assert [entry.summary for entry in describe_caches("small")] == ["A cache for tests."]
 
 
 def test_requirements_are_looked_up() -> None:
@@ -121,12 +104,6 @@ def test_requirements_are_looked_up() -> None:
     assert not CacheEntry(name="a", factory=create_small, requires="torch>=1000").is_available
     assert not CacheEntry(name="a", factory=create_small, requires="no-such-distribution").is_available
     assert CacheEntry(name="a", factory=create_small, requires=CUDA).is_available == torch.cuda.is_available()
-
-
-def test_a_missing_requirement_says_what_to_install() -> None:
-    register_cache("future", create_small, requires="torch>=1000")
-    with pytest.raises(ImportError, match=r"`future` needs `torch>=1000`: `pip install 'torch>=1000'`"):
-        create_cache("future")
 
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_CACHES - {"offloaded"}))

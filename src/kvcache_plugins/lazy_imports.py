@@ -11,26 +11,15 @@ from typing import Any
 
 
 def load(target: str) -> Any:
-    """
-    What `module:attribute` names.
-
-    Raises:
-        ImportError: if there is no such module.
-        AttributeError: if there is no such attribute in it.
-    """
+    """Imports what `module:attribute` names; an `ImportError` or `AttributeError` if there is none."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """
-    The functions `__getattr__` and `__dir__` of a module whose attributes are imported on first use (PEP 562).
-
-    Args:
-        module (`str`): the module's `__name__`.
-        targets (`Mapping[str, str]`): what each attribute is, as `module:attribute`.
-
-    Example:
+    Makes the functions `__getattr__` and `__dir__` of a module (by its `__name__`) whose attributes are imported on
+    first use (PEP 562), from what each is, as `module:attribute`.
 
     ```python
     >>> __getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})

@@ -5,6 +5,7 @@ An option of two names is called `key_rank/rank`.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -39,8 +40,9 @@ def check_number(
     if is_optional and value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    is_number = is_number and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]
-    if not is_number or not _is_within(float(value), least, above, most, below):  # type: ignore[arg-type]
+    bounds = ((least, operator.ge), (above, operator.gt), (most, operator.le), (below, operator.lt))
+    is_right = is_number and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]
+    if not is_right or not all(bound is None or compare(value, bound) for bound, compare in bounds):  # type: ignore[arg-type]
         lower = f"of at least {least:g}" if least is not None else f"above {above:g}"
         opening, closing = ("[" if least is not None else "("), ("]" if most is not None else ")")
         if most is not None or below is not None:
@@ -71,17 +73,6 @@ def check_mask(name: str, value: object) -> None:
         return
     shown = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise ValueError(f"`{name}` has to be a tensor of shape [batch_size, length] or None but got {shown}")
-
-
-def _is_within(
-    value: float, least: float | None, above: float | None, most: float | None, below: float | None
-) -> bool:
-    return (
-        (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-        and (below is None or value < below)
-    )
 
 
 def _refuse(name: str, expected: str, value: object) -> None:

@@ -47,13 +47,8 @@ WrappedOrConfig: TypeAlias = "torch.nn.Module | PreTrainedConfig | None"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
     """
-    One name of the registry.
-
-    Args:
-        name (`str`), factory (`Callable` or `str`), requires (`str`, *optional*), check (`Callable` or `str`,
-            *optional*): As of `register_cache`.
-        options (`Mapping`): What the name stands for: defaults that a user's options override.
-        summary (`str`): One line for `kvcache-plugins list`.
+    One name of the registry: what it stands for, as of `register_cache`, with `options` as defaults that a user's
+    options override, and a line for `kvcache-plugins list`.
     """
 
     name: str

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import create_cache
 
 
 LENGTH = 100
@@ -30,18 +30,6 @@ def make_cache() -> Callable[..., Cache]:
 
     def make(name: str, model: torch.nn.Module) -> Cache:
         return create_cache(name, model, **LOSSY[name])
-
-    return make
-
-
-@pytest.fixture(params=["gear", "infinigen"])
-def make_exact_cache(request: pytest.FixtureRequest) -> Callable[..., Cache]:
-    """`make_exact_cache(model)`: a cache that keeps everything in its buffer, or fetches everything."""
-
-    def make(model: torch.nn.Module) -> Cache:
-        if request.param == "gear":
-            return GEARCache(model.config, residual_length=512)
-        return create_cache("infinigen", model, full_layers=(), share=1.0, max_fetch_ratio=1.0)
 
     return make
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kvcache_plugins import InfiniGenCache, create_cache
+from kvcache_plugins import GEARCache, InfiniGenCache, create_cache
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import unwrap_model
@@ -67,12 +67,12 @@ def test_infinigen_hears_of_an_adapter_that_comes_later(tiny_llama, make_cache, 
 
 
 @pytest.mark.skipif(PEFT_IS_OLD, reason="this release of Transformers wants PEFT 0.22 or newer")
-def test_prompt_tuning_with_exact_caches(tiny_model, make_exact_cache, prompt, generate):
+def test_prompt_tuning_with_an_exact_cache(tiny_model, prompt, generate):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
     adapted = peft.get_peft_model(tiny_model("llama"), config).eval()
     with pytest.warns(UserWarning, match="Position ids are not supported"):
         expected = generate(adapted, prompt(15))
-        cache = make_exact_cache(unwrap_model(adapted))
+        cache = GEARCache(unwrap_model(adapted).config, residual_length=512)
         assert torch.equal(generate(adapted, prompt(15), cache), expected)
     assert cache.get_seq_length() == 15 + 6 + 7
 

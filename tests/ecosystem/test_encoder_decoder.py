@@ -4,14 +4,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from kvcache_plugins import create_cache
 
@@ -24,50 +17,30 @@ SAME = {
 }
 
 
-@pytest.fixture(scope="module")
-def bart():
-    """A random BART of 3 and 2 layers, in eval mode."""
-    config = BartConfig(
-        vocab_size=128,
-        d_model=64,
-        encoder_layers=3,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=256,
-        init_std=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        forced_eos_token_id=None,
-        decoder_start_token_id=1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return BartForConditionalGeneration(config).eval()
+COMMON = {"vocab_size": 128, "d_model": 64, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1}
+MODELS = {
+    "bart": {
+        **{"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 256, "init_std": 0.2},
+        **{"bos_token_id": 1, "forced_eos_token_id": None},
+    },
+    # Whose scores have biases of positions
+    "t5": {
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 3,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "initializer_factor": 2.0,
+    },
+}
 
 
-@pytest.fixture(scope="module")
-def t5():
-    """A random T5 of 3 and 2 layers, whose scores have biases of positions, in eval mode."""
-    config = T5Config(
-        vocab_size=128,
-        d_model=64,
-        d_kv=16,
-        d_ff=64,
-        num_layers=3,
-        num_decoder_layers=2,
-        num_heads=4,
-        initializer_factor=2.0,
-        pad_token_id=0,
-        eos_token_id=None,
-        decoder_start_token_id=1,
-    )
+def make_model(family):
+    """A random model of 3 and 2 layers, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return T5ForConditionalGeneration(config).eval()
+        return AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[family](**COMMON, **MODELS[family])).eval()
 
 
 def generate(model, input_ids, decoder_input_ids, cache):
@@ -86,16 +59,15 @@ def made(name, model, **options):
 
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["bart", "t5"])
-def test_caches_made_for_the_model(family, implementation, name, prompt, request):
-    model = request.getfixturevalue(family)
+@pytest.mark.parametrize("family", MODELS)
+def test_caches_made_for_the_model(family, implementation, name, prompt):
+    model = make_model(family)
     source, start = prompt(30), prompt(100, seed=1)
     model.set_attn_implementation(implementation)
     expected = generate(model, source, start, EncoderDecoderCache(DynamicCache(), DynamicCache()))
     own = made(name, model, **SAME[name])
     assert len(own.layers) == 2
     assert torch.equal(generate(model, source, start, EncoderDecoderCache(own, DynamicCache())), expected)
-    model.set_attn_implementation("sdpa")
     stats = own.stats()
     assert stats["dense_reads"] == 0
     assert own.get_seq_length() == 100 + 7
@@ -104,7 +76,8 @@ def test_caches_made_for_the_model(family, implementation, name, prompt, request
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o"])
-def test_refused_alone(name, bart, prompt):
+def test_refused_alone(name, prompt):
+    bart = make_model("bart")
     cache = made(name, bart)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"decoder's own tokens.*`EncoderDecoderCache\(cache, D"):

@@ -15,7 +15,6 @@ compressed as in a decode too; all at once, every one of them would be exact for
 
 import copy
 import inspect
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.option_checks import check_number
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 
 
@@ -136,13 +136,8 @@ _CHUNK = 16
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class DensePrefill:
     """
-    States and logits that a dense cache and its model made of a prompt.
-
-    Attributes:
-        layers (`list`): dense layers that hold the prefix.
-        queries (`list[torch.Tensor | None]`): the newest queries of the prefix at each layer `[B, H * G, Q, D]`, where
-            attention showed them.
-        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    Dense layers that hold a prompt's prefix, its newest queries `[B, H * G, Q, D]` at each where attention showed
+    them, and the logits `[batch_size, held_out, vocabulary]` of the held-out tokens.
     """
 
     layers: list[object]
@@ -312,7 +307,7 @@ def choose_cache(
     >>> model.generate(**inputs, past_key_values=cache)
     ```
     """
-    _check_max_kl(max_kl)
+    check_number("max_kl", max_kl, above=0.0)
     prompt = HeldOutPrompt(model, input_ids, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
     prefill = prefill_dense(prompt)
@@ -341,11 +336,6 @@ def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
     """The presets that are tried for a model, or for what wraps it."""
     is_calibrated = find_calibration(unwrap_model(model)) is not None
     return DEFAULT_CANDIDATES + (CALIBRATED_CANDIDATES if is_calibrated else ())
-
-
-def _check_max_kl(max_kl: float) -> None:
-    if isinstance(max_kl, bool) or not isinstance(max_kl, (int, float)) or not 0 < max_kl < math.inf:
-        raise ValueError(f"`max_kl` has to be a number above 0, in nats, but got {max_kl!r}")
 
 
 def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:

@@ -9,10 +9,11 @@ that tells the shapes of keys and values whatever an architecture calls its size
 as many tokens as asked for. Layers that are alike are filled once.
 """
 
+import inspect
 import io
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,8 @@ def build_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
     """
-    Call of a layer to its cache.
-
-    Attributes:
-        method (`str`): of the cache.
-        tensors (`tuple[torch.Tensor, ...]`): its first arguments, the batch being their first dimension.
-        token_dim (`int`, *optional*): the dimension of their tokens; `None` of states that tokens are summed up in.
-        options (`dict`): its keywords.
+    Call of a layer to its cache: the method, its tensors `[batch_size, ...]`, which dimension of them are tokens
+    (`None` of states that tokens are summed up in), and keywords.
     """
 
     method: str
@@ -122,45 +118,43 @@ class RecordedCall:
             layer.attend(AttentionCall(given[0]))
 
 
-class _ListeningCache(DynamicCache):
-    """A dense cache that notes what it is handed, by layer."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self.calls: list[list[RecordedCall]] = [
-            [] for _ in range(config.get_text_config(decoder=True).num_hidden_layers)
-        ]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.calls[layer_idx].append(RecordedCall("update", (key_states, value_states), 2))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> Any:
-        self.calls[layer_idx].append(RecordedCall("update_indexer", (indexer_key_states,), 1))
-        return super().update_indexer(indexer_key_states, layer_idx)
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.calls[layer_idx].append(RecordedCall("update_conv_state", (conv_states,), None, _options(args, kwargs)))
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.calls[layer_idx].append(
-            RecordedCall("update_recurrent_state", (recurrent_states,), None, _options(args, kwargs))
-        )
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+# What layers hand to a cache: by method the number of tensors, and which dimension of them are tokens
+_METHODS = {
+    "update": (2, 2),
+    "update_indexer": (1, 1),
+    "update_conv_state": (1, None),
+    "update_recurrent_state": (1, None),
+}
 
 
-def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a call, of which only the state's number can come by position."""
-    return {**dict(zip(("state_idx",), args, strict=True)), **kwargs} if args else kwargs
+def _recorded(
+    method: Callable[..., Any], num_tensors: int, token_dim: int | None, calls: list[list[RecordedCall]]
+) -> Callable[..., Any]:
+    """Wraps a method of a cache, so that it adds to `calls` of the layer."""
+    signature = inspect.signature(method)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        options = {**given.pop("kwargs", {})}
+        given.pop("args", None)
+        layer_idx = given.pop("layer_idx")
+        tensors = tuple(given.pop(name) for name in list(given)[:num_tensors])
+        # Of keys and values a dense cache has no use for more
+        options = {**given, **options} if token_dim is None else {}
+        calls[layer_idx].append(RecordedCall(method.__name__, tensors, token_dim, options))
+        return method(*args, **kwargs)
+
+    return record
 
 
 @torch.no_grad()
 def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
     """Records the calls that every layer of a model makes to its cache for one token."""
-    cache, padding = _ListeningCache(model.config), getattr(model.config, "pad_token_id", None)
+    cache, padding = DynamicCache(config=model.config), getattr(model.config, "pad_token_id", None)
+    calls: list[list[RecordedCall]] = [[] for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+    for name, kind in _METHODS.items():
+        if hasattr(cache, name):
+            setattr(cache, name, _recorded(getattr(cache, name), *kind, calls))
     try:
         # Some models look for padding in what they are given
         model.config.pad_token_id = None
@@ -169,9 +163,9 @@ def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
         raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
     finally:
         model.config.pad_token_id = padding
-    if not any(cache.calls):
+    if not any(calls):
         raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
-    return cache.calls
+    return calls
 
 
 # Tokens: a multiple of every size of group, page and tile that there is, and of hundredths of which there are a
@@ -181,18 +175,11 @@ PERIOD = 1024 * 25
 
 def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryReport | None:
     """
-    Extrapolates the bytes of a long prompt linearly from those of three shorter ones.
+    Extrapolates the bytes of a long prompt linearly from those of one, two and three periods and the same rest.
 
     Bytes of a prompt go by groups, pages and tiles of tokens, and by shares of their number. Prompts whose lengths
     differ by a multiple of all of these differ by the same bytes in each part. A cache is of that kind if the second
-    step is like the first in every part; else nothing is told.
-
-    Args:
-        reports (`Sequence[MemoryReport]`): of one, two and three periods and the same rest.
-        num_periods (`int`): periods of the long prompt, beside the same rest.
-
-    Returns:
-        `MemoryReport`, *optional*: `None` if the three are not linear.
+    step is like the first in every part; else nothing is told, `None`.
     """
     parts = _extrapolate([report.parts for report in reports], num_periods)
     devices = _extrapolate([report.devices for report in reports], num_periods)
@@ -222,12 +209,7 @@ _KNOWN_PACKAGES = ("kvcache_plugins", "transformers")
 
 
 class CacheSizingError(ValueError):
-    """
-    A cache cannot be sized for a model.
-
-    Attributes:
-        reason (`str`): why, without saying again which cache.
-    """
+    """Says that a cache cannot be sized for a model; the `reason` does not say again which cache."""
 
     def __init__(self, cache: str, error: Exception) -> None:
         is_refusal = isinstance(error, (ImportError, ValueError))
@@ -285,19 +267,7 @@ def predict_memory(
 
 
 class CacheSizer:
-    """
-    Tells what any caches of one model would hold.
-
-    Args:
-        model, dtype, device: as of `predict_memory`.
-
-    Attributes:
-        config (`PreTrainedConfig`): the model's config.
-        dtype (`torch.dtype`), device (`str`): as given or by default.
-
-    Raises:
-        ValueError: if an argument is none of the accepted ones, or there is no such model, or it is no decoder.
-    """
+    """Tells what any caches of one model would hold; its arguments, and errors, are those of `predict_memory`."""
 
     def __init__(self, model: ModelSource, *, dtype: torch.dtype | str | None = None, device: str = "cuda"):
         if device not in DEVICES:

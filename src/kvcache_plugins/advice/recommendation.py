@@ -96,16 +96,12 @@ def fit_cache(
 
 def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
     """
-    A number that is not too much, while the next one is.
+    Finds a number that is not too much, while the next one is: 0 if 1 is too much, `None` if `limit` is not.
 
     Args:
         load (`Callable[[int], float]`): what a number from 1 on takes of what there is; more than 1 is too much. It
             grows, all in all, along a line.
-        start (`int`): the first that is tried.
-        limit (`int`): the last.
-
-    Returns:
-        `int`, *optional*: the number; 0 if 1 is too much, `None` if `limit` is not.
+        start, limit (`int`): the first that is tried, and the last.
     """
     low, high, guess, step = 0, limit + 1, min(start, limit), 1
     points: list[tuple[int, float]] = []

@@ -2,8 +2,8 @@
 
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
 
-`python -m kvcache_plugins.eval` is the same. lm-eval's commands are handed on as they are. Their help is ours: it
-names the options that are wanted most, and needs no import of lm-eval for it.
+`python -m kvcache_plugins.eval` is the same. lm-eval's commands are handed on as they are. Their help is ours,
+and needs no import of lm-eval for it.
 """
 
 from __future__ import annotations
@@ -66,17 +66,7 @@ Examples:
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100
 \b
-lm-eval's options that are wanted most (all of them: `lm_eval run --help`):
-    --model NAME              kvcache, or another of lm-eval's, such as hf
-    --model_args KEY=VALUE,.. pretrained=, cache=, dtype=, and the cache's own options
-    --tasks NAME,..           what `kvcache-plugins eval ls tasks` lists
-    --num_fewshot N           examples before each question
-    --limit N                 of the documents of each task
-    --batch_size N            sequences at a time
-    --output_path FOLDER      where results are written
-    --log_samples             write every answer too
-    --apply_chat_template     ask as in a chat
-    --config FILE             a YAML file with options
+More of lm-eval's options: `lm_eval run --help`.
 """,
     "ls": """List lm-eval's tasks.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import JsonOption
+from kvcache_plugins.console.inputs import DtypeOption, JsonOption, ModelOption
 from kvcache_plugins.console.results import prepare_file, print_json
 
 
@@ -15,13 +15,13 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write, for `runahead_prefill(..., partition=...)`.")
     ] = None,
-    model: Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
+    model: ModelOption = "smollm2",
     search: Annotated[
         bool, typer.Option("--search", help="Search around what is planned, by whole prefills.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="Runs that a median is over.", min=1)] = 3,
     num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan the slices of a prompt for KV-Runahead's ranks.

@@ -181,14 +181,9 @@ def _build(name: str, target: str) -> Any:
 
 def read_function(target: str) -> Callable[..., Any] | None:
     """
-    Reads signature and docstring of a function from its module's source, of which nothing runs but what they name.
+    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name.
 
-    Args:
-        target (`str`): `module:name`.
-
-    Returns:
-        `Callable` or `None`: Imports the module and calls the function, once it is called. `None` if `name` is not
-        defined as a function there.
+    Returns a function that imports the module and calls its own, once it is called; `None` if there is no such one.
     """
     module, _, name = target.partition(":")
     spec = importlib.util.find_spec(module)

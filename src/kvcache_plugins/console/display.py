@@ -47,14 +47,9 @@ def print_line(text: str, *, stderr: bool = False) -> None:
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
     """
-    Makes a table without vertical lines.
-
-    Args:
-        title (`str`): The line above the table; none if empty.
-        columns (`Mapping[str, str]`):
-            What each column is, by heading: `name` (folded where it does not fit), `word` (never cut), `number` (to
-            the right, never cut) or `text` (cut where it does not fit).
-        rows (`Sequence[Sequence[str]]`): The cells.
+    Makes a table without vertical lines, a title above unless it is empty. By heading each column is a `name` (folded
+    where it does not fit), a `word` (never cut), a `number` (to the right, never cut) or `text` (cut where it does
+    not fit).
     """
     # `Text`, so that brackets in generated text are not read as markup
     table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)

@@ -33,11 +33,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def read_text(path: Path, option: str) -> str:
     """
-    Reads the text of a file that an option names; `-` is standard input.
-
-    Raises:
-        ValueError: if it is not text in UTF-8, or there is none in it.
-        OSError: if it cannot be read.
+    Reads the text of a file that an option names; `-` is standard input. A `ValueError` if it is not text in UTF-8, or
+    there is none in it.
     """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
@@ -78,12 +75,8 @@ def load_for_evaluation(
     name: str, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads the model and tokenizer that a command's options name.
-
-    Args:
-        name (`str`): A short name, a folder or a hub name, see `load_model`.
-        dtype (`str`, *optional*): One of `DTYPES`. Defaults to `float32` on CPU and `bfloat16` elsewhere.
-        device (`str`, *optional*): Defaults to a CUDA device where there is one.
+    Loads the model and tokenizer that a command's options name: see `load_model`, and `DtypeOption` and `DeviceOption`
+    for what they are by default.
     """
     from transformers.utils import logging
 

@@ -214,13 +214,8 @@ def swapped(owner: object, name: str, value: object) -> Iterator[None]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractCheck:
     """
-    Item of the contract.
-
-    Args:
-        name (`str`): The row of the grid and the id in tests.
-        summary (`str`): What has to hold.
-        function (`Callable`): Takes a `Subject` and raises if it does not hold.
-        on_hybrid (`bool`): Whether it is about models with sliding-window layers, and runs on one of those.
+    Item of the contract: its row of the grid, what has to hold, and a function that raises if it does not; on a model
+    with sliding-window layers if it is about these.
     """
 
     name: str

@@ -14,16 +14,7 @@ class RefusedFile(ValueError):
 
 @contextmanager
 def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """
-    Turns whatever is found wrong inside into one `ValueError`.
-
-    Args:
-        option (`str`): the option that the file was given as.
-        path (`str` or `os.PathLike`): the file.
-
-    Raises:
-        ValueError: for every `ValueError` and `OSError` inside, naming option and file.
-    """
+    """Turns every `ValueError` and `OSError` inside into one `ValueError` that names the option and its file."""
     try:
         if not os.path.isfile(path):
             raise ValueError(f"`{option}`: there is no file {path}")
@@ -46,12 +37,8 @@ def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[
     Opens a file to write to, which takes its place at `path` when the block ends without an error.
 
     Until then the file stands in the same folder under another name. So whoever reads sees the old file or the new
-    one, the last of several writers wins, and a full disk or a killed process leaves the old one as it was.
-
-    Args:
-        path (`str` or `os.PathLike`): where the file goes.
-        mode (`int`, *optional*): its permissions, from the start. By default those of what it replaces, or else of any
-            new file.
+    one, the last of several writers wins, and a full disk or a killed process leaves the old one as it was. Its
+    permissions are `mode`, or those of what it replaces, or of any new file.
 
     Raises:
         OSError: naming `path`, if it cannot be written.

@@ -52,14 +52,7 @@ _PIECE_BYTES = 2**24
 
 
 class Format(NamedTuple):
-    """
-    What a kind of file is known by.
-
-    Attributes:
-        name (`str`): of the format.
-        version (`int`): the only one that can be read.
-        advice (`str`): how to come to a file that can be read.
-    """
+    """Name of a kind of file, its only version that can be read, and how to come to a file that can be read."""
 
     name: str
     version: int
@@ -121,13 +114,8 @@ def _json_checksum(document: dict[str, Any]) -> str:
 
 def write_record(path: PathLike, form: Format, record: object, mode: int | None = None) -> None:
     """
-    Writes a record to a safetensors file, whole or not at all.
-
-    Args:
-        path (`str` or `os.PathLike`): where to.
-        form (`Format`): of the file.
-        record (`object`): of `schema`; its tensors are on any device, and brought to the host one at a time.
-        mode (`int`, *optional*): permissions of the file, see `new_file`.
+    Writes a record of `schema` to a safetensors file, whole or not at all; its tensors are on any device, and brought
+    to the host one at a time. Its permissions are `mode`, see `new_file`.
     """
     content, tensors = pack(record)
     write_tensors(path, form.stamp(content), tensors, mode)

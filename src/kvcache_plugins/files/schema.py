@@ -48,14 +48,8 @@ class Range:
 
 class Stored:
     """
-    A tensor as it has to be.
-
-    Args:
-        shape (`Sequence[int | str | None]`): sizes, names of sizes, and `None` where any size will do.
-        dtypes (`torch.dtype`): those that will do.
-        least, most (`float`, *optional*): bounds of all numbers, both included.
-        above (`float`, *optional*): what all numbers are above.
-        is_finite (`bool`, *optional*, defaults to `True`): whether no number may be NaN or infinite.
+    A tensor as it has to be: its shape (sizes, names of sizes, `None` where any size will do), one of some dtypes,
+    bounds of its numbers (`least` and `most` included), and whether none may be NaN or infinite.
     """
 
     def __init__(

@@ -9,17 +9,25 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from transformers import Cache, PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel, TextStreamer
 
 from kvcache_plugins.console.commands import user_errors
 from kvcache_plugins.console.display import print_line
-from kvcache_plugins.console.inputs import encode_prompt, load_for_evaluation
+from kvcache_plugins.console.inputs import (
+    DtypeOption,
+    MaxNewTokensOption,
+    ModelOption,
+    PromptFileOption,
+    PromptOption,
+    encode_prompt,
+    load_for_evaluation,
+    read_prompt,
+)
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .planner import PartitionTable
@@ -57,12 +65,12 @@ def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str |
 
 
 def main(
-    model: Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
-    prompt_file: Annotated[Path | None, typer.Option(help="A text file to read the prompt from.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, if there is no file.")] = None,
+    model: ModelOption = "smollm2",
+    prompt_file: PromptFileOption = None,
+    prompt: PromptOption = None,
     cache: Annotated[str, typer.Option(help="A name of `kvcache-plugins list`, for the last rank.")] = "dynamic",
     cache_option: Annotated[list[str] | None, typer.Option(help="key=value for the cache; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    max_new_tokens: MaxNewTokensOption = 64,
     partition: Annotated[
         str,
         typer.Option(help="even, planned, lengths or shares such as 0.6,0.4, or a file of `kvcache-plugins plan`."),
@@ -70,9 +78,7 @@ def main(
     hop_nbits: Annotated[
         int | None, typer.Option(help="Bits a number between ranks, 4 or 8; exact if not given.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")
-    ] = None,
+    dtype: DtypeOption = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
     ] = None,
@@ -91,58 +97,44 @@ def main(
                 "Start it with `torchrun --nproc-per-node N -m kvcache_plugins.kv_runahead ...`, or with `accelerate "
                 "launch --num_processes N` (on CPUs also `--multi_gpu`)"
             )
-        if (prompt is None) == (prompt_file is None):
-            raise ValueError("Give either `--prompt` or `--prompt-file`")
+        text = read_prompt(prompt, prompt_file)
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if chosen == "cuda":
             chosen = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(chosen)
         dist.init_process_group("nccl" if chosen.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
         try:
-            text = prompt if prompt_file is None else prompt_file.read_text(encoding="utf-8")
             options = dict(parse_option(option) for option in cache_option or [])
             loaded, tokenizer = load_for_evaluation(model, dtype, chosen)
-            input_ids = encode_prompt(tokenizer, text or "")[None].to(loaded.device)
-            slices = parse_partition(partition, loaded, dist.get_world_size())
-            is_last = dist.get_rank() == dist.get_world_size() - 1
-            filled = create_cache(cache, loaded, **options) if is_last else None
-            streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_last else None
-            generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
-            _generate(cache, loaded, input_ids, filled, slices, hop_nbits, generation)
+            input_ids = encode_prompt(tokenizer, text)[None].to(loaded.device)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            slices = None if partition == "planned" else parse_partition(partition, loaded, size)
+            streamer, filled = None, None
+            if rank == size - 1:
+                streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                filled = create_cache(cache, loaded, **options)
+            failures = FailureReports(rank, run=-1)
+            # Ranks load at their own pace; the time to the first token is not that
+            failures.guarded(dist.barrier, "another rank", "before layer 0")
+            start = time.perf_counter()
+            generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
+            _, output = runahead_generate(
+                loaded, input_ids, past_key_values=filled, partition=slices, hop_nbits=hop_nbits, **generation
+            )
+            sent: list[int] = [0] * size
+            own = int(output.stats.get("bytes_sent", 0))
+            failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
+            if streamer is not None:
+                seconds = (streamer.first_token_at or start) - start
+                print_line(
+                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {seconds:.2f} s; slices of "
+                    f"{' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
+                    stderr=True,
+                )
         except RunaheadError as error:
             raise ValueError(str(error)) from error
         finally:
             dist.destroy_process_group()
-
-
-def _generate(
-    name: str,
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    cache: Cache | None,
-    slices: str | Sequence[float] | PartitionTable,
-    hop_nbits: int | None,
-    generation: dict[str, Any],
-) -> None:
-    """Generates with all ranks, and on the last one sums up on standard error."""
-    failures = FailureReports(dist.get_rank(), run=-1)
-    # Ranks load at their own pace; the time to the first token is not that
-    failures.guarded(dist.barrier, "another rank", "before layer 0")
-    start = time.perf_counter()
-    partition = None if slices == "planned" else slices
-    _, output = runahead_generate(
-        model, input_ids, past_key_values=cache, partition=partition, hop_nbits=hop_nbits, **generation
-    )
-    sent: list[int] = [0] * dist.get_world_size()
-    own = int(output.stats.get("bytes_sent", 0))
-    failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
-    streamer = generation["streamer"]
-    if streamer is not None:
-        print_line(
-            f"{name}: first of the tokens after {input_ids.shape[1]} in {streamer.first_token_at - start:.2f} s; "
-            f"slices of {' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
-            stderr=True,
-        )
 
 
 if __name__ == "__main__":

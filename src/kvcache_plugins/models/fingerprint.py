@@ -10,17 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 _SAMPLES_PER_PARAMETER = 8
 # What decides on the shapes and on the meaning of keys and values, as far as a config tells; `None` where it does not
 _CONFIG_FIELDS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-    "vocab_size",
-    "rope_parameters",
-    "rope_theta",
+    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("layer_types", "sliding_window", "vocab_size", "rope_parameters", "rope_theta"),
 )
 
 

@@ -19,14 +19,8 @@ from .packaged_models import PACKAGED_MODELS
 
 
 # What says where a checkpoint is found, as opposed to how the model is built: the tokenizer needs it too.
-SOURCE_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
+_SOURCE_OPTIONS = (
+    *("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"),
 )
 
 
@@ -66,7 +60,7 @@ def load_model(
     if has_device_map and torch.device(device) != torch.device("cpu"):
         raise ValueError(f"`device` has to be left at its default when `device_map` is given, but got {device}")
     source = resolve_model(name_or_path)
-    source_options = {name: from_pretrained_kwargs[name] for name in SOURCE_OPTIONS if name in from_pretrained_kwargs}
+    source_options = {name: from_pretrained_kwargs[name] for name in _SOURCE_OPTIONS if name in from_pretrained_kwargs}
     tokenizer = AutoTokenizer.from_pretrained(source, **source_options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **from_pretrained_kwargs)
     if not has_device_map:

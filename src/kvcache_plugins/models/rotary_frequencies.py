@@ -15,14 +15,8 @@ _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
 
 def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
     """
-    Radians a token of every pair of channels that a layer rotates.
-
-    Args:
-        config (`PreTrainedConfig`): the config of the (decoder of the) model.
-        layer_idx (`int`): the layer; some models have other frequencies for some layers.
-
-    Returns:
-        `tuple[float, ...]`, or `None` where the config has none or they depend on the length of the text.
+    Tells the radians a token of every pair of channels that a layer rotates, from the config of the model's decoder;
+    `None` where the config has none or they depend on the length of the text.
     """
     config = layer_config(config, layer_idx)
     parameters, layer_type = getattr(config, "rope_parameters", None), None

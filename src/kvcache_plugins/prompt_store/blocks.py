@@ -95,15 +95,9 @@ def next_key(previous: str, token_ids: Sequence[int]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
     """
-    What is said of a block. The file's name follows from the first three, so a file that was damaged, renamed or put
-    there by somebody else is found out, whatever its checksum says of it.
-
-    Attributes:
-        previous (`str`): name of the block before it, or of the prompt's root.
-        start (`int`): position of its first token.
-        token_ids (`list[int]`): its tokens.
-        model_name (`str`): what the model was called.
-        options (`dict`): those of the cache.
+    What is said of a block: the name of the one before it, or of the prompt's root, where it starts, its tokens; and
+    what the model was called, and the cache's options. The file's name follows from the first three, so a file that
+    was damaged, renamed or put there by somebody else is found out, whatever its checksum says of it.
     """
 
     previous: str
@@ -115,12 +109,7 @@ class BlockHeader:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptBlock(BlockHeader):
-    """
-    A block as a file has it.
-
-    Attributes:
-        layers (`list`): the state of every layer, of the block's tokens alone.
-    """
+    """A block as a file has it: with the state of every layer, of the block's tokens alone."""
 
     layers: list[LayerState | DenseState]
 
@@ -194,18 +183,9 @@ def _newest(states: torch.Tensor | None, length: int, layer: DynamicSlidingWindo
 
 class PromptCache(GEARCache):
     """
-    A `GEARCache` of a prompt in blocks, as a `PromptStore` makes it. See there and `GEARCache`.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        options: those of `GEARCache`.
-
-    Attributes:
-        record (`BlockRecord`): which blocks it was fed; `record.length` is how many tokens a block has.
-        model_name (`str`): what the model is called.
-
-    Raises:
-        ValueError: if the model has layers that hold more than keys and values.
+    A `GEARCache` of a prompt in blocks, as a `PromptStore` makes it, with a `record` of those that it was fed; its
+    `record.length` is how many tokens a block has. A `ValueError` refuses models whose layers hold more than keys and
+    values.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any):
@@ -229,15 +209,8 @@ class PromptCache(GEARCache):
 
     def cut(self, prompt: PromptKeys, numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """
-        Cuts out some blocks, by number; tensors are views of its own where they can be.
-
-        Args:
-            prompt (`PromptKeys`): names of the blocks.
-            numbers (`Sequence[int]`): which blocks, of those that it was fed one by one.
-            token_ids (`Sequence[int]`): tokens of the prompt.
-
-        Raises:
-            ValueError: if it does not hold these blocks as such.
+        Cuts out some blocks of a prompt's tokens, by number; tensors are views of its own where they can be. A
+        `ValueError` says that it was not fed these blocks one by one.
         """
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}

@@ -98,15 +98,8 @@ class StoreFolder:
 
     def make_room(self, num_bytes: int, max_bytes: int, kept: Iterable[str]) -> bool:
         """
-        Removes the least recently used blocks, within `writing`, until so many bytes more are not too many.
-
-        Args:
-            num_bytes (`int`): bytes that are to be written.
-            max_bytes (`int`): the most that all files may take.
-            kept (`Iterable[str]`): names of blocks that stay whatever happens, beside those that are in use.
-
-        Returns:
-            `bool`: whether there is room.
+        Removes the least recently used blocks, within `writing`, until `num_bytes` more are not above `max_bytes`; but
+        none that is in use or among the names `kept`. Returns whether there is room.
         """
         files = self.files()
         too_many = sum(file.num_bytes for file in files) + num_bytes - max_bytes

@@ -16,16 +16,9 @@ from .folder import StoredFile, StoreFolder
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPrompt:
     """
-    A prompt of which no longer one is there.
-
-    Attributes:
-        key (`str`): name of its last block.
-        model_name (`str`): what the model was called.
-        options (`dict`): those of the cache.
-        num_tokens (`int`), num_blocks (`int`): how long it is.
-        num_missing (`int`): those of its blocks that are not there, so that what follows them cannot be loaded.
-        num_bytes (`int`): of its files, some of which other prompts may share.
-        used_at (`float`): when it was used last, in seconds since 1970.
+    A prompt of which no longer one is there, by the name of its last block: how long it is, how many of its blocks
+    are missing (what follows them cannot be loaded), bytes of its files, some of which other prompts may share, and
+    when it was used last, in seconds since 1970.
     """
 
     key: str
@@ -50,13 +43,7 @@ def list_prompts(path: Path) -> list[KeptPrompt]:
 
 
 def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
-    """
-    The files of a folder that no cache is made of, each with what is wrong with it.
-
-    Args:
-        path (`Path`): the folder.
-        remove (`bool`, *optional*, defaults to `False`): whether they go.
-    """
+    """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
     folder, damaged = _existing(path), {}
     with folder.writing() if remove else folder.reading():
         for file in folder.files():

@@ -34,18 +34,8 @@ DEFAULT_MAX_BYTES = "20GB"
 # Of a block's file, beside its tensors
 _DOCUMENT_BYTES = 64 * 1024
 _COUNTERS = (
-    "prompts",
-    "hits",
-    "tokens_asked",
-    "tokens_saved",
-    "blocks_loaded",
-    "bytes_loaded",
-    "load_seconds",
-    "blocks_kept",
-    "bytes_kept",
-    "keep_seconds",
-    "blocks_damaged",
-    "blocks_not_kept",
+    *("prompts", "hits", "tokens_asked", "tokens_saved", "blocks_loaded", "bytes_loaded", "load_seconds"),
+    *("blocks_kept", "bytes_kept", "keep_seconds", "blocks_damaged", "blocks_not_kept"),
 )
 # What says nothing of states that the tokens do not say
 _KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep"}
@@ -163,26 +153,15 @@ class PromptStore:
 
     def prefill(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
         """
-        Reads, block by block, what a cache of `cache_for` does not have of a prompt, and keeps each block once it is
-        read. What is left for `generate` is the last block, or the part of it that there is.
-
-        Args:
-            model (`PreTrainedModel`): the model.
-            cache (`PromptCache`): what `cache_for` returned for this prompt.
-            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt.
+        Reads, block by block, what a cache of `cache_for` does not have of its prompt `[1, tokens]`, and keeps each
+        block once it is read. What is left for `generate` is the last block, or the part of it that there is.
         """
         self._read_blocks(model, cache, input_ids, len(_token_ids(input_ids)) - 1)
 
     def keep(self, cache: PromptCache, input_ids: torch.Tensor) -> int:
         """
-        Writes those blocks of a prompt that a cache was fed one by one, and that are not there yet.
-
-        Args:
-            cache (`PromptCache`): what `cache_for` or `read` returned.
-            input_ids (`torch.Tensor` of shape `[1, tokens]`): the tokens that it was fed, or more.
-
-        Returns:
-            `int`: how many blocks were written.
+        Writes those blocks of a prompt `[1, tokens]` that a cache of this store was fed one by one, and that are not
+        there yet; returns how many.
 
         Raises:
             ValueError: if the cache is none of this store's, or was fed its prompt in other pieces.
