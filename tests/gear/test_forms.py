@@ -61,7 +61,7 @@ def test_options_of_a_quantized_backbone_make_gears_own_form(options):
 @pytest.mark.parametrize("options", SHARED, ids=str)
 def test_options_of_both_forms_leave_the_default(options):
     config = GEARCache(**options).gear_config
-    assert config == GEARCache(backbone="transform", **{"residual_length": 20, **options}).gear_config
+    assert config == GEARCache(backbone="transform", **options).gear_config
     assert GEARCache(**{**options, "quantizer": None, "nbits": 2}).gear_config.key.nbits == 2
 
 

@@ -107,7 +107,7 @@ def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
     assert calls
 
 
-@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@pytest.mark.parametrize("preset", ["gear-k4v3", "gear:residual_length=20"])
 @torch.no_grad()
 def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, calls):
     layer, reference = make_layer(preset), make_layer(preset)

@@ -108,7 +108,7 @@ def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):
     # As version 3 was, without a checksum
     document = {"format": "kvcache_plugins.gear", "version": 3, "model": ""}
     save_file({"x": torch.zeros(1)}, str(path), metadata={"kvcache_plugins": json.dumps(document)})
-    with pytest.raises(ValueError, match=f"{path} holds .* version 3, but only .* version 6.*`save` anew"):
+    with pytest.raises(ValueError, match=f"{path} holds .* version 3, but only .* version 7.*`save` anew"):
         GEARCache.load(path, tiny_llama)
 
 

@@ -92,7 +92,7 @@ def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_sa
     with pytest.warns(UserWarning, match="finite"):
         assert_same(store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4"), expected)
     assert store.stats()["tokens_saved"] == 256 and find_damaged(tmp_path) == {}
-    assert FORMAT[:2] == ("kvcache_plugins.prompt_block", 2)
+    assert FORMAT[:2] == ("kvcache_plugins.prompt_block", 3)
 
 
 def test_files_are_their_owners_alone(tiny_llama, tmp_path):

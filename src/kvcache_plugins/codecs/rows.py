@@ -131,6 +131,12 @@ class RowTable:
         """Numbers of a token that are coded, K."""
         return self.head_dim if self.basis is None else self.basis.num_components
 
+    def finer(self, nbits: int) -> "RowTable":
+        """Returns the table of rows with `nbits` more bits a number, or as many as its quantizer has."""
+        widths = (self.widths + nbits).clamp(max=len(QUANTIZERS[self.quantizer].distortions) - 1)
+        # Known without asking a device: rows of heads that have the most bits already end with zeros
+        return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists name and tensor of everything stored but the basis."""
         for name in _TENSOR_NAMES:
@@ -339,6 +345,7 @@ class RowCodec(Codec):
 
     def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables | None):
         self._tables = tables
+        self._finer: RowCodec | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -349,6 +356,13 @@ class RowCodec(Codec):
         """Returns the tables of keys and values, on a device if they are a model's."""
         assert self._tables is not None, "it has been fitted"
         return self._tables.on(device) if isinstance(self._tables, SharedTables) else self._tables
+
+    def finer(self, nbits: int) -> "RowCodec":
+        """Returns the codec of rows with `nbits` more bits a number; the same one as long as tables are the same."""
+        if self._finer is None:
+            keys, values = (table.finer(nbits) for table in self.tables())
+            self._finer = RowCodec(SharedTables(keys, values) if self.is_shared else (keys, values))
+        return self._finer
 
     @property
     def rope(self) -> RotaryLayout:
@@ -405,6 +419,8 @@ class RowCodec(Codec):
     def tensors(self) -> Iterator[torch.Tensor]:
         if self._tables is not None and not self.is_shared:
             yield from (tensor for table in self.tables() for tensor in table.tensors())
+            if self._finer is not None:
+                yield from (table.widths for table in self._finer.tables())
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
         if isinstance(self._tables, SharedTables):

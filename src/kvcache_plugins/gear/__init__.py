@@ -32,8 +32,8 @@ _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
 # is for exact tokens, worth the more the less the others err. `quantizer="trellis"` is an option of all of them.
 _OF_PROMPTS: dict[int, dict[str, Any]] = {
     16: {"key_nbits": 2.375, "value_nbits": 2.0},
-    22: {"key_nbits": 3.25, "value_nbits": 3.0, "residual_length": 20},
-    25: {"residual_length": 20},
+    22: {"key_nbits": 3.25, "value_nbits": 3.0},
+    25: {},
     30: {"key_nbits": 4.625, "value_nbits": 4.125},
 }
 _CALIBRATED = {12: 1.59, 16: 2.23, 20: 2.87, 28: 4.15}

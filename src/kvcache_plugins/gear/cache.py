@@ -41,9 +41,7 @@ from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 
 # Both forms have these, so that they do not tell which one is meant
-_SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding")
-# As `gear-t25` has
-_DEFAULT_RESIDUAL_LENGTH = 20
+_SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits")
 
 Calibration = TransformCalibration | str | Path | None
 Form = tuple[GEARConfig | TransformConfig, TransformCalibration | None]
@@ -74,12 +72,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             number up to 8, by default 4 for keys and 3.25 for values (with a calibration 3.625, shared among all).
         backbone (`str`, *optional*):
             `"transform"` codes every token by itself, keys before the rotary embedding and bits where channels have
-            energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (8 by default, 20 in a
-            cache without options), `num_sink_tokens` (4), `quantizer`, `sliding` and `calibration`. The others say how
-            values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"` (the same in
-            groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to `"transform"` if no
-            option is given but those of both, which are `residual_length`, `num_sink_tokens` and `sliding`; else to
-            `"kcvt"` at 4 bits and more and to `"kivi"` below.
+            energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (5 by default),
+            `num_sink_tokens` (4), `quantizer`, `sliding`, `recent_length`, `recent_nbits` and `calibration`. The
+            others say how values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"`
+            (the same in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to
+            `"transform"` if no option is given but those of both, which are `residual_length`, `num_sink_tokens` and
+            `sliding`; else to `"kcvt"` at 4 bits and more and to `"kivi"` below.
         q_group_size (`int`, *optional*):
             Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
@@ -111,6 +109,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `transform` backbone alone, where what no query to come sees is let go of, some tokens at a time;
             `"dense"`, which leaves them Transformers' own; or `"auto"`, which compresses windows of at least 2048
             tokens with the `transform` backbone, which is worth little in shorter ones.
+        recent_length (`int`, *optional*, defaults to 64):
+            With the `transform` backbone, newest of the coded tokens that were decoded, at most, whose rows have more
+            bits, as they are read most; when they are no longer among these, they are coded as all others. 0 for none.
+        recent_nbits (`int`, *optional*, defaults to 2):
+            How many bits a channel these have more.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
@@ -161,6 +164,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         rotate_values: bool | None = None,
         quantizer: str | None = None,
         sliding: str | None = None,
+        recent_length: int | None = None,
+        recent_nbits: int | None = None,
         attention_mask: torch.Tensor | None = None,
         key_nbits: float | None = None,
         key_backbone: str | None = None,
@@ -189,6 +194,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "rotate_values": rotate_values,
             "quantizer": quantizer,
             "sliding": sliding,
+            "recent_length": recent_length,
+            "recent_nbits": recent_nbits,
             "key_nbits": key_nbits,
             "key_backbone": key_backbone,
             "key_sparsity": key_sparsity,
@@ -445,8 +452,6 @@ def resolve_form(
     by_default = is_default(backbone, options)
     if by_default:
         backbone = BACKBONE
-        if options["residual_length"] is None:
-            options = {**options, "residual_length": _DEFAULT_RESIDUAL_LENGTH}
     check_calibrated(calibration, backbone, options)
     if backbone != BACKBONE:
         return GEARConfig.from_options(backbone=backbone, **options), None

@@ -136,6 +136,8 @@ class FixedForm:
             torch.empty(*shape[:2], 0, shape[3], dtype=layer.dtype, device=layer.device) for shape in shapes
         )
         self.layer, self.buffer = layer, FixedBuffer(keys, values, layer.packing.residual_length)
+        self._packing = layer.packing
+        layer.end_recent()
         held = layer.buffer
         if held is not None and held.length:
             self.buffer.append(held.keys, held.values)
@@ -212,6 +214,7 @@ class FixedForm:
         """Makes it an ordinary layer with the same contents, and gives the room back."""
         layer, buffer = self.layer, self.layer.buffer
         layer.buffer, layer._prepared = buffer.ordinary() if isinstance(buffer, FixedBuffer) else buffer, None
+        layer.packing = self._packing
         newest = layer.blocks[-1] if layer.blocks else None
         layer.blocks = [block for block in layer.blocks if block.length]
         layer.after_cut(newest)

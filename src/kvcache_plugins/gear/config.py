@@ -108,8 +108,9 @@ class GEARConfig:
         option of both.
         """
         given = {name: value for name, value in options.items() if value is not None}
-        if "quantizer" in given:
-            raise ValueError('`quantizer` is an option of `backbone="transform"`, and has no meaning with others')
+        for name in ("quantizer", "recent_length", "recent_nbits"):
+            if name in given:
+                raise ValueError(f'`{name}` is an option of `backbone="transform"`, and has no meaning with others')
 
         def side(name: str) -> SideConfig:
             own = {

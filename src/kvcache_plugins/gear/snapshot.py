@@ -25,7 +25,7 @@ from .config import GEARConfig, PresetChoice
 from .transform.config import TransformConfig
 
 
-FORMAT = Format("kvcache_plugins.gear", 6, "prefill and `save` anew")
+FORMAT = Format("kvcache_plugins.gear", 7, "prefill and `save` anew")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)

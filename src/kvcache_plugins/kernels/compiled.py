@@ -31,7 +31,7 @@ from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 
 from .library import find_threads, function, level, num_threads
 from .masks import slice_mask
-from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
+from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, check, make
 
 
 # A task has at least this many tiles, and there are enough tasks for the threads to end together
@@ -48,6 +48,7 @@ _ANCHOR_TOKENS, _GROUP, _WORD_GROUP = 32 * TILE, 4, 8
 # Tokens of a strip at each level of instructions
 _STRIPS = {"avx2": 32, "avx512": 64}
 _NUM_WIDTHS = MAX_WIDTH + 1
+_ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
 _ROW_KINDS = CONSTANTS["PART_ROWS"], CONSTANTS["PART_BASIS_ROWS"]
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
@@ -301,7 +302,7 @@ class PreparedCall:
         self._threads = num_threads()
         # What that was of
         self._origin = torch.get_num_threads(), os.getpid()
-        sizes = call.sizes
+        sizes = self._sizes = call.sizes
         rows = call.groups * call.num_queries
         units = sizes["batch"] * sizes["heads"] * -(-rows // ROWS)
         tiles = sum(-(-part.length // TILE) for part in parts)
@@ -336,13 +337,23 @@ class PreparedCall:
             self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
             self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def extend(self, length: int) -> bool:
-        """Has the rows before the last part be the first `length` where they stand; tells whether it can."""
+    def extend(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> bool:
+        """
+        Has the rows before the last part be the first `length` of others of the same tables; tells whether it can.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows.
+            length (`int`): tokens in use, T.
+        """
         rows, part = self._rows, self._rows_part
         if rows is None or part is None or length > rows.num_anchors * _ANCHOR_TOKENS:
             return False
-        if length > min(rows.keys.capacity, rows.values.capacity):
+        if not length <= keys.shape[2] == values.shape[2]:
             return False
+        for side, states in ((rows.keys, keys), (rows.values, values)):
+            known = {**self._sizes, "capacity": states.shape[2], "size": side.size}
+            side.rows, side.capacity = check("rows", states, _ROWS_OF_SIDE, known), states.shape[2]
+        self._grown = keys, values
         part[_LENGTH] = length
         return True
 

@@ -1,6 +1,6 @@
 """One layer of packed tokens: when a token is packed, and attention over all of them.
 
-    [ prefix: exact, first tokens of each sequence ] [ blocks: packed ] [ buffer: exact, newest ]
+    [ prefix: exact, first tokens of each sequence ] [ blocks: packed ] [ recent: finer ] [ buffer: exact, newest ]
 
 The life of a token: `update` hands it out exact; a prompt is packed right after attention has seen it, layer by layer,
 so that never more than one layer's prompt is dense at a time, and with it the codec is fitted that packs all that
@@ -104,6 +104,8 @@ class CompressedLayer(PromptLayer):
         self.blocks: list[Any] = []
         # Whether decoded tokens may join the last block
         self._is_open = False
+        # Whether tokens may join the block before a recent one
+        self._is_older_open = False
         self.buffer = None
         self._prepared: PreparedParts | None = None
         self.codec: Any = None
@@ -350,10 +352,10 @@ class CompressedLayer(PromptLayer):
             # With its data even where states have none
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
             valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
+        recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
+        codec = self.codec if recent is None else recent
         try:
-            block, too_large = packing.encode(
-                self.codec, keys, values, start, self.padding, valid, is_prompt=is_prompt
-            )
+            block, too_large = packing.encode(codec, keys, values, start, self.padding, valid, is_prompt=is_prompt)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
@@ -372,19 +374,71 @@ class CompressedLayer(PromptLayer):
             # A window has passed all that there was
             self.blocks, self._is_open = [], False
         prepared, self._prepared = self._prepared, None
-        is_joining = packing.joins(is_prompt=is_prompt)
-        if self._is_open and is_joining:
-            most = None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
-            newest = self.blocks[-1]
-            stored = newest.keys
-            newest.append(block, most)
-            if newest.keys is stored and prepared is not None and prepared.extend(newest.length):
-                self._prepared = prepared
+        is_joining, newest = packing.joins(is_prompt=is_prompt), self.blocks[-1] if self.blocks else None
+        if recent is not None:
+            assert isinstance(block, RowBlock)
+            self._add_recent(block, prepared)
         else:
-            self.blocks.append(block)
-        self._is_open = is_joining
+            if newest is not None and newest.is_recent:
+                self._age(newest.length)
+            if self._is_open and is_joining:
+                newest = self.blocks[-1]
+                newest.append(block, self._most_rows)
+                if prepared is not None and prepared.extend(newest):
+                    self._prepared = prepared
+            else:
+                self.blocks.append(block)
+            self._is_open = is_joining
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += block.num_chunks if isinstance(block, GroupBlock) else 1
+
+    @property
+    def _most_rows(self) -> int | None:
+        """Tokens beyond which a block has no room before it needs it."""
+        return None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
+
+    def _add_recent(self, block: RowBlock, prepared: PreparedParts | None) -> None:
+        """Adds newest tokens in finer rows; where there are too many then, the older half is coded as all others."""
+        newest, most = self.blocks[-1] if self.blocks else None, self.packing.recent_length
+        block.is_recent = True
+        if newest is None or not newest.is_recent:
+            self.blocks.append(block)
+            self._is_older_open, self._is_open = self._is_open, True
+        else:
+            if not self._is_open:
+                # A copy may share them
+                newest.reserve(newest.length + block.length)
+                self._is_open = True
+            newest.append(block, most)
+            if prepared is not None and prepared.extend(newest):
+                self._prepared = prepared
+        if self.blocks[-1].length > most:
+            self._age(self.blocks[-1].length - most // 2)
+
+    def _age(self, count: int) -> None:
+        """Codes the first `count` recent tokens anew, as all older ones are."""
+        recent = self.blocks[-1]
+        block = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding)
+        if self._is_older_open and len(self.blocks) > 1:
+            self.blocks[-2].append(block, self._most_rows)
+        else:
+            self.blocks.insert(-1, block)
+            self._is_older_open = True
+        if count < recent.length:
+            recent.drop_first(count)
+        else:
+            self.blocks.pop()
+            self._is_open = self._is_older_open
+        self._prepared = None
+
+    def end_recent(self) -> None:
+        """Codes all packed tokens alike, and those to come."""
+        if self.blocks and self.blocks[-1].is_recent:
+            self._age(self.blocks[-1].length)
+        self.packing = self.packing.without_recent()
+
+    def _codec_of(self, block: Block) -> Any:
+        return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
 
     def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
@@ -515,7 +569,7 @@ class CompressedLayer(PromptLayer):
                     stop = min(stop, -(-int(prefix.end.max()) // _MASK_STEP) * _MASK_STEP + block.start)
                 columns = torch.arange(block.start, stop, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
-            yield block.part(self.codec, self.padding, mask)
+            yield block.part(self._codec_of(block), self.padding, mask)
 
     def _columns(self, attn_mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
         """The mask's columns of the tokens from position `start` to `stop`, of which some may be out of sight."""
@@ -537,7 +591,7 @@ class CompressedLayer(PromptLayer):
                 yield slice(position - first, block.start - first), self._prefix_tile(sides, position, block.start)
                 position = block.start
             end = block.start
-            for tile in block.dense_tiles(sides, self.codec, self.padding):
+            for tile in block.dense_tiles(sides, self._codec_of(block), self.padding):
                 end += next(iter(tile.values())).shape[2]
                 if end <= position:
                     continue
@@ -726,8 +780,8 @@ class CompressedLayer(PromptLayer):
         packed tokens, tables, and the exact tokens in front.
         """
         self.settle_prompt()
-        # Further tokens would be written into the room that the last block has left
-        self._is_open = False
+        # Further tokens would be written into the room that the last blocks have left
+        self._is_open = self._is_older_open = False
         for block in self.blocks:
             yield from block.tensors()
         if self.codec is not None and self._pending_sequences is None:
@@ -761,6 +815,7 @@ class CompressedLayer(PromptLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
+        held = [block for block in self.blocks if block.length]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -773,7 +828,7 @@ class CompressedLayer(PromptLayer):
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
-            blocks=[BlockState(each.start, each.length, *each.stored()) for each in self.blocks if each.length],
+            blocks=[BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in held],
             buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
             tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,
@@ -792,6 +847,7 @@ class CompressedLayer(PromptLayer):
         self.dtype, self.batch_size = state.dtype, state.batch_size
         self.prefix, self.padding = state.prefix, state.padding
         self.buffer = None if state.buffer is None else state.buffer.buffer(self.packing.residual_length)
+        self._is_older_open = state.is_open
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
         self._held_start, self._is_open, self._moments = state.held_start, state.is_open, state.moments
         self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)

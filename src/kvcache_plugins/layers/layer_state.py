@@ -58,12 +58,14 @@ class BlockState:
         start (`int`): index of the first token in the sequence, padding included.
         length (`int`): tokens in use.
         keys, values (`dict[str, torch.Tensor]`): what the codec stores of them, without spare capacity.
+        is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
     """
 
     start: int
     length: Annotated[int, Range(1)]
     keys: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
+    is_recent: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -189,6 +191,8 @@ def _restore_groups(
 ) -> tuple[GroupCodec | None, list[Block]]:
     if any(each is not None for each in (state.tables, state.moments, state.pending)):
         raise ValueError(f"`{path}` has tables, which groups do not have")
+    if any(block.is_recent for block in state.blocks):
+        raise ValueError(f"`{path}.blocks` has rows of recent tokens, which groups do not have")
     if state.prefix is None:
         if state.is_open or state.blocks or state.exact_start:
             raise ValueError(f"`{path}` has no exact tokens in front, but not all tokens are in the buffer")
@@ -242,8 +246,13 @@ def _restore_rows(
     _check_order(state, sliding_window, path)
     blocks: list[Block] = []
     for number, block in enumerate(state.blocks):
-        for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), codec.row_sizes, strict=True):
+        own = packing.recent_codec(codec) if block.is_recent else codec
+        if own is None or (block.is_recent and number + 1 < len(state.blocks)):
+            raise ValueError(
+                f"`{path}.blocks.{number}.is_recent` asks for a last block, of a cache that has recent rows"
+            )
+        for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), own.row_sizes, strict=True):
             layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
             check_layout(f"{path}.blocks.{number}.{side}", tensors, layout)
-        blocks.append(RowBlock(block.keys[ROWS], block.values[ROWS], block.start, block.length))
+        blocks.append(RowBlock(block.keys[ROWS], block.values[ROWS], block.start, block.length, block.is_recent))
     return codec, blocks

@@ -58,12 +58,14 @@ class RowBlock:
         keys, values (`torch.Tensor` of shape `[B, H, capacity, R]`, uint8): rows of both sides.
         start (`int`): position of the first token in the sequence, padding included.
         length (`int`): tokens in use.
+        is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     start: int
     length: int
+    is_recent: bool = False
 
     # Tokens may follow whatever was dropped
     can_grow = True
@@ -106,6 +108,13 @@ class RowBlock:
         self.keys, self.values = (rows[:, :, count : self.length].clone() for rows in (self.keys, self.values))
         self.start += count
         self.length -= count
+
+    def coded_anew(self, count: int, codec: Codec, other: Codec, padding: torch.Tensor | None) -> RowBlock:
+        """Returns the first `count` tokens, rows of a codec, as rows of another."""
+        positions = Positions(self.start, padding)
+        keys = codec.decode_keys(self.keys[:, :, :count], positions)
+        rows = other.encode(keys, codec.decode_values(self.values[:, :, :count]), positions)
+        return RowBlock(*rows, self.start, count)
 
     def map(self, function: TensorFunction) -> None:
         """Replaces every stored tensor by `function` of it."""
@@ -161,6 +170,8 @@ class GroupBlock:
     start: int
     num_chunks: int
     length: int
+
+    is_recent = False
 
     @property
     def chunk_length(self) -> int:
@@ -401,11 +412,13 @@ class PreparedParts:
         self.call: PreparedCall | None = None
         self.is_tried = False
 
-    def extend(self, length: int) -> bool:
-        """Has the newest block be of `length` tokens, which stand where it stood; tells whether the call can."""
-        if self.call is None or not self.call.extend(length):
+    def extend(self, block: Block) -> bool:
+        """Has the newest block, of which the parts are, have more tokens; tells whether the call can."""
+        if self.call is None or not isinstance(block, RowBlock):
             return False
-        self.parts[-1] = replace(self.parts[-1], length=length, kept={})
+        if not self.call.extend(block.keys, block.values, block.length):
+            return False
+        self.parts[-1] = replace(self.parts[-1], keys=block.keys, values=block.values, length=block.length, kept={})
         return True
 
     def __deepcopy__(self, memo: object) -> None:

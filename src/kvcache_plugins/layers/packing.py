@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
 
 from .packed_tokens import Block, ExactPrefix, GroupBlock, RowBlock
@@ -48,6 +49,7 @@ class Packing(ABC):
         least_tokens (`int`): tokens of the shortest sequence of which anything is packed.
         num_kept (`int`): the newest of a full buffer that stay exact when the others are packed.
         num_heard (`int`): tokens before the first that are packed whose queries are heard, where a codec needs some.
+        recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most.
         has_windows (`bool`): whether the first tokens of a block can be let go of.
         largest (`float`): what numbers have to be below.
     """
@@ -57,6 +59,7 @@ class Packing(ABC):
     least_tokens: int
     num_kept = 0
     num_heard: int = 0
+    recent_length: int = 0
     has_windows = False
     largest: float = float("inf")
 
@@ -80,6 +83,14 @@ class Packing(ABC):
     def joins(self, *, is_prompt: bool) -> bool:
         """Whether tokens join a block of decoded ones, and others that follow may join theirs."""
         return True
+
+    def without_recent(self) -> Packing:
+        """Returns the packing that codes the newest packed tokens as all others."""
+        return self
+
+    def recent_codec(self, codec: Any) -> Any:
+        """Returns the codec of the newest packed tokens, given that of the others; `None` if it is the same."""
+        return None
 
     def num_in_front(self, prefix: ExactPrefix) -> int:
         """Tokens of a prefix that are exact of the sequence that has most of them packed."""
@@ -131,7 +142,8 @@ class RowPacking(Packing):
 
     Attributes:
         codecs (`Codec` or `Callable`): the codec, or called with the head dims of keys and values it makes one.
-        residual_length, num_sink_tokens, least_tokens, num_heard, largest (*optional*): see `Packing`.
+        residual_length, num_sink_tokens, least_tokens, num_heard, largest, recent_length (*optional*): see `Packing`.
+        recent_nbits (`int`, *optional*, defaults to 0): how many bits a number recent rows have more.
     """
 
     codecs: Codec | Callable[[int, int], Codec]
@@ -140,13 +152,15 @@ class RowPacking(Packing):
     least_tokens: int = 1
     num_heard: int = 0
     largest: float = float("inf")
+    recent_length: int = 0
+    recent_nbits: int = 0
 
     has_windows = True
 
     @property
     def num_kept(self) -> int:  # type: ignore[override]
         # The newest tokens are read most: with buffers that are emptied whole, KL is a quarter to a half higher
-        return 3 * self.residual_length // 5
+        return self.residual_length // 4 if self.recent_length else 3 * self.residual_length // 5
 
     @property
     def fixed(self) -> Codec | None:
@@ -154,6 +168,12 @@ class RowPacking(Packing):
 
     def codec(self, key_dim: int, value_dim: int) -> Codec:
         return self.codecs if isinstance(self.codecs, Codec) else self.codecs(key_dim, value_dim)
+
+    def without_recent(self) -> RowPacking:
+        return replace(self, recent_length=0)
+
+    def recent_codec(self, codec: Codec) -> Codec | None:
+        return codec.finer(self.recent_nbits) if self.recent_length and isinstance(codec, RowCodec) else None
 
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
         has_enough = length - padding >= self.least_tokens

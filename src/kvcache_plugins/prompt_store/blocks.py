@@ -39,7 +39,7 @@ from kvcache_plugins.layers.packed_tokens import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 
 
-FORMAT = Format("kvcache_plugins.prompt_block", 2, "the prompt is read again")
+FORMAT = Format("kvcache_plugins.prompt_block", 3, "the prompt is read again")
 # Counted up whenever the same tokens would be stored as other bytes
 _VERSION = 1
 _DIGEST_BYTES = 32
@@ -267,11 +267,11 @@ def _cut(state: LayerState | DenseState | None, index: int, tokens: slice) -> La
         start, stop = max(tokens.start, block.start), block.start + block.length
         if start > tokens.start and not (is_first and number == 0):
             break
-        if ROWS in block.keys and start < tokens.stop <= stop:
+        if ROWS in block.keys and not block.is_recent and start < tokens.stop <= stop:
             # Coded one by one
             rows, count = slice(start - block.start, tokens.stop - block.start), tokens.stop - start
-            sides = ({ROWS: each[ROWS][:, :, rows]} for each in (block.keys, block.values))
-            found = BlockState(start, count, *sides)
+            keys, values = ({ROWS: each[ROWS][:, :, rows]} for each in (block.keys, block.values))
+            found = BlockState(start, count, keys, values)
         elif (
             ROWS not in block.keys
             and (block.start, stop) == (start, tokens.stop)
@@ -297,7 +297,8 @@ def _cut(state: LayerState | DenseState | None, index: int, tokens: slice) -> La
 def _join(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence[str]) -> LayerState:
     first, blocks = states[0], [block for state in states for block in state.blocks]
     has_more = any(state.prefix is not None or state.tables is not None for state in states[1:])
-    if has_more or len(blocks) != len(states) or any(len(state.blocks) != 1 for state in states):
+    is_single = all(len(state.blocks) == 1 and not state.blocks[0].is_recent for state in states)
+    if has_more or not is_single:
         raise ValueError("blocks of a prompt do not follow each other")
     num_compressed, is_rows = sum(block.length for block in blocks), all(ROWS in block.keys for block in blocks)
     if is_rows:

@@ -1,10 +1,13 @@
 """When a layer codes what, what of a batch stays exact, and that what it attends to is what it holds."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kvcache_plugins import measure_memory
+from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -111,12 +114,51 @@ def test_life_of_a_token():
     feed(layer, *states(1, 1))
     # The newer ones stay
     kept = layer.packing.num_kept
-    assert 0 < kept < BUFFER and layer.buffer.length == kept + 1 and len(layer.blocks) == 1
-    assert num_coded(layer) == MIN_TOKENS + BUFFER - kept
+    assert 0 < kept < BUFFER and layer.buffer.length == kept + 1
+    assert [(each.length, each.is_recent) for each in layer.blocks] == [(MIN_TOKENS, False), (BUFFER - kept, True)]
     # A long update is coded as soon as attention has seen it
     feed(layer, *states(1, 100))
     assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
     assert layer.stats()["tokens_exact"] == SINKS
+
+
+@torch.no_grad()
+def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
+    """A token moves twice, each time by its own row; a copy goes its own way; a crop finds what there was."""
+    layer, most, fed = make_layer(), CONFIG.recent_length, []
+
+    def errors(layer):
+        exact, held = torch.cat(fed, dim=2), layer.materialize("keys")
+        return (held - exact[:, :, : held.shape[2]]).square().mean(dim=(0, 1, 3))
+
+    for count in [100] + [1] * 100:
+        keys, values = states(1, count)
+        fed.append(keys)
+        feed(layer, keys, values)
+        assert all(not block.is_recent for block in layer.blocks[:-1])
+        assert layer.blocks[-1].length <= most or not layer.blocks[-1].is_recent
+    (older, recent), lost = layer.blocks, errors(layer)
+    first, last = recent.start, recent.start + recent.length
+    assert recent.is_recent and most // 2 <= recent.length <= most and first > 100
+    # Two bits more are a twelfth of the errors and less, but for tokens that are larger than those before
+    assert lost[first:last].mean() < 0.12 * lost[SINKS:100].mean()
+    assert lost[100:first].mean() > 0.7 * lost[SINKS:100].mean()
+    # Coded anew from their own rows, one by one
+    codec, at = layer.codec.finer(CONFIG.recent_nbits), slice(100, first)
+    once = codec.encode(fed_keys := torch.cat(fed, dim=2)[:, :, at], fed_keys, Positions(100))[0]
+    again = layer.codec.encode(codec.decode_keys(once, Positions(100)), fed_keys, Positions(100))[0]
+    assert torch.equal(older.keys[:, :, 100 - older.start : older.length], again)
+    before = [layer.materialize(side) for side in ("keys", "values")]
+    copied = copy.deepcopy(layer)
+    for _ in range(most):
+        feed(copied, *states(1, 1))
+    assert all(map(torch.equal, before, (layer.materialize(side) for side in ("keys", "values"))))
+    for length in (last - 3, first - 2, 90):
+        layer.crop(length - layer.get_seq_length())
+        assert torch.equal(layer.materialize("keys"), before[0][:, :, :length])
+    # A prompt behind them leaves no recent ones
+    feed(copied, *states(1, 100))
+    assert [each.is_recent for each in copied.blocks] == [False] and copied.buffer is None
 
 
 def test_the_newest_update_is_exact():

@@ -69,8 +69,11 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
 def test_nothing_but_rows_in_use_and_tables_is_written():
     layer = filled_layer((300,), num_decoded=9)
     document, tensors = written(layer)
-    (block,) = layer.blocks
-    assert document["blocks"] == [{"start": 4, "length": block.length}]
+    block, recent = layer.blocks
+    assert document["blocks"] == [
+        {"start": 4, "length": block.length, "is_recent": False},
+        {"start": recent.start, "length": recent.length, "is_recent": True},
+    ]
     assert tensors["blocks.0.keys.rows"].shape == (
         1,
         NUM_HEADS,
@@ -78,9 +81,9 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
         1 + CONFIG.code_bytes(HEAD_DIM, HEAD_DIM)[0],
     )
     assert document["tables"]["rotary"] == layer.codec.rope.name
-    # Frequencies beside what the layer itself holds
+    # Frequencies beside what the layer itself holds, of which the widths of recent rows follow from the others
     held = [tensor for part, tensor in layer.named_tensors() if part != "spare"]
-    assert len(tensors) == len(held) + 1
+    assert len(tensors) == len(held) + 1 - 2
 
 
 def test_another_rotary_embedding_is_refused():
@@ -184,8 +187,10 @@ FORGED = {
     "values in an order": (add("tables.values.order", torch.zeros(1)), "tables.values.order` is unknown"),
     "no tables": (without("tables"), "has no tables, but not all tokens"),
     "an open block, and no rows": (without("blocks"), "not what goes with them"),
-    "rows elsewhere": (put(3, "blocks", 0, "start"), "compressed tokens end at"),
-    "fewer rows": (shorter_rows, r"blocks.0.keys.rows` has to be of shape \[2, 2, 200, 10\]"),
+    "rows elsewhere": (put(3, "blocks", 0, "start"), "a block begins at 200, but the tokens before it end at"),
+    "fewer rows": (shorter_rows, r"blocks.0.keys.rows` has to be of shape \[2, 2, 196, 10\]"),
+    "recent rows first": (put(True, "blocks", 0, "is_recent"), "asks for a last block"),
+    "recent rows of as few bits": (put(False, "blocks", 1, "is_recent"), r"blocks.1.keys.rows` has to be of shape"),
     "another rotation": (put("spiral", "tables", "rotary"), "tables`: keys were coded with another rotary embedding"),
     "rotated elsewhere": (put(2, "tables", "first_rotated"), "another rotary embedding"),
     "a longer text": (put(300, "length"), "compressed tokens end at"),

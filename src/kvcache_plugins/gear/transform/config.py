@@ -29,6 +29,8 @@ _LEAST_WINDOW = 2048
 _WINDOW_FACTOR = 4
 # Before a table is made of a sequence that grows token by token, tokens whose queries are heard
 _NUM_HEARD = 32
+# Options that say the same whatever the bits are
+_TAKEN = "residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits"
 # A prompt's own scales reach it, though deviations end with float16
 _LARGEST = 2.0**22
 
@@ -44,21 +46,25 @@ class TransformConfig:
         num_sink_tokens (`int`): first tokens that stay exact.
         quantizer (`str`): `"lloyd-max"` or `"trellis"`.
         sliding (`str`): `"auto"`, `"compressed"` or `"dense"`: what is done with layers whose attention has a window.
+        recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most; 0 for none.
+        recent_nbits (`int`): how many bits a channel they have more.
     """
 
     key_nbits: float
     value_nbits: float
-    residual_length: int = 8
+    residual_length: int = 5
     num_sink_tokens: int = 4
     quantizer: str = "lloyd-max"
     sliding: str = "auto"
+    recent_length: int = 64
+    recent_nbits: int = 2
 
     def __post_init__(self) -> None:
         check_choice("quantizer", self.quantizer, list(QUANTIZERS))
         for name in ("key_nbits", "value_nbits"):
             check_number(f"{name}/nbits", getattr(self, name), above=0, most=self.max_width)
-        check_integer("residual_length", self.residual_length, 1)
-        check_integer("num_sink_tokens", self.num_sink_tokens, 0)
+        for name, least in (("residual_length", 1), ("num_sink_tokens", 0), ("recent_length", 0), ("recent_nbits", 0)):
+            check_integer(name, getattr(self, name), least)
         check_choice("sliding", self.sliding, SLIDING)
 
     def to_options(self) -> dict[str, Any]:
@@ -101,6 +107,8 @@ class TransformConfig:
             least_tokens=self.shortest_prompt if fixed is None else self.num_sink_tokens + 1,
             num_heard=_NUM_HEARD,
             largest=_LARGEST,
+            recent_length=self.recent_length,
+            recent_nbits=self.recent_nbits,
         )
 
     @property
@@ -139,13 +147,13 @@ def transform_config(options: dict[str, Any], *, is_calibrated: bool = False) ->
         ValueError: if an option is given that this backbone does not have.
     """
     options = dict(options)
-    taken = {name: options.pop(name) for name in ("residual_length", "num_sink_tokens", "quantizer", "sliding")}
+    taken = {name: options.pop(name) for name in _TAKEN}
     nbits, key_nbits, value_nbits = (options.pop(name) for name in ("nbits", "key_nbits", "value_nbits"))
     foreign = sorted(name for name, value in options.items() if value is not None)
     if foreign:
         raise ValueError(
             f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
-            "`value_nbits`, `residual_length`, `num_sink_tokens`, `quantizer` and `sliding`"
+            "`value_nbits`, " + ", ".join(f"`{name}`" for name in _TAKEN)
         )
     defaults = (nbits, nbits) if nbits is not None else _MEAN_NBITS if is_calibrated else _NBITS
     return TransformConfig(
