@@ -828,7 +828,7 @@ class CompressedLayer(PromptLayer):
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
-            blocks=[BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in held],
+            blocks=[BlockState(each.start, each.length, *each.stored(), is_recent=each.is_recent) for each in held],
             buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
             tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,
