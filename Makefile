@@ -116,7 +116,7 @@ $(VENV)/.models: $(VENV)/.created
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg setup.py
-	KVCACHE_PLUGINS_WHEEL=any $(PIP) --editable ".[reference,dev,peers,eval,docs,notebooks]"
+	KVCACHE_PLUGINS_WHEEL=any $(PIP) --editable ".[reference,dev,peers,eval,serving,docs,notebooks]"
 	touch $@
 
 $(VENV)/.kernels: $(VENV)/.installed src/kvcache_plugins/kernels/build.py $(wildcard src/kvcache_plugins/kernels/cpu/*)

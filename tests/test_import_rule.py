@@ -33,7 +33,7 @@ FLOORS: tuple[set[str], ...] = (
     {"infinigen_gear", "advice", "batching", "prompt_store"},
     {"__init__"},
     {"console"},
-    {"eval"},
+    {"eval", "serving"},
     # Options and help of all commands. It stands on `eval`, not in it: a command may measure, choose and show
     {"cli"},
 )

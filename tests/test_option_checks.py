@@ -44,9 +44,8 @@ WRONG = {
         ("attention_mask", ["x"]),
     ],
     "infinigen-gear": [
-        ("key_nbits", ["4", 4.0, None]),
-        ("value_nbits", ["4", 4.0, None]),
-        ("q_group_size", ["64", True]),
+        ("key_nbits", ["4", 9.0, None]),
+        ("value_nbits", ["4", True, None]),
         ("recent", ["32"]),
     ],
     "h2o": [

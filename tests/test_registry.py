@@ -259,7 +259,7 @@ def test_values_are_checked_without_a_model() -> None:
         "h2o:heavy_ratio=2": "The cache `h2o`: `heavy_ratio`",
         "infinigen:share=2": "The cache `infinigen`: `share`",
         "infinigen:calibration=no-such-file": "The cache `infinigen`: `calibration` is `no-such-file`",
-        "infinigen-gear:key_nbits=3": "The cache `infinigen-gear`: `key_nbits`",
+        "infinigen-gear:key_nbits=9": "The cache `infinigen-gear`: `key_nbits`",
     }.items():
         with pytest.raises(ValueError, match=word):
             check_caches([spec])

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dot import block_size, dot_exact
+from .arithmetic import block_size, dot_exact
 
 
 # Bytes of codes, and numbers of scores, that a program holds at once: what fits into its registers

@@ -70,7 +70,7 @@ TINY: dict[str, dict[str, Any]] = {
         "model": _WHOLE,
         "context": 128,
         "steps": 3,
-        "caches": ("gear", "gear-2bit"),
+        "caches": ("gear",),
     },
     "infinigen": {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),

@@ -6,7 +6,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 
 from kvcache_plugins.eval.benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from kvcache_plugins.eval.benchmarks.step import step_rows, time_steps
-from kvcache_plugins.eval.harness import cache_stats, time_call
-from kvcache_plugins.gear.cache import GEARCache
-from kvcache_plugins.gear.captured_steps import CapturedSteps
+from kvcache_plugins.eval.harness import cache_stats, take_turns, time_call
 from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.models.cache_argument import as_argument
@@ -47,7 +44,7 @@ TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
     "tests/triton_kernels/test_device_lengths.py",
-    "tests/gear/test_captured_on_gpu.py",
+    "tests/triton_kernels/test_static_steps.py",
     "tests/gear/transform/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
     "tests/infinigen/test_on_gpu.py",
@@ -76,8 +73,8 @@ STEPS = 72
 _TEST_PROCESSES = "8"
 # Presets in calibrated bases, and the tokens that a calibration is made of
 _CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
-# Of decoded tokens, whose capacity is reserved from the beginning
-_CAPACITY = 1024
+# Tokens of a static cache, and steps until a graph of it is captured
+_CAPACITY, _NUM_WARM = 8192, 3
 
 
 def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
@@ -222,34 +219,34 @@ def time_whole_steps(
             report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def time_captured(
     run: Run,
     model: Fields = LLAMA_8B,
     context: int = 4096,
     steps: int = STEPS,
-    caches: Sequence[str] = ("gear", "gear-2bit", "kivi-2bit", "gear-t16", "gear-k4v3"),
+    caches: Sequence[str] = ("gear", "gear-t16"),
 ) -> None:
     """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
     report, network = open_report(run, "captured", "captured", model, steps=steps), build_llama(model, run.device)
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
+    compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
     filled: dict[str, Cache] = {}
-    captured: dict[str, CapturedSteps] = {}
-    with ExitStack() as stack:
-        for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
-            with report.attempt(name), run.box.step(2):
-                preset, _, way = name.partition(", ")
-                cache = create_cache(preset, network)
-                network(read, **as_argument(cache), logits_to_keep=1)
-                if way:
-                    assert isinstance(cache, GEARCache)
-                    captured[name] = stack.enter_context(cache.captured_steps(network, _CAPACITY))
-                # What is compiled and recorded is so before the first turn
-                network(token, **as_argument(cache))
-                filled[name] = cache
-        seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
-        rows = step_rows(seconds, filled, context)
-        for row in rows:
-            made = captured.get(row["cache"])
-            row |= {"recorded": made.num_recorded, "replayed": made.num_replayed} if made else {}
-        report.add_timed(rows)
+
+    def step(name: str, number: int) -> None:
+        ids = fed[:, number : number + 1] if number >= 0 else token
+        (compiled if ", " in name else network)(ids, **as_argument(filled[name]))
+
+    for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
+        with report.attempt(name), run.box.step(2):
+            preset, _, way = name.partition(", ")
+            filled[name] = create_cache(preset, network, **({"max_cache_len": _CAPACITY} if way else {}))
+            network(read, **as_argument(filled[name]), logits_to_keep=1)
+            # What is compiled and recorded is so before the first turn
+            for _ in range(_NUM_WARM):
+                step(name, -1)
+    functions = {name: partial(step, name) for name in filled}
+    clock = partial(time_call, device=run.device)
+    seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
+    report.add_timed(step_rows(seconds, filled, context))

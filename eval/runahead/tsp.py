@@ -103,9 +103,7 @@ def tsp_prefill(
             model.base_model(ids, **as_argument(chain.cache), use_cache=True)
         else:
             logits = model(ids, **as_argument(chain.cache), use_cache=True, logits_to_keep=1).logits
-    stats: dict[str, int | float] = {"seconds": time.perf_counter() - start}
-    stats |= {name: getattr(exchange.neighbours, name) for name in ("seconds_waited", "bytes_sent", "bytes_received")}
-    stats |= {name: getattr(exchange, name) for name in ("dot_products", "entries_sent")}
+    stats = {"seconds": time.perf_counter() - start, **exchange.stats()}
     return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)
 
 

@@ -1,24 +1,30 @@
 """Transformers' continuous batching in `compressed_batching`: requests together are what they are alone."""
 
+import math
+
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from kvcache_plugins.batching import compressed_batching
+from kvcache_plugins.batching.pages import _fit_page
 
 
 NUM_TOKENS = 12
 
 
-def run(model, prompts, max_batch_tokens=256, num_forks=1):
+def run(model, prompts, max_batch_tokens=256, num_forks=1, num_blocks=24, offload_space=0.0, **options):
     # Of one token to choose from; forks are for sampling
     sampling = {"do_sample": num_forks > 1, "top_k": 1, "num_return_sequences": num_forks}
     config = GenerationConfig(**sampling, max_new_tokens=NUM_TOKENS, eos_token_id=-1, pad_token_id=0)
-    paging = ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=max_batch_tokens)
-    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging)
-    assert not any(output.error for output in outputs.values())
+    sizes = {"page_size": 64, "num_blocks": num_blocks, "max_batch_tokens": max_batch_tokens}
+    paging = ContinuousBatchingConfig(**sizes, cpu_offload_space=offload_space)
+    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging, **options)
+    errors = [output.error for output in outputs.values() if output.error]
+    assert not errors, errors
     return [output.generated_tokens for output in outputs.values()]
 
 
@@ -75,6 +81,62 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
     # Two whole pages of the prompt were there
     assert coded[1] - coded[0] == coded[0] - 128 * model.config.num_hidden_layers
     assert block < 0.35 * dense
+
+
+def test_requests_that_make_room_go_on_as_they_were(smollm2, prompts, context, monkeypatch):
+    model, offloaded = smollm2[0], []
+    copy, empty = OffloadingManager._offload_to_cpu, torch.empty
+
+    def watch(self, states, *args):
+        copied = copy(self, states, *args)
+        offloaded.append((len(states), len(copied)))
+        return copied
+
+    monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", watch)
+    # Without an accelerator there is no pinned memory
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    with context():
+        # They need a third page at one time, and there is room for four
+        growing = [prompts[2][5 * number :][: 122 + 2 * number] for number in range(3)]
+        alone = [run(model, [prompt])[0] for prompt in growing]
+        assert run(model, growing, num_blocks=2) == alone and offloaded == [(1, 0)]
+        assert run(model, growing, num_blocks=2, offload_space=0.05) == alone and offloaded[1:] == [(1, 1)]
+
+
+def test_windows_stay_as_they_are(tiny_model, random_windows):
+    model, prompts = (
+        tiny_model("gemma3-hybrid"),
+        [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))],
+    )
+    dense = run(model, prompts)
+    with compressed_batching(model, "gear-t30", text=torch.tensor(prompts[-1:])) as batching:
+        together, num_coded = run(model, prompts), batching.stats()["tokens_coded"]
+        alone = [run(model, [prompt])[0] for prompt in prompts]
+    assert together == alone
+    # Two of its four layers attend to all tokens
+    assert num_coded == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
+    assert (
+        sum(a == b for own, known in zip(together, dense, strict=True) for a, b in zip(own, known, strict=True)) > 24
+    )
+
+
+# Bytes of 3 pages beside 15 of windows, of one of each, and of a page that is larger than that of windows
+@pytest.mark.parametrize(("size", "pages", "others"), [(190_000, 3, 15 << 19), (30_000, 1, 1 << 15), (3_000, 1, 2048)])
+def test_pages_beside_windows_need_no_large_sector(size, pages, others):
+    block = _fit_page(size, pages, others) * pages
+    assert size <= block < 1.4 * size and math.lcm(block, others) == max(others, block)
+
+
+def test_a_dense_batch_is_an_error_and_a_dropped_cache_is_told(tiny_llama, random_windows):
+    prompts = [random_windows(1, 90)[0].tolist()]
+    with compressed_batching(tiny_llama, "gear-t25", text=torch.tensor(prompts)) as batching:
+        with pytest.warns(UserWarning, match="`past_key_values` is dropped by `generate_batch`"):
+            run(tiny_llama, prompts, past_key_values=DynamicCache())
+        # As if Transformers no longer asked where it does
+        paged_cache.ATTN_TYPE_TO_ALLOCATOR["full_attention"] = paged_cache.FullAttentionCacheAllocator
+        with pytest.raises(AssertionError, match="a batch ran from a dense cache"):
+            run(tiny_llama, prompts)
+    assert run(tiny_llama, prompts) and batching.stats()["dense_reads"] == 0
 
 
 def test_other_models_are_left_alone(smollm2, prompts, context, tiny_llama):

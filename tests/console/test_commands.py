@@ -23,8 +23,8 @@ from kvcache_plugins.registry import check_cache, parse_cache_spec
 
 
 SCRIPT = Path(sys.executable).parent / "kvcache-plugins"
-# Without `--json`: what they write is Markdown, a folder of files, lm-eval's matter, or one number
-WITHOUT_JSON = {"bench gpu", "eval report", "eval run", "eval ls", "eval validate", "store clear"}
+# Without `--json`: what they write is Markdown, a folder of files, lm-eval's or clients' matter, or one number
+WITHOUT_JSON = {"bench gpu", "serve", "eval report", "eval run", "eval ls", "eval validate", "store clear"}
 HEAVY = ("torch", "transformers", "lm_eval", "rich.table", "matplotlib")
 
 

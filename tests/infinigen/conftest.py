@@ -5,13 +5,19 @@ has done, and all that came before events that the stream waited for. On a GPU n
 """
 
 import os
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache_plugins.infinigen import pool, staging
 from kvcache_plugins.infinigen.staging import Prefetcher
+
+
+# What the tests of this folder share is found by its name: `decoding`
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class FakeStream:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import EVERYTHING, GROUPED, SHAPE, assert_same, decode_logits, make_model, tokens
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     Gemma3TextConfig,
     GPT2Config,
@@ -30,20 +30,6 @@ from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
-EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2}
 CONFIGS = {
     "llama": LlamaConfig(**GROUPED),
     "mistral": MistralConfig(**GROUPED, sliding_window=None),
@@ -63,42 +49,18 @@ CONFIGS = {
 }
 
 
-def make_model(name: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-
-
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return make_model("llama")
-
-
-def tokens(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def decode_logits(model, cache, prompt, steps, mask=None):
-    """Logits of the prompt's last token and of every step, one forward each."""
-    logits = []
-    for part in (prompt, *steps.split(1, dim=1)):
-        options = {}
-        if mask is not None:
-            mask = mask if part is prompt else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
-            options = {"attention_mask": mask, "position_ids": positions}
-        logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
-    return torch.stack(logits, dim=1)
+    return make_model()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_fetched_is_exact(name: str) -> None:
-    model, prompt, steps = make_model(name), tokens(150), tokens(6, seed=1)
+    model, prompt, steps = make_model(CONFIGS[name]), tokens(150), tokens(6, seed=1)
     with InfiniGenCache(model, **EVERYTHING) as cache:
         logits = decode_logits(model, cache, prompt, steps)
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same(logits, expected)
     stats = cache.stats()
     offloaded = 2 if name == "gemma3" else 3
     assert stats["layers_offloaded"] == offloaded
@@ -111,7 +73,7 @@ def test_everything_fetched_is_exact(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_speculation_is_like_the_truth(name: str) -> None:
     """A stack whose layers change little: expected queries are near the true ones, so the same tokens are chosen."""
-    model, prompt, steps = make_model(name), tokens(300), tokens(8, seed=1)
+    model, prompt, steps = make_model(CONFIGS[name]), tokens(300), tokens(8, seed=1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if any(part in parameter_name for part in ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc2")):
@@ -136,18 +98,17 @@ def test_left_padded_batch_is_exact(llama: PreTrainedModel, pool_tokens: int | N
     with InfiniGenCache(llama, **EVERYTHING, pool_tokens=pool_tokens) as cache:
         logits = decode_logits(llama, cache, prompt, steps, mask)
     expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same(logits, expected)
 
 
 def test_pages_are_crossed() -> None:
-    model = make_model("llama")
-    model.config.max_position_embeddings = 4096
+    model = make_model()
     prompt, steps = tokens(PAGE_TOKENS + 20), tokens(40, seed=1)
     with InfiniGenCache(model, **EVERYTHING) as cache:
         logits = decode_logits(model, cache, prompt, steps)
     assert len(cache.layers[0].pool.pages) == 2
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same(logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +144,7 @@ def test_several_new_tokens_attend_to_everything(llama: PreTrainedModel) -> None
         llama(prompt, past_key_values=cache)
         logits = llama(turn, past_key_values=cache).logits
     expected = llama(torch.cat([prompt, turn], dim=1)).logits[:, 200:]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same(logits, expected)
     assert cache.stats()["exact_calls"] == 3
 
 
@@ -243,7 +204,7 @@ def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None
 
 
 def test_hooks_are_shared_and_leave_nothing_behind() -> None:
-    model = make_model("llama")
+    model = make_model()
 
     def num_hooks() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
@@ -272,7 +233,7 @@ def test_hooks_leave_other_caches_alone(llama: PreTrainedModel) -> None:
 
 
 def test_another_model_is_refused(llama: PreTrainedModel) -> None:
-    cache, other = InfiniGenCache(llama), make_model("llama")
+    cache, other = InfiniGenCache(llama), make_model()
     with torch.no_grad():
         llama(tokens(50), past_key_values=cache)
         with pytest.raises(ValueError, match="made for another model"):
@@ -324,7 +285,7 @@ def test_needs_a_model(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("speculate", [True, False], ids=["speculated", "own query"])
 @pytest.mark.parametrize("options", [{"share": 0.05}, {"min_weight": 0.5}, {"partial_ratio": 0.5}], ids=str)
 def test_eager_attention_chooses_what_sdpa_does(options: dict[str, Any], speculate: bool) -> None:
-    model, prompt, steps = make_model("llama"), tokens(200), tokens(4, seed=1)
+    model, prompt, steps = make_model(), tokens(200), tokens(4, seed=1)
     logits, stats = [], []
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
@@ -347,7 +308,7 @@ def test_latent_attention_is_exact() -> None:
     with pytest.warns(UserWarning, match="the whole cache is fetched"):
         logits = decode_logits(model, cache, prompt, steps)
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same(logits, expected)
     assert cache.stats()["exact_calls"] > 0
     assert cache.stats()["dense_reads"] == 0
 

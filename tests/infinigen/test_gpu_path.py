@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, make_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
@@ -17,22 +18,6 @@ from kvcache_plugins.codecs.rotation import hadamard_matrix
 from kvcache_plugins.infinigen import staging as prefetch
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
-
-
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    initializer_range=0.1,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
-EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
 
 
 @pytest.fixture(params=["triton", "torch"])
@@ -46,30 +31,12 @@ def gpu(cuda, request):
 @pytest.fixture(scope="module")
 def meta_llama():
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG).eval()
+        return AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED)).eval()
 
 
 @pytest.fixture(scope="module")
 def llama():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(CONFIG).eval()
-
-
-def make_tokens(count, rows=1, seed=0):
-    return torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def decode_logits(model, cache, prompt, steps, mask=None):
-    logits, options = [], {}
-    for part in (prompt, *steps.split(1, dim=1)):
-        if mask is not None:
-            mask = mask if part is prompt else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
-            options = {"attention_mask": mask, "position_ids": positions}
-        logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
-    return torch.stack(logits, dim=1)
+    return make_model()
 
 
 class NothingComesFromTheHost(TorchDispatchMode):
@@ -87,14 +54,10 @@ def stagings():
     return [staging for each in prefetch._PREFETCHERS.values() for staging in each._stagings]
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("pool_tokens", [None, 400])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
-    prompt, steps, mask = make_tokens(90, rows=2), make_tokens(4, rows=2, seed=1), None
+    prompt, steps, mask = tokens(90, rows=2), tokens(4, rows=2, seed=1), None
     if is_padded:
         mask = torch.ones_like(prompt)
         mask[0, :50] = 0
@@ -115,7 +78,7 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
     ],
 )
 def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
-    prompt, steps = make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1)
+    prompt, steps = tokens(150, rows=2), tokens(3, rows=2, seed=1)
     cuda.use_kernel("torch")
     with make_cache(llama, **rule) as cache:
         expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
@@ -142,7 +105,7 @@ def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options):
     staging = expected.memory().parts["staging"]
     cuda.serve_every_pool()
     with InfiniGenCache(llama, **options) as cache:
-        decode_logits(llama, cache, make_tokens(150, rows=2), make_tokens(3, rows=2, seed=1))
+        decode_logits(llama, cache, tokens(150, rows=2), tokens(3, rows=2, seed=1))
     # They are made for the first step, with room for the next ones; what is told is what the next one would make
     assert cache.memory().parts["staging"] <= staging <= 1.03 * cache.memory().parts["staging"]
 
@@ -163,12 +126,12 @@ def test_tokens_and_pages_are_written(gpu):
 
 
 def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
-    prompt, steps = make_tokens(90, rows=2), make_tokens(2, rows=2, seed=1)
+    prompt, steps = tokens(90, rows=2), tokens(2, rows=2, seed=1)
     with InfiniGenCache(llama, **EVERYTHING) as cache, torch.no_grad():
         dense = DynamicCache(config=llama.config)
         for each in (cache, dense):
             decode_logits(llama, each, prompt, steps)
-            llama(make_tokens(5, rows=2, seed=2), past_key_values=each)
+            llama(tokens(5, rows=2, seed=2), past_key_values=each)
             each.crop(-50)
             each.reorder_cache(torch.tensor([1, 1]))
         copied = copy.deepcopy(cache)
@@ -180,7 +143,7 @@ def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
 @pytest.mark.parametrize("change", ["crop", "reorder", "reset", "move"])
 def test_a_fetch_that_is_dropped_gives_its_buffer_back(gpu, llama, change):
     with InfiniGenCache(llama, full_layers=()) as cache:
-        decode_logits(llama, cache, make_tokens(100), make_tokens(1, seed=1))
+        decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
         layer = cache.layers[1]
         layer.speculate(torch.randn(1, 4, 1, 16), None, 0.25)
         assert not all(staging.is_free for staging in stagings())
@@ -214,7 +177,7 @@ def test_the_host_waits_before_it_touches_pages(gpu, use):
 
 def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
     with InfiniGenCache(llama, full_layers=()) as cache:
-        decode_logits(llama, cache, make_tokens(100), make_tokens(1, seed=1))
+        decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
     (prefetcher,) = prefetch._PREFETCHERS.values()
     prefetcher._stream.do("rows")
     by_kernel = cache.layers[0].pool.addresses_for(torch.empty(1)) is not None
@@ -227,7 +190,7 @@ def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
 
 def test_times_are_told_on_request(gpu, llama):
     with InfiniGenCache(llama, full_layers=(0,), track_times=True) as cache:
-        decode_logits(llama, cache, make_tokens(100), make_tokens(3, seed=1))
+        decode_logits(llama, cache, tokens(100), tokens(3, seed=1))
         stats = cache.stats()
         assert copy.deepcopy(cache).stats() == stats
         assert set(stats) >= {"transfer_s", "stalled_s", "hidden_share"}
@@ -269,7 +232,6 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
             for _ in range(34):
                 meta_llama(token, past_key_values=cache)
     assert len(transfers) == 2 * 34
-    # Codes move on in whole groups
-    assert cache.layers[1].pool.num_slots == 100 - 32 + (0 if is_coded else 32)
+    assert cache.layers[1].pool.num_slots == 100 - 32 + 32
     with pytest.raises((RuntimeError, NotImplementedError)):
         cache.stats()

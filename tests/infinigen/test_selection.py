@@ -89,8 +89,8 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
     scoring = ScoringCodes(nbits, keys[:, :, :100], None)
     for start in range(0, 150, 50):
-        scoring.append(scoring.encode(keys[:, :, start : start + 50]))
-    scores, expected = scoring.scores(query), query @ keys.transpose(2, 3)
+        scoring.append(scoring.encode_keys(keys[:, :, start : start + 50]))
+    scores, expected = scoring.scores(query, None), query @ keys.transpose(2, 3)
     assert scores.shape == (2, 3, 4, 150)
     scores, expected = (each - each.mean(dim=3, keepdim=True) for each in (scores, expected))
     assert (scores - expected).norm() / expected.norm() < limit
@@ -100,12 +100,12 @@ def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
     replaced, direct = ScoringCodes(4, keys, None), ScoringCodes(4, keys, None)
-    replaced.append(replaced.encode(keys[:, :, :50]))
+    replaced.append(replaced.encode_keys(keys[:, :, :50]))
     slots = torch.tensor([[[3, 17], [40, 0]]])
-    replaced.write(slots, replaced.encode(keys[:, :, 50:52]))
+    replaced.write(slots, replaced.encode_keys(keys[:, :, 50:52]))
     order = torch.arange(50).repeat(1, 2, 1).scatter(2, slots, torch.tensor([50, 51]).expand(1, 2, 2))
-    direct.append(direct.encode(keys.gather(2, order[..., None].expand(-1, -1, -1, 16))))
-    assert torch.equal(replaced.scores(query), direct.scores(query))
+    direct.append(direct.encode_keys(keys.gather(2, order[..., None].expand(-1, -1, -1, 16))))
+    assert torch.equal(replaced.scores(query, None), direct.scores(query, None))
 
 
 def test_padding_does_not_enter_the_statistics() -> None:
@@ -121,9 +121,9 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
     scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
-    scoring.append(scoring.encode(keys))
+    scoring.append(scoring.encode_keys(keys))
     expected = query @ keys.transpose(2, 3)
-    assert (scoring.scores(query) - expected).norm() / expected.norm() < 0.15
+    assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15
 
 
 @pytest.mark.parametrize("nbits", [2, 4, 8])
@@ -144,8 +144,8 @@ def test_all_columns_tell_scores_exactly(skewing: str) -> None:
     keys, queries = torch.randn(2, 3, 90, 16, generator=generator), torch.randn(2, 6, 90, 16, generator=generator)
     query = torch.randn(2, 3, 2, 16, generator=generator)
     scoring = ScoringColumns(keys, queries, None, 1.0, skewing)
-    scoring.append(scoring.encode(keys))
-    torch.testing.assert_close(scoring.scores(query), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
+    scoring.append(scoring.encode_keys(keys))
+    torch.testing.assert_close(scoring.scores(query, None), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
 
 
 def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
@@ -158,8 +158,8 @@ def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
     errors = {}
     for skewing in ("none", "query-svd"):
         scoring = ScoringColumns(keys, queries, None, 0.25, skewing)
-        scoring.append(scoring.encode(keys))
-        errors[skewing] = float((scoring.scores(query) - expected).norm() / expected.norm())
+        scoring.append(scoring.encode_keys(keys))
+        errors[skewing] = float((scoring.scores(query, None) - expected).norm() / expected.norm())
     assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
 
 

@@ -8,19 +8,11 @@ import pytest
 import torch
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, RowTokens, SinkStates, ValuePages
+from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels import compiled_tokens as compiled
 from kvcache_plugins.kernels import engine as engines
-from kvcache_plugins.kernels.tokens import (
-    attend_chosen_rows,
-    attend_staged,
-    code_scores,
-    gather_rows,
-    grouped_scores,
-    largest,
-    score_rows,
-)
+from kvcache_plugins.kernels.tokens import attend_staged, code_scores, gather_rows, largest, score_rows
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -44,45 +36,31 @@ def assert_near(output, expected, tolerance=SCORE_TOLERANCE):
 
 
 class Scored(NamedTuple):
-    """Sizes of what is scored; runs of grouped keys: first slot, slot behind the last, how far places are behind."""
+    """Sizes of what is scored."""
 
     batch_size: int
     num_heads: int
     groups: int
     head_dim: int
     nbits: int
-    group_size: int
-    num_groups: int
-    runs: tuple[tuple[int, int, int], ...]
+    length: int
 
 
 SCORED = {
-    "one token, the last of its group": Scored(1, 1, 1, 64, 4, 64, 1, ((0, 1, 63),)),
-    "groups of queries, spare room": Scored(2, 3, 3, 64, 4, 64, 5, ((0, 200, 10),)),
-    "more than a task": Scored(1, 2, 4, 64, 2, 64, 70, ((0, 4479, 1),)),
-    "three runs, groups without tokens": Scored(2, 2, 2, 80, 8, 16, 20, ((0, 50, 14), (50, 61, 35), (61, 130, 51))),
-    "a head dim that vectors do not divide, nine queries": Scored(1, 1, 9, 84, 2, 64, 3, ((0, 150, 42),)),
-    "fewer bytes than are read at once": Scored(1, 3, 1, 20, 4, 8, 9, ((0, 61, 3),)),
-    "bytes that hold fewer channels than they could": Scored(2, 1, 5, 50, 4, 24, 4, ((0, 90, 6),)),
-    "groups of one token": Scored(1, 2, 3, 64, 4, 1, 40, ((0, 40, 0),)),
-    "8 bits of many channels": Scored(1, 1, 1, 300, 8, 32, 3, ((0, 96, 0),)),
+    "a few tokens": Scored(1, 1, 1, 64, 4, 5),
+    "groups of queries": Scored(2, 3, 3, 64, 4, 200),
+    "more than a task": Scored(1, 2, 4, 64, 2, 4480),
+    "8 bits": Scored(2, 2, 2, 80, 8, 130),
+    "a head dim that vectors do not divide, nine queries": Scored(1, 1, 9, 84, 2, 150),
+    "fewer bytes than are read at once": Scored(1, 3, 1, 20, 4, 61),
+    "bytes that hold fewer channels than they could": Scored(2, 1, 5, 50, 4, 90),
+    "8 bits of many channels": Scored(1, 1, 1, 300, 8, 96),
 }
-
-
-def random_keys(case):
-    """Queries, keys in groups, and the keys in all slots in float64; what is in no slot is as large as can be."""
-    size = case.batch_size, case.num_heads, case.num_groups
-    codes = torch.randint(0, 2**case.nbits, (*size, case.group_size, case.head_dim), dtype=torch.uint8)
-    scale, zero = (torch.rand(*size, case.head_dim) + 0.1).half(), torch.randn(*size, case.head_dim).half()
-    dense = zero.double()[:, :, :, None] + scale.double()[:, :, :, None] * codes.double()
-    dense = torch.cat([dense.flatten(2, 3)[:, :, first + shift : stop + shift] for first, stop, shift in case.runs], 2)
-    query = torch.randn(case.batch_size, case.num_heads, case.groups, case.head_dim)
-    return query, KeyGroups(pack(codes, case.nbits), scale, zero, case.nbits, case.runs), dense
 
 
 def random_codes(case):
     """Query, packed codes and scales with some room beyond, and the keys in float64."""
-    length, size = case.group_size * case.num_groups, (case.batch_size, case.num_heads)
+    length, size = case.length, (case.batch_size, case.num_heads)
     codes = torch.randint(0, 2**case.nbits, (*size, length, case.head_dim), dtype=torch.uint8)
     scale = (torch.rand(*size, length) + 0.1).half()
     keys = scale.double()[..., None] * (codes.double() - (2 ** (case.nbits - 1) - 0.5))
@@ -93,8 +71,6 @@ def random_codes(case):
 
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
 def test_scores_of_codes(scored, engine):
-    query, keys, dense = random_keys(scored)
-    assert_near(grouped_scores(query, keys), query.double() @ dense.transpose(2, 3))
     query, codes, scale, dense = random_codes(scored)
     scores = code_scores(query, codes, scale, dense.shape[2], scored.nbits)
     assert_near(scores, query.double() @ dense.transpose(2, 3))
@@ -102,24 +78,16 @@ def test_scores_of_codes(scored, engine):
 
 @pytest.mark.parametrize("size", [0.0, 1e-35, 1e20])
 def test_queries_of_any_size(size, engine):
-    query, keys, dense = random_keys(SCORED["groups of queries, spare room"])
-    expected = query.double() @ dense.transpose(2, 3) * size
-    assert torch.allclose(grouped_scores(query * size, keys).double(), expected, atol=1e-2 * size + 1e-30, rtol=1e-3)
     query, codes, scale, dense = random_codes(SCORED["more than a task"])
     scores = code_scores(torch.full_like(query, size), codes, scale, dense.shape[2], 2)
     expected = torch.full_like(query, size).double() @ dense.transpose(2, 3)
     assert torch.allclose(scores.double(), expected, atol=1e-4 * size + 1e-30)
 
 
-def test_scores_are_told_by_their_sequence_alone_whatever_the_strides(num_threads):
-    query, keys, _ = random_keys(SCORED["three runs, groups without tokens"])
-    _, codes, scale, dense = random_codes(SCORED["three runs, groups without tokens"])
-    together = grouped_scores(query, keys), code_scores(query, codes, scale, dense.shape[2], 8)
-    one = slice(1, 2)
-    turned = [each.transpose(1, 2).contiguous().transpose(1, 2)[one] for each in (keys.codes, keys.scale, keys.zero)]
-    alone = KeyGroups(*turned, keys.nbits, keys.runs)
-    assert torch.equal(together[0][one], grouped_scores(query[one], alone))
-    assert torch.equal(together[1][one], code_scores(query[one], codes[one], scale[one], dense.shape[2], 8))
+def test_scores_are_told_by_their_sequence_alone(num_threads):
+    query, codes, scale, dense = random_codes(SCORED["8 bits"])
+    together, one = code_scores(query, codes, scale, dense.shape[2], 8), slice(1, 2)
+    assert torch.equal(together[one], code_scores(query[one], codes[one], scale[one], dense.shape[2], 8))
 
 
 def test_tritons_kernel_scores_the_same(monkeypatch):
@@ -128,18 +96,6 @@ def test_tritons_kernel_scores_the_same(monkeypatch):
         pytest.skip("Triton runs on GPUs only")
     query, codes, scale, keys = random_codes(SCORED["fewer bytes than are read at once"])
     assert_near(code_scores(query, codes, scale, keys.shape[2], 4), query.double() @ keys.transpose(2, 3))
-
-
-def test_places_follow_their_runs():
-    keys = random_keys(SCORED["three runs, groups without tokens"])[1]
-    slots = torch.tensor([[0, 49, 50, 60], [61, 129, 3, 55]])
-    assert keys.places_of(slots).tolist() == [[14, 63, 85, 95], [112, 180, 17, 90]]
-
-
-@pytest.mark.parametrize("runs", [[(0, 65, 0)], [(0, 8, -1)], [(1, 8, 0)], [(0, 8, 0), (9, 12, 0)]], ids=str)
-def test_runs_that_do_not_follow_each_other_within_the_groups_are_refused(runs):
-    with pytest.raises(ValueError, match="`runs`"):
-        compiled.grouped_scores(torch.randn(1, 1, 1, 8), keys_of_ones(runs))
 
 
 class TestLargest:
@@ -364,41 +320,13 @@ class TestExactRows:
         assert torch.equal(found, expected[:, :, :40]) and none.shape == (2, 3, 0, row_dim)
 
 
-def keys_of_ones(runs):
-    ones = torch.ones(1, 1, 4, 8, dtype=torch.float16)
-    return KeyGroups(torch.zeros(1, 1, 4, 16, 4, dtype=torch.uint8), ones, ones, 4, runs)
-
-
-class TestChosenCodes:
-    @pytest.mark.parametrize("forged", FORGED)
-    def test_slots_and_counts_out_of_range_read_nothing_else(self, level, forged):
-        row = torch.cat([torch.zeros(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float16).view(torch.uint8)])
-        pages, sinks = [row.expand(1, 1, 32, 8).contiguous() for _ in range(2)], torch.ones(1, 1, 2, 8)
-        keys = keys_of_ones([(0, 64, 0)])
-        tokens = CodedTokens(keys, ValuePages(pages, 8, 4, 8), SinkStates(None, sinks, sinks))
-        window, slots = torch.ones(1, 1, 1, 8), torch.full((1, 1, 5), forged)
-        for count in (5, forged):
-            of_heads, query = torch.full((1, 1), count), torch.zeros(1, 1, 2, 8)
-            rest = slots, of_heads, window, window, 0.3, torch.ones(1, 9), 8
-            output = compiled.attend_chosen(query, tokens, *rest)
-            assert output.isfinite().all() and (output <= 8**0.5 + 1e-5).all()
-
-    def test_the_order_of_slots_does_not_matter(self, level):
-        heads, dim, count = 2, 20, 150
-        codes = torch.randint(0, 256, (1, heads, 16, 16, dim // 2), dtype=torch.uint8)
-        keys = KeyGroups(codes, *torch.rand(2, 1, heads, 16, dim).half(), 4, [(0, 40, 0), (40, 240, 8)])
-        numbers = torch.rand(1, heads, 240, 2).half().view(torch.uint8)
-        rows = torch.cat([torch.randint(0, 256, (1, heads, 240, dim // 2), dtype=torch.uint8), numbers], dim=3)
-        pages = [page.contiguous() for page in rows.split(120, dim=2)]
-        tokens = CodedTokens(keys, ValuePages(pages, dim, 4, dim), SinkStates(None, *torch.randn(2, 1, heads, 3, dim)))
-        slots = torch.stack([torch.randperm(240)[:count] for _ in range(heads)])[None]
-        query, window = torch.randn(1, heads, 5, dim), torch.randn(1, heads, 2, dim)
-        rest = torch.full((1, heads), count), window, window, 0.3, torch.zeros(1, 242), 240
-        first, *others = (
-            compiled.attend_chosen(query, tokens, each, *rest) for each in (slots, slots.sort().values, slots.flip(2))
-        )
-        for output in others:
-            torch.testing.assert_close(output, first)
+def tokens_of(part, length, *exact):
+    """Tokens whose values stand in three pages."""
+    pages = [page.contiguous() for page in part.values.split(-(-length // 3), dim=2)][:3]
+    pages[-1] = torch.nn.functional.pad(pages[-1], (0, 0, 0, pages[0].shape[2] - pages[-1].shape[2]))
+    none = [part.keys.new_zeros(*part.keys.shape[:2], 0, dim, dtype=torch.float32) for dim in part.head_dims]
+    sinks = SinkStates(part.positions.padding, *(exact or none))
+    return RowTokens(part.keys, length, pages, part.codec, part.positions, sinks)
 
 
 class TestChosenRows:
@@ -412,24 +340,20 @@ class TestChosenRows:
     def test_scores_match_float64(self, make, part, row_case, engine):
         query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
         length = max(row_case.length - 3, 1)
-        scores = score_rows(query, part.keys, part.codec, part.positions, length, 0.3)
+        scores = score_rows(query, tokens_of(part, length))
         keys = torch.cat([tile[0] for tile in part.tiles()], dim=2)[:, :, :length].double()
-        assert_near(
-            scores, query.double() @ keys.transpose(2, 3) * 0.3, max(SCORE_TOLERANCE, make.tolerance(part, engine))
-        )
+        assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, make.tolerance(part, engine)))
 
     @pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.cases("smollm2", "one-token", "unlike-dims", "odd-dims", "large")
-    def test_attention_matches_float64(self, make, part, row_case, engine, dtype, mask_kind):
+    def test_attention_matches_float64(self, make, part, row_case, level, dtype, mask_kind):
         batch_size, num_heads, length = row_case.batch_size, row_case.num_heads, row_case.length
         most, sinks, sizes = -(-length // 2), min(length, 3), (batch_size, num_heads)
         keys, values = (torch.cat([tile[side] for tile in part.tiles()], dim=2) for side in (0, 1))
         first = torch.tensor([0, 40][:batch_size])
         exact = [torch.randn(*sizes, sinks, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
-        pages = [page.contiguous() for page in part.values.split(-(-length // 3), dim=2)]
-        pages[-1] = torch.nn.functional.pad(pages[-1], (0, 0, 0, pages[0].shape[2] - pages[-1].shape[2]))
-        tokens = RowTokens(part.keys, length, pages, part.codec, part.positions, SinkStates(first, *exact))
+        tokens = tokens_of(part, length, *exact)
         # Padding is never chosen
         chances = torch.rand(*sizes, length).masked_fill(torch.arange(length) < first[:, None, None], -1)
         slots = chances.topk(most, dim=2).indices
@@ -440,13 +364,17 @@ class TestChosenRows:
         mask = None if mask_kind == "none" else torch.rand(batch_size, length + 5) > 0.3
         if mask_kind == "added":
             mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf)
-        output = attend_chosen_rows(query, tokens, slots, count, *window, 0.3, mask, length, engine)
+        output = compiled.attend_chosen(query, tokens, slots, count, *window, 0.3, mask, length)
+        order = slots.masked_fill(torch.arange(most) >= count[..., None], 10**6).sort().values
+        torch.testing.assert_close(
+            output, compiled.attend_chosen(query, tokens, order, count, *window, 0.3, mask, length)
+        )
         for item in range(batch_size):
             for states, own in zip((keys, values), exact, strict=True):
                 states[item, :, first[item] : first[item] + sinks] = own[item].float()
         expected = reference(query, keys, values, slots, count, window, 0.3, mask, None, length)
         assert output.dtype == dtype
-        assert_near(output, expected, max(make.tolerance(part, engine), 1e-4 if dtype == torch.float32 else 5e-3))
+        assert_near(output, expected, max(make.tolerance(part, "compiled"), 1e-4 if dtype == torch.float32 else 5e-3))
 
     @pytest.mark.cases("wide")
     def test_what_is_forged_reads_nothing_else(self, part, row_case, level):
@@ -464,7 +392,7 @@ class TestChosenRows:
             bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
             compiled.attend_chosen(query, bad, slots, count, window, window, 0.3, None, 129)
         with pytest.raises(ValueError):
-            score_rows(query, part.keys, part.codec, part.positions, 130)
+            compiled.score_rows(query, dataclasses.replace(tokens, length=130))
 
 
 @pytest.mark.parametrize("nbits", [2, 4])

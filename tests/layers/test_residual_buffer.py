@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.gear.captured_steps import FixedBuffer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
 
@@ -27,8 +26,8 @@ def tokens(count, seed, dtype=torch.float32):
     return [torch.randn(1, HEADS, count, DIM, generator=generator).to(dtype) for _ in range(2)]
 
 
-def make_buffer(kind):
-    buffer = kind(*(states[:, :, :0] for states in tokens(1, seed=0)), LIMIT)
+def make_buffer():
+    buffer = ResidualBuffer(*(states[:, :, :0] for states in tokens(1, seed=0)), LIMIT)
     buffer.append(*tokens(HELD, seed=1))
     return buffer
 
@@ -43,21 +42,11 @@ def results(door, buffer):
     return [each for each in door(buffer) if each is not None]
 
 
-@pytest.mark.parametrize("kind", [ResidualBuffer, FixedBuffer])
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_token_that_was_left_is_there_for_whoever_asks(door, kind):
-    buffer, reference = make_buffer(kind), make_buffer(kind)
+def test_a_token_that_was_left_is_there_for_whoever_asks(door):
+    buffer, reference = make_buffer(), make_buffer()
     leave(buffer, tokens(1, seed=2))
     reference.append(*tokens(1, seed=2))
     assert buffer.left is not None and buffer.length == reference.length == HELD + 1
     for found, expected in zip(results(door, buffer), results(door, reference), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_fixed_storage_has_it_too():
-    buffer, reference = make_buffer(FixedBuffer), make_buffer(FixedBuffer)
-    leave(buffer, tokens(1, seed=2))
-    reference.append(*tokens(1, seed=2))
-    assert all(map(torch.equal, buffer.tensors(), reference.tensors()))
-    leave(buffer, tokens(1, seed=3))
-    assert buffer.released().length == 0 and buffer.left is None

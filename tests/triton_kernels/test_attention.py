@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import OUTLIER_TILE
-from kvcache_plugins.triton_kernels.attention.attend import attend_compressed
-from kvcache_plugins.triton_kernels.attention.combine import combine
-from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.codecs.quantization import Grouping
+from kvcache_plugins.triton_kernels.arithmetic import has_pairs
+from kvcache_plugins.triton_kernels.attention.attend import prepare
+from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
 from kvcache_plugins.triton_kernels.attention.outliers import STORED_TILE
 
@@ -147,7 +149,8 @@ def random_side(case, side, generator):
         states += dense
     tensors = (packed, step, zero, a, b, indices, values, offsets)
     stored = (None if tensor is None else with_spare(tensor, 2).to(DEVICE) for tensor in tensors)
-    return CompressedTensors(*stored, nbits=side.nbits, axis=side.axis), states.flatten(2, 3)
+    grouping = Grouping(side.axis, None)
+    return CompressedStates(*stored, side.nbits, grouping, case.head_dim), states.flatten(2, 3)
 
 
 def random_mask(case, length, generator):
@@ -275,7 +278,7 @@ def attend(case):
     query = (query * case.query_scale).to(DEVICE, case.dtype)
     mask = random_mask(case, length, generator)
     scale = case.head_dim**-0.5
-    partials = attend_compressed(
+    partials = prepare(
         query,
         keys,
         values,
@@ -284,7 +287,8 @@ def attend(case):
         mask=mask,
         scale=scale,
         num_sms=case.num_sms,
-    )
+        packed=has_pairs(query.device.type),
+    )()
     blocks = [(dense_keys[:, :, :length].to(DEVICE), dense_values[:, :, :length].to(DEVICE), mask)]
     return query, partials, blocks, scale, generator
 
@@ -304,7 +308,7 @@ def test_matches_dense_attention(name):
     query, partials, blocks, scale, _ = attend(case)
     assert not any(tensor.isnan().any() for tensor in partials)
     expected = expected_attention(case, query, blocks, scale)
-    actual = combine([partials], [], query, scale)
+    actual = prepare_combination([partials], [], query, scale)()
     assert actual.dtype == case.dtype
     assert relative_error(actual, expected) < TOLERANCE[case.dtype]
 
@@ -325,7 +329,7 @@ def test_combine_attends_to_exact_parts(name, num_parts):
     # The same block twice: more than one may be merged
     blocks.append(blocks[0])
     expected = expected_attention(case, query, blocks, scale)
-    actual = combine([partials, partials], exact_parts, query, scale)
+    actual = prepare_combination([partials, partials], exact_parts, query, scale)()
     assert relative_error(actual, expected) < TOLERANCE[case.dtype]
 
 
@@ -334,7 +338,7 @@ def test_rows_that_attend_to_nothing_are_zero():
     query, partials, _, scale, _ = attend(case)
     assert (partials.maximum[0] == -torch.inf).all()
     assert (partials.total[0] == 0).all()
-    output = combine([partials], [], query, scale)
+    output = prepare_combination([partials], [], query, scale)()
     assert (output[0] == 0).all()
     assert (output[1:] != 0).all()
 
@@ -343,9 +347,9 @@ def test_splits_do_not_matter():
     case = CASES["prompt-300"]
     outputs = []
     for num_sms in (1, 64):
-        sizes = {"num_heads": 3, "chunk_length": 520, "num_sms": num_sms}
+        sizes = {"num_heads": 6, "chunk_length": 520, "num_sms": num_sms}
         query, partials, _, scale, _ = attend(Case(**{**vars(case), **sizes}))
-        outputs.append((partials.output.shape[2], combine([partials], [], query, scale)))
+        outputs.append((partials.output.shape[2], prepare_combination([partials], [], query, scale)()))
     assert outputs[0][0] != outputs[1][0]
     torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-4, atol=1e-5)
 
@@ -356,7 +360,7 @@ def test_no_tokens_give_no_splits():
     assert partials.output.shape[2] == 0
     size = (case.batch_size, case.num_heads, 9, case.head_dim)
     keys, values = (torch.randn(size, generator=generator).to(DEVICE) for _ in range(2))
-    actual = combine([partials], [DensePart(keys, values)], query, scale)
+    actual = prepare_combination([partials], [DensePart(keys, values)], query, scale)()
     expected = expected_attention(case, query, [(keys, values, None)], scale)
     assert relative_error(actual, expected) < TOLERANCE[case.dtype]
 

@@ -51,9 +51,6 @@ OTHER_NAMES = {
         *("gear-3bit-d128", "gear-2bit-d256", "rank-1", "rank-2", "rank-3", "rank-8"),
     ],
 }
-# With lengths that are read on the device
-DEVICE = "-device"
-DEVICE_NAMES = {80: ["gear-2bit-d128-device"], 86: ["kivi-2bit-d128-device"], 90: ["kivi-2bit-d128-device"]}
 # Bytes a thread. Where 168 or 128 registers let one more program run at once, the assembler itself puts a few into
 # local memory rather than use another register
 MAX_SPILLED = 32
@@ -75,19 +72,10 @@ COMBINATIONS = {
 }
 
 
-class Recorder:
-    """Stands in for a kernel and keeps what it was launched with."""
-
-    def __getitem__(self, grid):
-        return self.record
-
-    def record(self, **arguments):
-        self.arguments = arguments
-
-
 def compressed(side, head_dim):
     """Empty storage of a prompt of 1024 tokens in one chunk, with 8 heads."""
-    from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+    from kvcache_plugins.codecs.groups import CompressedStates
+    from kvcache_plugins.codecs.quantization import Grouping
 
     nbits, (axis, group_size), rank, outliers = side
     chunk, length = (2, 8, 3), 1024
@@ -98,7 +86,7 @@ def compressed(side, head_dim):
     )
     scale = torch.empty(*chunk, *grouped, dtype=HALF)
     entries = torch.empty(2, 1, 3, 4096)
-    return CompressedTensors(
+    return CompressedStates(
         codes=torch.empty(*chunk, length, head_dim * nbits // 8, dtype=torch.uint8),
         scale=scale,
         zero=scale,
@@ -108,7 +96,8 @@ def compressed(side, head_dim):
         outlier_values=entries.to(HALF) if outliers else None,
         outlier_offsets=torch.empty(2, 1, 3, 129, dtype=torch.int32) if outliers else None,
         nbits=nbits,
-        axis=axis,
+        grouping=Grouping(axis, None),
+        head_dim=head_dim,
     )
 
 
@@ -116,8 +105,7 @@ def compile_variant(name, capability):
     """What each kernel of a variant uses on a GPU of that compute capability."""
     from kvcache_plugins.triton_kernels.attention import attend
 
-    num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith(DEVICE) else None
-    keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name.removesuffix(DEVICE)]
+    keys, values, head_dim, dtype, num_rows, mask_dtype = VARIANTS[name]
     query = torch.empty(2, 8, num_rows, head_dim, dtype=dtype)
     mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
     launch = attend.prepare(
@@ -126,33 +114,24 @@ def compile_variant(name, capability):
         compressed(values, head_dim),
         num_chunks=1,
         length=1000,
-        num_tokens=num_tokens,
         mask=mask,
         scale=0.1,
-        value_head_dim=head_dim,
         num_sms=132,
         packed=True,
     )
     compiled = compile_for(attend.attend_kernel, launch.arguments, capability, **launch.options)
-    result = {"attend": resources(compiled)}
-    result["combine"] = compile_combination(launch.partials, query, mask, capability, num_tokens)
-    return result
+    return {"attend": resources(compiled), "combine": compile_combination(launch.result, query, mask, capability)}
 
 
-def compile_combination(partials, query, mask, capability, num_tokens=None):
+def compile_combination(partials, query, mask, capability):
     """What merging two blocks and attending to two exact parts uses."""
-    from kvcache_plugins.triton_kernels.attention import combine
+    from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
     from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
 
-    kernel, recorder = combine.combine_kernel, Recorder()
-    combine.combine_kernel = recorder
     states = torch.empty(2, 8, 100, query.shape[-1], dtype=query.dtype)
     part = DensePart(states, states, None if mask is None else mask[..., :100])
-    newest = part._replace(num_tokens=num_tokens)
-    combine.combine([partials, partials], [part, newest], query, 0.1)
-    combine.combine_kernel = kernel
-    options = {"num_warps": 4, "num_stages": recorder.arguments["num_stages"]}
-    return resources(compile_for(kernel, recorder.arguments, capability, **options))
+    launch = prepare_combination([partials, partials], [part, part], query, 0.1)
+    return resources(compile_for(launch.kernel, launch.arguments, capability, num_warps=4, **launch.options))
 
 
 def compile_combinations(capability):
@@ -197,16 +176,10 @@ def test_other_kernels_stay_in_registers(capability, run_main):
     check(run_main(capability, OTHER_NAMES[capability]), OTHER_NAMES[capability])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("capability", DEVICE_NAMES)
-def test_they_compile_with_lengths_on_the_device(capability, run_main):
-    check(run_main(capability, DEVICE_NAMES[capability]), DEVICE_NAMES[capability])
-
-
 def check(lines, names):
     assert [line["name"] for line in lines] == names
     for line in lines:
-        name = line["name"].removesuffix(DEVICE)
+        name = line["name"]
         _, _, head_dim, _, num_rows, _ = VARIANTS[name]
         if head_dim <= 128 and num_rows <= 16:
             assert line["attend"]["spilled"] <= KNOWN_SPILLS.get(name, MAX_SPILLED), line

@@ -263,10 +263,9 @@ def test_splits_are_merged(monkeypatch):
 def test_lengths_on_the_device(case):
     part, query = make_part(case, padding=[0, 40], start=300), make_query(case)
     exact = DensePart(*torch.randn(2, 2, 1, 9, query.shape[3], device=DEVICE), 9, None)
-    counts = [torch.tensor([count], device=DEVICE) for count in (43, 7)]
-    cut = [dataclasses.replace(each, length=int(count)) for each, count in zip((part, exact), counts, strict=True)]
-    read = [dataclasses.replace(each, num_tokens=count) for each, count in zip((part, exact), counts, strict=True)]
-    output, expected = (attend(query, iter(parts), ATTENTION[case][1], None, "triton") for parts in (read, cut))
+    cut = dataclasses.replace(part, length=43)
+    read = dataclasses.replace(part, num_tokens=torch.tensor([43], device=DEVICE))
+    output, expected = (attend(query, [each, exact], ATTENTION[case][1], None, "triton") for each in (read, cut))
     torch.testing.assert_close(output, expected)
 
 

@@ -22,23 +22,22 @@ Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P by
 tokens that the low-rank part covers (the chunk's last), N outlier entries a chunk.
 """
 
-import functools
 import math
 
 import torch
 import triton
 
-from .arguments import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
+from kvcache_plugins.codecs.groups import CompressedStates
+from kvcache_plugins.triton_kernels.launch import Launch
+
 from .attend_kernel import attend_kernel
-from .compressed_tensors import CompressedTensors
+from .layout import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
 from .masks import mask_arguments
 from .outliers import STORED_TILE, number_table
-from .partials import Launch, Partials
-from .splits import choose_tiles_per_split
+from .partials import Partials, device_num_sms, num_split_tiles
 
 
 _MIN_TOKENS_PER_SPLIT = 256
-_DEFAULT_NUM_SMS = 16
 _BLOCK_TOKENS = 64
 _MIN_BLOCK_TOKENS = 16
 _MIN_BLOCK_ROWS = 8
@@ -50,26 +49,26 @@ PROGRAMS_PER_SM = 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 
 
-def attend_compressed(
+def prepare(
     query: torch.Tensor,
-    keys: CompressedTensors,
-    values: CompressedTensors,
+    keys: CompressedStates,
+    values: CompressedStates,
     *,
     num_chunks: int,
     length: int,
     mask: torch.Tensor | None = None,
     scale: float,
-    value_head_dim: int | None = None,
+    packed: bool,
     num_sms: int | None = None,
-) -> Partials:
+) -> Launch:
     """
-    Attends to one block of compressed chunks: partial results, to be merged by `combine`.
+    Prepares the launch that attends to chunks: partial results, to be merged by `combine`.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`):
             Queries. A row is `query head within the group * query tokens + query token`.
-        keys, values (`CompressedTensors`):
-            What to attend to.
+        keys, values (`CompressedStates`):
+            What to attend to; the last dimension of every tensor is contiguous.
         num_chunks (`int`):
             Chunks in use; the storage may hold more.
         length (`int`):
@@ -78,45 +77,13 @@ def attend_compressed(
             Boolean (`True` attends) or added to the scores.
         scale (`float`):
             Factor of the scores.
-        value_head_dim (`int`, *optional*, defaults to D):
-            Channels of the values.
+        packed (`bool`):
+            Whether codes are masked by an instruction of NVIDIA's GPUs (`has_pairs`).
         num_sms (`int`, *optional*, defaults to the device's):
             Multiprocessors to keep busy, which sets the number of splits.
     """
-    return prepare(
-        query,
-        keys,
-        values,
-        num_chunks=num_chunks,
-        length=length,
-        mask=mask,
-        scale=scale,
-        value_head_dim=value_head_dim,
-        num_sms=num_sms,
-        packed=query.is_cuda and torch.version.hip is None,
-    )()
-
-
-def prepare(
-    query: torch.Tensor,
-    keys: CompressedTensors,
-    values: CompressedTensors,
-    *,
-    num_chunks: int,
-    length: int,
-    num_tokens: torch.Tensor | None = None,
-    mask: torch.Tensor | None,
-    scale: float,
-    value_head_dim: int | None,
-    num_sms: int | None = None,
-    packed: bool,
-) -> Launch:
-    """
-    The launch of `attend_compressed`. If `packed`, codes are masked by an instruction of NVIDIA's GPUs. `num_tokens`
-    `[1]` are the tokens in use where the host does not know them, as it replays the launch: the grid is for `length`.
-    """
     batch_size, num_heads, num_rows, key_dim = query.shape
-    value_dim = key_dim if value_head_dim is None else value_head_dim
+    value_dim = values.head_dim
     chunk_length = keys.codes.shape[3]
     length = min(length, num_chunks * chunk_length)
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -131,11 +98,11 @@ def prepare(
     num_full_chunks, rest = divmod(length, chunk_length)
     num_tiles = num_full_chunks * tiles_per_chunk + _num_tiles(rest, stretch, block_tokens)
     row_blocks = triton.cdiv(num_rows, block_rows)
-    tiles_per_split = choose_tiles_per_split(
+    tiles_per_split = num_split_tiles(
         num_tiles,
         batch_size * num_heads * row_blocks,
-        PROGRAMS_PER_SM * (_device_num_sms(query.device) if num_sms is None else num_sms),
-        min_tiles=triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
+        PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device)),
+        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     num_planes = side_packing(values, value_dim).num_planes
@@ -159,7 +126,6 @@ def prepare(
         "num_heads": num_heads,
         "num_rows": num_rows,
         "length": length,
-        "length_ptr": num_tokens,
         "chunk_length": chunk_length,
         "num_tiles": num_tiles,
         "tiles_per_chunk": tiles_per_chunk,
@@ -177,7 +143,7 @@ def prepare(
         "BLOCK_E": _BLOCK_ENTRIES,
     }
     options = {**_OPTIONS, "num_stages": _num_stages(keys, values, block_tokens)}
-    return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, partials, options)
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, options, partials)
 
 
 def _block_rows(num_rows: int, head_dim: int) -> int:
@@ -186,13 +152,13 @@ def _block_rows(num_rows: int, head_dim: int) -> int:
     return min(most, 16, max(_MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)))
 
 
-def _num_stages(keys: CompressedTensors, values: CompressedTensors, block_tokens: int) -> int:
+def _num_stages(keys: CompressedStates, values: CompressedStates, block_tokens: int) -> int:
     """Tiles that are on their way or in use: with which the assembler keeps all in registers."""
-    is_plain = keys.low_rank_a is None and not has_outliers(keys) and keys.axis == "channel"
+    is_plain = keys.low_rank_a is None and not has_outliers(keys) and keys.grouping.axis == "channel"
     return 3 if is_plain and keys.nbits == values.nbits == 4 and block_tokens == _BLOCK_TOKENS else 2
 
 
-def _query_registers(keys: CompressedTensors, packed: bool) -> str:
+def _query_registers(keys: CompressedStates, packed: bool) -> str:
     """
     How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
     least: the compiler keeps all that chunks have in common, and their tiles need the registers.
@@ -204,7 +170,7 @@ def _query_registers(keys: CompressedTensors, packed: bool) -> str:
     return "kept" if tokens_per_group(keys) else "loaded"
 
 
-def _tokens_per_stretch(keys: CompressedTensors, values: CompressedTensors) -> int:
+def _tokens_per_stretch(keys: CompressedStates, values: CompressedStates) -> int:
     """Tokens that a tile must lie within, so that the tokens of a tile share their scales; 0: a chunk."""
     return math.gcd(tokens_per_group(keys), tokens_per_group(values))
 
@@ -219,10 +185,3 @@ def _num_tiles(length: int, stretch: int, block_tokens: int) -> int:
         return triton.cdiv(length, block_tokens)
     num_stretches, rest = divmod(length, stretch)
     return num_stretches * triton.cdiv(stretch, block_tokens) + triton.cdiv(rest, block_tokens)
-
-
-@functools.cache
-def _device_num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _DEFAULT_NUM_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

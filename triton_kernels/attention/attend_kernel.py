@@ -10,16 +10,12 @@ are a `SideLayout` each, with blocks of channels and ranks.
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import dot_parts
-from kvcache_plugins.triton_kernels.powers import inverse_power
+from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, same_number, update_softmax
 
-from .keys import score_codes
-from .loops import same_number
+from .keys import load_queries, score_codes, sum_groups
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores
 from .outliers import score_outliers, weigh_outliers
-from .queries import load_queries, sum_groups
-from .softmax import update_softmax
 from .values import empty_outputs, store_partials, weigh_codes
 
 
@@ -54,7 +50,7 @@ _NOT_SPECIALIZED = [
 
 # Sides stand beside each other
 # fmt: off
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr", "length_ptr"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
 def attend_kernel(
     query_ptr,
     query_stride_b,
@@ -121,7 +117,6 @@ def attend_kernel(
     num_rows,
     num_queries,
     length,
-    length_ptr,
     chunk_length,
     num_tiles,
     tiles_per_chunk,
@@ -147,9 +142,6 @@ def attend_kernel(
     """Partial attention of some rows of one key/value head over one split."""
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_in_use = rows < num_rows
-    if length_ptr is not None:
-        length = tl.load(length_ptr).to(tl.int32)
-        num_tiles = count_tiles(length, chunk_length, tiles_per_chunk, TOKENS_PER_STRETCH, BLOCK_T)
     if QUERIES != "loaded":
         first_rows_ptr, _, _ = row_pointers(
             query_ptr, query_stride_b, query_stride_h, query_stride_r, rows, tl.program_id(0), num_heads)
@@ -258,18 +250,6 @@ def row_pointers(query_ptr, stride_b, stride_h, stride_r, rows, program, num_hea
     """Where query rows of a program begin, and its batch item and head."""
     batch, head = (program // num_heads).to(tl.int64), (program % num_heads).to(tl.int64)
     return query_ptr + batch * stride_b + head * stride_h + rows * stride_r, batch, head
-
-
-@triton.jit
-def count_tiles(length, chunk_length, tiles_per_chunk, TOKENS_PER_STRETCH: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Tiles of so many tokens, of which the last chunk may be cut."""
-    num_tiles = length // chunk_length * tiles_per_chunk
-    rest = length % chunk_length
-    if TOKENS_PER_STRETCH == 0:
-        return num_tiles + tl.cdiv(rest, BLOCK_T)
-    tiles: tl.constexpr = (TOKENS_PER_STRETCH + BLOCK_T - 1) // BLOCK_T
-    num_tiles += rest // TOKENS_PER_STRETCH * tiles
-    return num_tiles + tl.cdiv(rest % TOKENS_PER_STRETCH, BLOCK_T)
 
 
 @triton.jit

@@ -11,13 +11,13 @@ Legend as in `attend.py`; T tokens of an exact part.
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import block_size, dot_precision
+from kvcache_plugins.triton_kernels.arithmetic import block_size, dot_precision
+from kvcache_plugins.triton_kernels.launch import Launch
 
 from .dense_part import DensePart, attend_part, part_arguments
 from .partials import Partials, block_arguments, merge_splits
@@ -46,7 +46,7 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(
     do_not_specialize=_NOT_SPECIALIZED,
-    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr", "num_tokens_0_ptr", "num_tokens_1_ptr"],
+    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr"],
 )
 def combine_kernel(
     query_ptr,
@@ -77,7 +77,6 @@ def combine_kernel(
     mask_0_stride_t,
     mask_0_num_queries,
     num_tokens_0,
-    num_tokens_0_ptr,
     keys_1_ptr,
     keys_1_stride_b,
     keys_1_stride_h,
@@ -93,7 +92,6 @@ def combine_kernel(
     mask_1_stride_t,
     mask_1_num_queries,
     num_tokens_1,
-    num_tokens_1_ptr,
     num_heads,
     num_rows,
     scale,
@@ -124,10 +122,6 @@ def combine_kernel(
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     output = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    if num_tokens_0_ptr is not None:
-        num_tokens_0 = tl.load(num_tokens_0_ptr).to(tl.int32)
-    if num_tokens_1_ptr is not None:
-        num_tokens_1 = tl.load(num_tokens_1_ptr).to(tl.int32)
     if NUM_PARTS > 0:
         key_channels = tl.arange(0, BLOCK_K)
         query_ptr += batch * query_stride_b + head * query_stride_h
@@ -172,43 +166,23 @@ def combine_kernel(
     )
 
 
-class Combination(NamedTuple):
-    """A launch of `combine_kernel`: its grid, its arguments, what it writes, and stages."""
-
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    result: torch.Tensor
-    options: dict[str, int]
-
-
-def combine(
+def prepare_combination(
     partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
-) -> torch.Tensor:
+) -> Launch:
     """
-    The attention over compressed blocks and exact parts together, zero where a row may attend to nothing.
+    Prepares the launch whose result is attention over compressed blocks and exact parts together, zero where a row may
+    attend to nothing.
 
     Args:
         partials (`Sequence[Partials]`):
-            What `attend_compressed` returned for each compressed block.
+            What launches over compressed blocks leave.
         exact_parts (`Sequence[DensePart]`):
             At most two stretches stored as they are.
         query (`torch.Tensor` of shape `[B, H, rows, D]`):
-            The queries of `attend_compressed`.
+            The queries of those launches. The result is `[B, H, rows, value D]` in their dtype.
         scale (`float`):
             Factor of the scores.
-
-    Returns:
-        `[B, H, rows, value D]` in the queries' dtype.
     """
-    launch = prepare_combination(partials, exact_parts, query, scale)
-    combine_kernel[launch.grid](**launch.arguments, **launch.options)
-    return launch.result
-
-
-def prepare_combination(
-    partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
-) -> Combination:
-    """The launch of `combine`."""
     exact_parts = [part for part in exact_parts if part.keys.shape[2] > 0]
     if len(exact_parts) > _MAX_PARTS:
         raise ValueError(f"`exact_parts` may be at most {_MAX_PARTS}, not {len(exact_parts)}")
@@ -254,18 +228,18 @@ def prepare_combination(
         # Known to the compiler because a decode step, which has few, needs fewer registers so
         "MANY_ROWS": num_rows > block_rows,
     }
-    # Tiles of keys and values that are on their way or in use
-    options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1}
-    return Combination(grid, arguments, result, options)
+    # Tiles of keys and values that are on their way or in use. Without fused products, which not all lanes that hold a
+    # sum have in the same places, what they store to one place is the same
+    options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1, "enable_fp_fusion": False}
+    return Launch(combine_kernel, grid, arguments, options, result)
 
 
 def _parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
     """Lists the launch's arguments of all exact parts; one that is alone is given twice, and counts once."""
     if not parts:
         return {**part_arguments(0, None, num_heads, num_rows), **part_arguments(1, None, num_heads, num_rows)}
-    # With its length on the device it is the second, as it is beside another: that is one kernel
-    spare = None if len(parts) == _MAX_PARTS else 0 if parts[-1].num_tokens is not None else 1
+    is_alone = len(parts) < _MAX_PARTS
     return {
-        **part_arguments(0, parts[0], num_heads, num_rows, is_spare=spare == 0),
-        **part_arguments(1, parts[-1], num_heads, num_rows, is_spare=spare == 1),
+        **part_arguments(0, parts[0], num_heads, num_rows),
+        **part_arguments(1, parts[-1], num_heads, num_rows, is_spare=is_alone),
     }

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_plugins.triton_kernels.arithmetic import update_softmax
+
 from .masks import mask_arguments, mask_row_offsets, mask_scores
-from .softmax import update_softmax
 
 
 _STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")
@@ -28,14 +29,11 @@ class DensePart(NamedTuple):
             The states.
         mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
             Boolean (`True` attends) or added to the scores.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*):
-            Tokens in use where the host does not know them, as it replays the launch; else all.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     mask: torch.Tensor | None = None
-    num_tokens: torch.Tensor | None = None
 
 
 def part_arguments(
@@ -46,7 +44,7 @@ def part_arguments(
     if part is None:
         names = (f"{name}_{index}" for name in ("keys", "values"))
         empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
-        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), **_num_tokens(index, 0)}
+        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
     arguments: dict[str, object] = {}
     for name, states in (("keys", part.keys), ("values", part.values)):
         states = states if states.stride(-1) == 1 else states.contiguous()
@@ -55,12 +53,8 @@ def part_arguments(
     return {
         **arguments,
         **mask_arguments(part.mask, num_heads, num_rows, prefix),
-        **(_num_tokens(index, 0) if is_spare else _num_tokens(index, part.keys.shape[2], part.num_tokens)),
+        f"num_tokens_{index}": 0 if is_spare else part.keys.shape[2],
     }
-
-
-def _num_tokens(index: int, count: int, on_device: torch.Tensor | None = None) -> dict[str, object]:
-    return {f"num_tokens_{index}": count, f"num_tokens_{index}_ptr": on_device}
 
 
 @triton.jit

@@ -10,11 +10,9 @@ ranks beside each other.
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import dot_parts
-from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
+from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, power_below, same_halves
 
 from .codes import channel_mask, field_number
-from .loops import same_halves
 from .values import field_unit
 
 

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.codecs.outliers import OUTLIER_TILE
-from kvcache_plugins.triton_kernels.dot import dot_parts
-from kvcache_plugins.triton_kernels.powers import inverse_power
+from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power
 
 from .codes import field_channels, field_number
 from .values import field_unit

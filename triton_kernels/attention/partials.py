@@ -6,8 +6,9 @@ Legend as in `attend.py`.
 # The parameters of kernels are pointers, numbers and blocks: no Python types
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,29 +32,15 @@ class Partials(NamedTuple):
     total: torch.Tensor
 
 
-class Launch(NamedTuple):
-    """
-    A launch that leaves partial results, made when it is called.
+def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: int) -> int:
+    """Counts tiles of a split, at least so many, so that programs, one a split of each of a number, fill all slots."""
+    return max(least, triton.cdiv(num_tiles * num_programs, num_slots))
 
-    Args:
-        kernel (`triton.JITFunction`): the kernel.
-        grid (`tuple[int, int, int]`): programs.
-        arguments (`dict[str, Any]`): all of its parameters by name.
-        partials (`Partials`): what it writes.
-        options (`dict[str, Any]`): warps, stages and what else it is compiled with.
-    """
 
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    partials: Partials
-    options: dict[str, Any]
-
-    def __call__(self) -> Partials:
-        """Launches, unless there is nothing to do."""
-        if self.partials.output.shape[2]:
-            self.kernel[self.grid](**self.arguments, **self.options)
-        return self.partials
+@functools.cache
+def device_num_sms(device: torch.device) -> int:
+    """Counts multiprocessors of a device, or a few where there is none."""
+    return 16 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]:

@@ -11,8 +11,7 @@ be the sum that tensor cores add to.
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.dot import dot_parts
-from kvcache_plugins.triton_kernels.powers import inverse_power, power_below
+from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, power_below
 
 from .codes import channel_mask, field_number, load_by_field, load_words, take_field
 

@@ -12,14 +12,13 @@ are summed as components of theirs, which `combine` takes back to channels once.
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
-from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
+from kvcache_plugins.triton_kernels.attention.partials import Partials, device_num_sms, num_split_tiles
+from kvcache_plugins.triton_kernels.launch import Launch
 
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
@@ -27,7 +26,6 @@ from .launches import CodedRows, RotaryAngles
 
 # What a program loads before its first tile is worth as much work as one of its tiles
 _MIN_TOKENS_PER_SPLIT = 512
-_DEFAULT_NUM_SMS = 16
 _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
@@ -95,8 +93,12 @@ def prepare_rows(
     )
     num_row_blocks = triton.cdiv(num_rows, block_rows)
     num_programs = batch_size * num_heads * num_row_blocks
-    tiles_per_split = num_split_tiles(length, block_tokens, num_programs, num_sms or device_num_sms(query.device))
-    num_splits = triton.cdiv(triton.cdiv(length, block_tokens), tiles_per_split)
+    num_tiles = triton.cdiv(length, block_tokens)
+    num_slots = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
+    tiles_per_split = num_split_tiles(
+        num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
+    )
+    num_splits = triton.cdiv(num_tiles, tiles_per_split)
     partials = empty_partials(query, num_splits, values.table.num_coded)
     arguments = {
         "query_ptr": query,
@@ -138,15 +140,7 @@ def prepare_rows(
         "VALUE_ROTATION": values.table.head_dim & -values.table.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
-    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, partials, options)
-
-
-def num_split_tiles(length: int, block_tokens: int, num_programs: int, num_sms: int) -> int:
-    """Tiles of a split, of which each of so many programs has one."""
-    return max(
-        triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
-        triton.cdiv(triton.cdiv(length, block_tokens) * num_programs, _PROGRAMS_PER_SM * num_sms),
-    )
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, partials)
 
 
 def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> Partials:
@@ -213,11 +207,3 @@ def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32
     if is_float32:
         return block_rows, (32 if is_small else 16), 8
     return block_rows, *((64, 4) if is_small else (32, 8))
-
-
-@functools.cache
-def device_num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device, or a few where there is none."""
-    if device.type != "cuda":
-        return _DEFAULT_NUM_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

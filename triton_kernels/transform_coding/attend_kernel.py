@@ -16,9 +16,8 @@ import triton.language as tl
 
 from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
 
-from .hadamard import store_rotated
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_sums
+from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_rotated, store_sums
 from .turned_queries import load_turned_queries
 
 

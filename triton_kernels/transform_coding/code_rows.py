@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.triton_kernels.dot import dot_exact
-from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT
+from kvcache_plugins.triton_kernels.arithmetic import dot_exact
+from kvcache_plugins.triton_kernels.launch import ALIGNMENT, Launch
 
 from .attend import angle_arguments, block_channels, contiguous
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
-from .launches import Codebook, CodingLaunch, RotaryAngles
+from .launches import Codebook, RotaryAngles
 
 
 # Channels that a product adds up at a time, and tokens of its tile
@@ -254,9 +254,9 @@ def prepare_coding(
     *,
     start: int = 0,
     padding: torch.Tensor | None = None,
-) -> CodingLaunch:
+) -> Launch:
     """
-    The launch that codes keys or values.
+    Prepares the launch that codes keys or values as rows `[B, H, T, R]`, uint8.
 
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`):
@@ -323,7 +323,8 @@ def prepare_coding(
         "BLOCK_C": min(_PRODUCT_CHANNELS, block_channels(table.head_dim)),
         "BLOCK_K": num_channels,
     }
-    return CodingLaunch(code_rows_kernel, arguments, {"num_warps": num_warps, "num_stages": 1}, rows)
+    grid = (triton.cdiv(length, block_tokens) * batch_size * num_heads,)
+    return Launch(code_rows_kernel, grid, arguments, {"num_warps": num_warps, "num_stages": 1}, rows)
 
 
 def _tile_shape(num_channels: int, *, is_rotated: bool, has_basis: bool) -> tuple[int, int]:

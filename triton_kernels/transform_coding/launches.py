@@ -1,12 +1,11 @@
-"""Launches of kernels over rows: their arguments beside tables of `kvcache_plugins.codecs.rows`, and coding.
+"""Launches of kernels over rows: their arguments beside tables of `kvcache_plugins.codecs.rows`.
 
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
 
 from kvcache_plugins.codecs.rows import RowTable
 
@@ -78,26 +77,3 @@ class Codebook(NamedTuple):
             "cell_code_ptr": self.cell_codes,
             "cell_bound_ptr": self.cell_bounds,
         }
-
-
-class CodingLaunch(NamedTuple):
-    """
-    A launch that codes, and what it fills.
-
-    Args:
-        kernel (`triton.JITFunction`): the kernel.
-        arguments (`dict[str, Any]`): all of its parameters by name.
-        options (`dict[str, int]`): warps and stages.
-        rows (`torch.Tensor` of shape `[B, H, T, R]`, uint8): what is filled.
-    """
-
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, int]
-    rows: torch.Tensor
-
-    def __call__(self) -> None:
-        """Launches on the current stream of the current device."""
-        num_tiles = triton.cdiv(self.arguments["length"], self.arguments["BLOCK_T"])
-        if num_tiles:
-            self.kernel[(num_tiles * self.arguments["num_matrices"],)](**self.arguments, **self.options)

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 
 from kvcache_plugins.codecs import rows
-
-from .halves import join_halves, multiply, multiply_add
+from kvcache_plugins.triton_kernels.arithmetic import join_halves, multiply, multiply_add
 
 
 # Tokens in use behind a tile whose words are loaded without a look at where the rows end: three words of a block may

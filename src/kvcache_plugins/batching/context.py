@@ -1,5 +1,6 @@
 """A context in which Transformers' continuous batching keeps its paged cache as coded rows."""
 
+import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from kvcache_plugins.codecs.parts import PagedPart, Part, Tile
@@ -15,10 +17,20 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.lazy_states import stored_states
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 from kvcache_plugins.registry import create_cache
+from kvcache_plugins.user_warnings import warn_user
 
-from .pages import FULL, CodedAllocator, FullAttentionCacheAllocator, Recipe, Requests, find_head_dim, paged_cache
+from .pages import (
+    FULL,
+    CodedAllocator,
+    ContinuousMixin,
+    FullAttentionCacheAllocator,
+    Recipe,
+    Requests,
+    find_head_dim,
+    paged_cache,
+)
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
@@ -36,6 +48,7 @@ _RELEASES = "Transformers 5.23 and 5.24"
 _DENSE_UPDATE = paged_cache.PagedAttentionCache.update
 _LOCK = threading.RLock()
 _DENSE_SIZING = paged_cache.PagedAttentionMemoryHandler
+_GENERATE_BATCH = ContinuousMixin.generate_batch
 # The contexts that are open, of a model the innermost last, by the identity of its config
 _OPEN: dict[int, list["CompressedBatching"]] = {}
 
@@ -56,6 +69,7 @@ class CompressedBatching:
         self._allocators: list[CodedAllocator] = []
         # Requests of the pass that is under way, by the tensor that Transformers makes for it
         self._pass: tuple[torch.Tensor, list[Requests]] | None = None
+        self._num_checked = 0
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the context was opened, added up over layers."""
@@ -113,6 +127,19 @@ class CompressedBatching:
         """Adds to a counter."""
         self._counters[name] += number
 
+    def check_pass(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises a `RuntimeError` after a pass of a batch, by the model's forward hook, if no tokens were coded."""
+        cache = find_cache(kwargs)
+        if not isinstance(cache, paged_cache.PagedAttentionCache):
+            return
+        coded = [each for each in cache.cache_allocators.values() if isinstance(each, CodedAllocator)]
+        before, self._num_checked = self._num_checked, self._counters["tokens_coded"]
+        if not coded or (coded[0].batching is self and self._num_checked == before):
+            raise RuntimeError(
+                "a batch ran from a dense cache in `compressed_batching`: its manager was made before, or "
+                f"Transformers {transformers.__version__} has another paged cache than {_RELEASES}"
+            )
+
 
 def _as_tiles(part: Part) -> Iterator[Tile]:
     return (part.gathered() if isinstance(part, PagedPart) else part).tiles()
@@ -167,6 +194,8 @@ class PagedStates:
 
     def on_dense_read(self, side: str) -> None:
         """Counts what something other than attention has made dense."""
+        if not self._batching.stats()["dense_reads"]:
+            warn_user(f"`compressed_batching`: something other than attention makes {side} dense, which is slow")
         self._batching.count("dense_reads")
 
     def _parts(self, number: int) -> Iterator[Part]:
@@ -212,7 +241,8 @@ def _check_release() -> None:
     update = set(inspect.signature(_DENSE_UPDATE).parameters) - {"self"}
     if allocator != _ALLOCATOR_ARGUMENTS or update != _UPDATE_ARGUMENTS:
         raise RuntimeError(
-            f"`compressed_batching` knows the paged cache of {_RELEASES}, which is another than this one's"
+            f"`compressed_batching` knows the paged cache of {_RELEASES}, but that of {transformers.__version__} is "
+            "another"
         )
 
 
@@ -263,7 +293,7 @@ def compressed_batching(
 
     Raises:
         ValueError: if the cache has no tables that requests can share, or an option is none of the accepted values.
-        RuntimeError: if this release of Transformers has another paged cache.
+        RuntimeError: if this release of Transformers has another paged cache, or a batch ran from a dense one.
 
     Example:
 
@@ -281,9 +311,11 @@ def compressed_batching(
     with _LOCK:
         _OPEN.setdefault(key, []).append(batching)
         _set_seams(True)
+    hook = model.register_forward_hook(batching.check_pass, with_kwargs=True)
     try:
         yield batching
     finally:
+        hook.remove()
         with _LOCK:
             _OPEN[key].remove(batching)
             if not _OPEN[key]:
@@ -296,6 +328,7 @@ def _set_seams(is_open: bool) -> None:
     paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator if is_open else FullAttentionCacheAllocator  # type: ignore[assignment]
     paged_cache.PagedAttentionCache.update = _update if is_open else _DENSE_UPDATE  # type: ignore[method-assign]
     paged_cache.PagedAttentionMemoryHandler = _Sizing if is_open else _DENSE_SIZING  # type: ignore[misc]
+    ContinuousMixin.generate_batch = _generate_batch if is_open else _GENERATE_BATCH  # type: ignore[method-assign]
 
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
@@ -321,6 +354,17 @@ class _Sizing(_DENSE_SIZING):  # type: ignore[misc,valid-type]
         if id(self.config) not in _OPEN or self.num_groups > 1:
             return whole
         return whole - self.kv_heads_at_peak * find_head_dim(self.config) * self.activation_dtype.itemsize
+
+
+@functools.wraps(_GENERATE_BATCH)
+def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `generate_batch`, which drops what it does not know without a word, while any context is open."""
+    given = [
+        name for name in (*CACHE_NAMES, "cache_implementation", "custom_generate") if kwargs.get(name) is not None
+    ]
+    if given and id(model.config.get_text_config()) in _OPEN:
+        warn_user(f"`{given[0]}` is dropped by `generate_batch`: pages are coded as `compressed_batching` was told")
+    return _GENERATE_BATCH(model, *args, **kwargs)
 
 
 @torch.compiler.disable

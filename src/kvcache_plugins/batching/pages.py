@@ -26,7 +26,11 @@ from kvcache_plugins.codecs.rows import RowCodec
 
 try:
     from transformers.generation.continuous_batching import cache as paged_cache
-    from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.cache_allocators import (
+        FullAttentionCacheAllocator,
+        SlidingAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
     from transformers.generation.continuous_batching.utils import find_head_dim
 except ImportError as error:
     raise ImportError("`compressed_batching` needs the paged cache of Transformers 5.23 or newer") from error
@@ -35,6 +39,7 @@ except ImportError as error:
 __all__ = [
     "FULL",
     "CodedAllocator",
+    "ContinuousMixin",
     "FullAttentionCacheAllocator",
     "Recipe",
     "Requests",
@@ -42,7 +47,7 @@ __all__ = [
     "paged_cache",
 ]
 
-FULL = "full_attention"
+FULL, WINDOWS = "full_attention", "sliding_attention"
 # Addresses in a page are multiples of so many bytes
 _ALIGNMENT = 16
 # Tokens that pages are multiples of: those of a tile of compiled kernels
@@ -141,6 +146,26 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def _fit_page(size: int, num_pages: int, others: int) -> int:
+    """
+    Rounds bytes of a page up, so that the least common multiple of blocks, in which memory is given out, stays small.
+
+    Args:
+        size (`int`): bytes that the pages of a block need together.
+        num_pages (`int`): pages of a block.
+        others (`int`): bytes of a block of windows; 0 if there are none.
+    """
+    unit = num_pages * _ALIGNMENT
+    block = -(-size // unit) * unit
+    if others:
+        # As many of ours as can be in one of theirs, or one of ours as large as several of theirs
+        counts = range(others // block, 0, -1)
+        parts = (others // count for count in counts if others % (count * unit) == 0)
+        multiples = (others * count for count in range(-(-block // others), unit + 1) if others * count % unit == 0)
+        block = next(parts, None) or next(multiples, block)
+    return block // num_pages
+
+
 class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """
     Allocates pages of coded rows; see the module.
@@ -195,11 +220,17 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
                 places.append(end)
                 end = _aligned(end + size)
             self._places[layer_idx] = tuple(places)
+        options = {"config": config, "num_key_value_heads": num_key_value_heads, "cache_dtype": cache_dtype}
+        windows = [i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == WINDOWS]
+        others = 0
+        if windows:
+            options |= {"page_size": page_size, "layer_indices": windows, "allow_block_sharing": False}
+            others = SlidingAttentionCacheAllocator(index=0, **options).bytes_per_block
         self._before_cache_tensor_init(
             index=index,
             layer_indices=layer_indices,
             tokens_per_page=page_size,
-            bytes_per_page=_aligned(-(-end // len(layer_indices))),
+            bytes_per_page=_fit_page(end, len(layer_indices), others),
             allow_block_sharing=allow_block_sharing,
         )
 

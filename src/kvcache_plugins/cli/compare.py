@@ -4,20 +4,8 @@ from typing import Annotated
 
 import typer
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.inputs import (
-    ChatOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    MaxNewTokensOption,
-    ModelOption,
-    PromptFileOption,
-    PromptOption,
-    SeedOption,
-    encode_prompt,
-    read_prompt,
-)
 from kvcache_plugins.console.results import print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_caches
@@ -31,15 +19,15 @@ def main(
         list[str] | None,
         typer.Option(help="NAME or NAME:key=value,key=value; repeatable. `dynamic` always comes first."),
     ] = None,
-    model: ModelOption = "smollm2",
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    max_new_tokens: MaxNewTokensOption = 64,
-    chat: ChatOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    seed: SeedOption = 42,
-    as_json: JsonOption = False,
+    model: inputs.ModelOption = "smollm2",
+    prompt: inputs.PromptOption = None,
+    prompt_file: inputs.PromptFileOption = None,
+    max_new_tokens: inputs.MaxNewTokensOption = 64,
+    chat: inputs.ChatOption = False,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
+    as_json: inputs.JsonOption = False,
 ) -> None:
     """Run several caches on one prompt, side by side.
 
@@ -57,12 +45,11 @@ def main(
     """
     check_model_name(model)
     caches = check_caches(cache or DEMO_CACHES)
-    text = read_prompt(prompt, prompt_file)
-    from kvcache_plugins.console.inputs import load_for_evaluation
+    text = inputs.read_prompt(prompt, prompt_file)
     from kvcache_plugins.eval.measures.comparison import compare_caches, print_rows
 
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    token_ids = encode_prompt(tokenizer, text, chat)
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    token_ids = inputs.encode_prompt(tokenizer, text, chat)
     rows = compare_caches(loaded, tokenizer, token_ids, caches, max_new_tokens=max_new_tokens, seed=seed)
     loaded_dtype = str(loaded.dtype).removeprefix("torch.")
     if as_json:

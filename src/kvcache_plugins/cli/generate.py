@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import (
-    ChatOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    MaxNewTokensOption,
-    ModelOption,
-    PromptFileOption,
-    PromptOption,
-    SeedOption,
-    encode_prompt,
-    read_prompt,
-)
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
@@ -31,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(
-    model: ModelOption = "smollm2",
+    model: inputs.ModelOption = "smollm2",
     cache: Annotated[
         str | None,
         typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
@@ -47,15 +35,15 @@ def main(
     store: Annotated[
         Path | None, typer.Option(help="Folder of a prompt store: what it knows of the prompt is not read again.")
     ] = None,
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    max_new_tokens: MaxNewTokensOption = 64,
-    chat: ChatOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    seed: SeedOption = 42,
+    prompt: inputs.PromptOption = None,
+    prompt_file: inputs.PromptFileOption = None,
+    max_new_tokens: inputs.MaxNewTokensOption = 64,
+    chat: inputs.ChatOption = False,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
-    as_json: JsonOption = False,
+    as_json: inputs.JsonOption = False,
 ) -> None:
     """Continue a prompt through a cache.
 
@@ -82,16 +70,15 @@ def main(
     name, options = _parse_cache(cache or "gear", cache_option or [])
     if temperature is not None and temperature <= 0:
         raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
-    text = read_prompt(prompt, prompt_file)
+    text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
     from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.console.inputs import load_for_evaluation
     from kvcache_plugins.eval.measures.comparison import summary_line
     from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    token_ids = encode_prompt(tokenizer, text, chat)
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    token_ids = inputs.encode_prompt(tokenizer, text, chat)
     if store is not None:
         made = _read_from_store(store, loaded, token_ids, name, options)
     elif max_kl is None:

@@ -29,6 +29,7 @@ Examples:
     kvcache-plugins doctor
     kvcache-plugins list
     kvcache-plugins generate --cache gear --prompt "Once upon a time"
+    kvcache-plugins serve smollm2 --cache gear --store prompts
     kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks copa
     kvcache-plugins recommend --memory 100MB --context 8192
@@ -47,7 +48,8 @@ Examples:
 
 _STORE_HELP = """Show, check and clear the prompts that are kept.
 
-`generate --store DIR` and `PromptStore` in Python keep them, in DIR or in the user's cache folder.
+`generate --store DIR`, `serve --store DIR` and `PromptStore` in Python keep them: in DIR, or in the user's cache
+folder.
 
 \b
 Examples:
@@ -65,6 +67,7 @@ class RootGroup(LazyGroup):
         "doctor": "kvcache_plugins.cli.advise:show_health",
         "models": "kvcache_plugins.eval.families:survey_families",
         "generate": "kvcache_plugins.cli.generate:main",
+        "serve": "kvcache_plugins.cli.serve:main",
         "store": "kvcache_plugins.cli.root:store",
         "compare": "kvcache_plugins.cli.compare:main",
         "calibrate": "kvcache_plugins.cli.calibrate:main",

@@ -5,8 +5,7 @@ dims of keys and values, R bytes of a row, S sink tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -31,15 +30,12 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. It may have fewer columns, but several: what they do not cover is attended to.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
-            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
-    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -62,16 +58,13 @@ class CompressedPart:
 
     Attributes:
         keys, values (`CompressedStates`): the states; their chunks may have capacity for more tokens.
-        length, mask, num_tokens: as in `DensePart`.
-        kept (`dict[str, Any]`): what a kernel keeps of a step over this very part for the next one.
+        length, mask: as in `DensePart`.
     """
 
     keys: CompressedStates
     values: CompressedStates
     length: int
     mask: torch.Tensor | None
-    num_tokens: torch.Tensor | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -96,7 +89,9 @@ class CodedPart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
         codec (`Codec`): what they mean.
         positions (`Positions`): of the tokens.
-        length, mask, num_tokens, kept: as in `CompressedPart`.
+        length, mask: as in `DensePart`.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
@@ -106,7 +101,6 @@ class CodedPart:
     length: int
     mask: torch.Tensor | None
     num_tokens: torch.Tensor | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -167,60 +161,6 @@ Part = DensePart | CompressedPart | CodedPart | PagedPart
 
 
 @dataclass(frozen=True, eq=False)
-class KeyGroups:
-    """
-    Keys in groups of tokens: a number is `zero + scale * code`, both of its channel in its group. One object as long
-    as nothing is added or dropped, so that what was told from it once can be kept beside it.
-
-    The place of a token counts over all groups one behind the other, its slot over all tokens in order.
-
-    Attributes:
-        codes (`torch.Tensor` of shape `[B, H, groups, tokens of a group, bytes]`, uint8): see `quantization.pack`.
-        scale, zero (`torch.Tensor` of shape `[B, H, groups, D]`, float16): a channel's step and minimum.
-        nbits (`int`): bits a code, 2, 4 or 8.
-        runs (`Sequence[tuple[int, int, int]]`): of all tokens in order, those whose place is as far behind their slot:
-            the first slot, the slot behind the last, and how far. No group has tokens of two of them.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    nbits: int
-    runs: Sequence[tuple[int, int, int]]
-
-    @property
-    def group_size(self) -> int:
-        """Tokens of a group."""
-        return self.codes.shape[3]
-
-    def places_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Finds places of the tokens in slots, of the slots' shape."""
-        places = slots + self.runs[0][2]
-        for first, _, shift in self.runs[1:]:
-            places = torch.where(slots >= first, slots + shift, places)
-        return places
-
-
-@dataclass(frozen=True, eq=False)
-class ValuePages:
-    """
-    Rotated values in rows of bytes: a row has codes, then the steps and then the minima of its groups in float16.
-
-    Attributes:
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, bytes]`, uint8): slot `i` is row `i`
-            of all pages one behind the other.
-        head_dim (`int`): E.
-        nbits (`int`): bits a code.
-        group_size (`int`): channels that share a step.
-    """
-
-    pages: Sequence[torch.Tensor]
-    head_dim: int
-    nbits: int
-    group_size: int
-
-
-@dataclass(frozen=True, eq=False)
 class SinkStates:
     """
     Tokens that are exact though they are in slots.
@@ -235,25 +175,12 @@ class SinkStates:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def is_same(self, other: "SinkStates") -> bool:
-        """Tells whether the same tensors are in both."""
-        return self.first is other.first and self.keys is other.keys and self.values is other.values
-
-
-@dataclass(frozen=True, eq=False)
-class CodedTokens:
-    """Keys and values of the tokens in all slots, and states of those that are exact; one object, as `KeyGroups`."""
-
-    keys: KeyGroups
-    values: ValuePages
-    sinks: SinkStates
-
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
     """
-    Keys and values of tokens in slots as rows of tables, and states of those that are exact; one object, as
-    `KeyGroups`.
+    Keys and values of tokens in slots as rows of tables, and states of those that are exact: one object as long as
+    none is added or dropped, so that what was told from it once can be kept beside it.
 
     Attributes:
         keys (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows, slot `i` is row `i`.

@@ -174,7 +174,7 @@ class RowTable:
         if self.is_rotated and self.mean is not None:
             states = states.float() - self.mean.float()[:, :, None]
         kernel = choose_coding_kernel(states, self.head_dim)
-        if kernel == "triton" and self._has_triton(states):
+        if kernel == "triton" and self.has_triton(states):
             # Kernels are imported late: they import this module, and need packages that may not be there
             from kvcache_plugins.kernels.triton import encode
 
@@ -218,7 +218,8 @@ class RowTable:
             states = states + weights.flatten(2)[..., None] * self.mean.float()[:, :, None]
         return states.reshape(*sums.shape[:-1], self.head_dim)
 
-    def _has_triton(self, states: torch.Tensor) -> bool:
+    def has_triton(self, states: torch.Tensor) -> bool:
+        """Tells whether states are coded by Triton's kernels, where these are chosen."""
         is_small = self.head_dim <= _MOST_TRITON_CHANNELS and states.dtype in _TRITON_DTYPES
         return is_small and self.quantizer == "lloyd-max"
 

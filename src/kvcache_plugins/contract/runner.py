@@ -80,15 +80,6 @@ def run_contract(
             Prompts are text with it, random tokens without.
         checks (`Iterable[ContractCheck]`, *optional*): Those to run, by default all.
         on_result (`Callable`, *optional*): Called with each result as it comes.
-
-    Example:
-
-    ```python
-    >>> from kvcache_plugins.contract import render_grid, run_contract, tiny_models
-    >>> model = tiny_models()["llama"]
-    >>> results = run_contract(model, lambda: MyCache(model.config))
-    >>> print(render_grid({"mine": results}))
-    ```
     """
     results = []
     for check in checks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import write_record
+from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
@@ -25,7 +26,6 @@ from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 from kvcache_plugins.user_warnings import warn_user
 
-from .captured_steps import CapturedSteps
 from .config import GEARConfig, PresetChoice
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
 from .transform.calibration import TransformCalibration
@@ -120,6 +120,11 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         key_nbits, key_backbone, key_sparsity, key_rank, key_decode_rank, value_nbits, value_backbone, value_sparsity,
         value_rank, value_decode_rank (*optional*):
             The same options for keys or values alone.
+        max_cache_len (`int`, *optional*):
+            Of the `transform` backbone: tokens that there is room for from the beginning. The cache is then static, as
+            Transformers' `StaticCache` is: every step of one token is the same, so `torch.compile` makes one graph of
+            it, on a GPU a CUDA graph, and `generate` compiles steps by itself there. All layers have to be of full
+            attention.
         calibration (`TransformCalibration`, `str` or `Path`, *optional*):
             Of the `transform` backbone: what `calibrate_transform` found out about the model, or its file; `nbits` are
             then shared between all layers, heads, keys and values. `"auto"` takes the file that
@@ -177,6 +182,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         value_sparsity: float | None = None,
         value_rank: int | None = None,
         value_decode_rank: int | None = None,
+        max_cache_len: int | None = None,
         calibration: TransformCalibration | str | Path | None = None,
     ):
         model, config = config, get_config(config, "config")
@@ -211,8 +217,12 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self.gear_config, self.calibration = resolve_form(backbone, options, calibration, model)
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
-        self._given_mask = attention_mask
+        self._given_mask, self.max_cache_len = attention_mask, max_cache_len
+        if max_cache_len is not None:
+            check_static(max_cache_len, self.gear_config, config)
         self._init_layers(config)
+        if max_cache_len is not None and not self.is_compileable:
+            raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
 
     def _layer(self, layer_idx: int) -> CompressedLayer:
         return self._make_layer(layer_idx, None)
@@ -227,7 +237,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         # Not all calibrations have looked at layers of a window, which then go by their prompt
         if self.calibration is not None and (window is None or index in self.calibration.layers):
             codec = self.calibration.codec(index, options.key_nbits, options.quantizer, frequencies)
-        return CompressedLayer(options.packing(frequencies, codec), index, self._given_mask, window)
+        packing = options.packing(frequencies, codec)
+        if window is None and options.quantizer == "lloyd-max" and (self.max_cache_len or has_gpu_kernels()):
+            return StaticLayer(packing, index, self._given_mask, self.max_cache_len)
+        return CompressedLayer(packing, index, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         options = self.gear_config
@@ -282,7 +295,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         }
         return {**kinds, **total, **choice}
 
-    def warm_up(self, model: PreTrainedModel, *, padded: bool = False, captured: bool = False) -> None:
+    def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """
         Compiles everything that a sequence of this cache will run on a GPU, before its first token, where the first
         prompt does it otherwise. The cache itself stays as it is, and other caches with the same options have no need
@@ -291,35 +304,10 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Args:
             model (`PreTrainedModel`): the model that will use the cache.
             padded (`bool`, *optional*, defaults to `False`): whether batches with padding will come.
-            captured (`bool`, *optional*, defaults to `False`): whether for `captured_steps` too, which otherwise
-                compiles what it needs when the first prompt has been read.
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
-            warm_up(self.layers or [self._make_layer(0, config)], sizes, is_captured=captured)
-
-    def captured_steps(self, model: PreTrainedModel, num_tokens: int = 1024) -> CapturedSteps:
-        """
-        A context in which, on a GPU, a decode step of one token is one CUDA graph. Prompts, several tokens at once and
-        the steps before which tokens are compressed run as ever; the graph is of use after them too. All kernels of
-        steps are compiled when the prompt has been read, before its first token is known; see `warm_up`.
-
-        Args:
-            model (`PreTrainedModel`): the model that uses the cache, with `sdpa` attention.
-            num_tokens (`int`, *optional*, defaults to 1024): decoded tokens after which a step is recorded anew.
-
-        Raises:
-            ValueError: if `num_tokens` is no positive integer, the model or a layer cannot be captured, or, when a
-                chunk is compressed and in the end, if masks of replayed steps hid anything but padding.
-
-        Example:
-
-        ```python
-        >>> with cache.captured_steps(model):
-        ...     outputs = model.generate(**inputs, past_key_values=cache)
-        ```
-        """
-        return CapturedSteps(self, unwrap_model(model), num_tokens, partial(self.warm_up, captured=True))
+            warm_up(self.layers or [self._make_layer(0, config)], sizes)
 
     def fork(self, count: int) -> list[GEARCache]:
         """
@@ -424,6 +412,18 @@ def check_gear(*, calibration: object = None, **options: Any) -> None:
     check_calibrated(calibration, BACKBONE if is_default(backbone, options) else backbone, options)
     if isinstance(calibration, (str, Path)) and calibration != AUTO and not Path(calibration).is_file():
         raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")
+
+
+def check_static(
+    max_cache_len: object, options: GEARConfig | TransformConfig, config: PreTrainedConfig | None
+) -> None:
+    """Raises a `ValueError` if a cache of these options cannot be static."""
+    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+        raise ValueError(f"`max_cache_len` has to be an integer of at least 1 but got {max_cache_len!r}")
+    if isinstance(options, GEARConfig) or options.quantizer != "lloyd-max":
+        raise ValueError('`max_cache_len` is for the `transform` backbone with the `"lloyd-max"` quantizer')
+    if config is None:
+        raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
 
 
 def is_default(backbone: str | None, options: Mapping[str, object]) -> bool:

@@ -8,15 +8,12 @@ from contextlib import contextmanager
 import torch
 from transformers import Cache
 
-from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 # Of an attention's output, relative RMS error
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
-# Rows that may differ, where a number lies at a bound to rounding; and of all rows' error the relative difference
-_MOST_DIFFERENT, _SAME_ERROR = 0.005, 1e-3
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 
 
@@ -50,35 +47,6 @@ def plain_pytorch() -> Iterator[None]:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = before
-
-
-def require_same_rows(
-    name: str, codec: Codec, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-) -> float:
-    """
-    The share of rows of keys and values `[B, H, T, D]` that are not the bytes of plain PyTorch,
-    which to rounding they are.
-
-    Raises:
-        MismatchError: if there are more than rounding explains, or what they decode to is further off.
-    """
-    rows = codec.encode(keys, values, positions)
-    with plain_pytorch():
-        expected = codec.encode(keys, values, positions)
-        decoded = [
-            (codec.decode_keys(own_keys, positions), codec.decode_values(own_values))
-            for own_keys, own_values in (rows, expected)
-        ]
-    for states, own, other in zip((keys, values), *decoded, strict=True):
-        error, known = ((each - states).norm().item() for each in (own, other))
-        # Not `>=`: NaN has to fail
-        if not abs(error / known - 1) < _SAME_ERROR:
-            raise MismatchError(f"{name}: rows decode to an error of {error:.3e}, not {known:.3e}: not timed")
-    counts = [int((own != other).any(dim=-1).sum()) for own, other in zip(rows, expected, strict=True)]
-    num_rows = rows[0][..., 0].numel()
-    if max(counts) > max(_MOST_DIFFERENT * num_rows, 1):
-        raise MismatchError(f"{name}: {max(counts)} of {num_rows} rows differ: not timed")
-    return max(counts) / num_rows
 
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:

@@ -19,6 +19,7 @@ from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import DenseState, LayerState
+from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
 from .config import GEARConfig, PresetChoice
@@ -113,8 +114,9 @@ def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | No
     Raises:
         ValueError: if it holds more than keys and values, which no file would.
     """
-    is_ours = isinstance(layer, CompressedLayer)
-    keeps_more = is_ours and (type(layer) is not CompressedLayer or layer.has_index)
+    keeps_more = isinstance(layer, CompressedLayer) and (
+        type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
+    )
     if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     if isinstance(layer, CompressedLayer):

@@ -2,24 +2,21 @@
 
 Triton compiles a kernel when it is first run. A prompt runs some, the first full chunk of decoded tokens
 others, and a pause of seconds amid decoding is what nobody expects. Running them is the one way that cannot miss one.
-Steps that are captured have kernels of their own, which read lengths on the device: they are for whoever captures.
 """
 
 import functools
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import key_value_heads
 from kvcache_plugins.layers.packing import GroupPacking
 from kvcache_plugins.models.layer_config import decoder_config, head_dims
-
-from .captured_steps import FixedForm, StepLayer, StepNumbers
 
 
 class Sizes(NamedTuple):
@@ -63,11 +60,8 @@ def warm_up_for_prompt(layer: CompressedLayer, query: torch.Tensor) -> None:
         warm_up([layer], sizes)
 
 
-def warm_up(layers: Iterable[object], sizes: Sizes, *, is_captured: bool = False) -> None:
-    """
-    Compiles what those among `layers` run whose states are of some sizes, once a process; with `is_captured` what
-    their captured steps run too.
-    """
+def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
+    """Compiles what those among `layers` run whose states are of some sizes, once a process."""
     shapes = [(sizes.num_heads, sizes.key_dim), (sizes.num_heads, sizes.value_dim)]
     for layer in layers:
         if not isinstance(layer, CompressedLayer):
@@ -75,18 +69,18 @@ def warm_up(layers: Iterable[object], sizes: Sizes, *, is_captured: bool = False
         packing = layer.packing
         # Layers themselves are not kept, as they may have a calibration
         kind = packing if packing.fixed is None else packing.fixed.kernel_kind
-        key = kind, packing.residual_length, packing.num_sink_tokens, sizes, is_captured
+        key = type(layer), kind, packing.residual_length, packing.num_sink_tokens, sizes
         if key in _known_kinds() or getattr(packing.fixed, "head_shapes", shapes) != shapes:
             continue
         _known_kinds().add(key)
         # A token of what may be padded is padding
-        lengths = {packing.least_tokens + 1}
+        lengths = {packing.least_tokens + packing.residual_length + 1}
         if isinstance(packing, GroupPacking):
             # Sinks may stand within the first group, and then parts of it are hidden, or before it
             group = packing.least_tokens
             lengths = {2 * group, 2 * group + packing.num_sink_tokens % group}
         for length in sorted(lengths):
-            exercise(CompressedLayer(packing, 0), sizes, length, packing.residual_length, is_captured=is_captured)
+            exercise(type(layer)(packing, 0), sizes, length)
 
 
 @functools.cache
@@ -95,9 +89,7 @@ def _known_kinds() -> set[Hashable]:
     return set()
 
 
-def exercise(
-    layer: CompressedLayer, sizes: Sizes, prompt_length: int, num_decoded: int, *, is_captured: bool = False
-) -> None:
+def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:
     """Takes an empty layer through a prompt, decoded tokens that are packed, and attention over all of it."""
     batch_size = 2 if sizes.is_padded else 1
 
@@ -106,25 +98,14 @@ def exercise(
         numbers = torch.linspace(-1, 1, batch_size * num_heads * count * dim, device=sizes.device)
         return (numbers * 1000).cos().view(batch_size, num_heads, count, dim).to(sizes.dtype)
 
-    def mask(num_new: int, length: int) -> torch.Tensor | None:
-        if not sizes.is_padded:
-            return None
-        allowed = torch.ones(batch_size, 1, num_new, length, dtype=torch.bool, device=sizes.device)
-        allowed[0, :, :, :1] = False
-        return allowed.tril(length - num_new)
-
-    with torch.no_grad():
-        # The decoded tokens come at once, and the update after them packs them
-        for count in (prompt_length, num_decoded, 1):
-            layer.update(states(count, sizes.key_dim), states(count, sizes.value_dim))
-            query = states(count, sizes.key_dim, sizes.num_query_heads)
-            if layer.get_seq_length() == count:
-                hidden = mask(count, count)
-                layer.on_exact_attention(AttentionCall(query, hidden, is_causal=hidden is None))
-        layer.attend(AttentionCall(query, mask(1, layer.get_seq_length())))
-        if is_captured:
-            form, numbers = FixedForm(layer, 1), StepNumbers(sizes.device)
-            numbers.set(form.numbers())
-            step: Any = StepLayer(form, numbers)
-            step.update(states(1, sizes.key_dim), states(1, sizes.value_dim))
-            step.attend(AttentionCall(query))
+    # The decoded tokens come at once, and the update after them packs them
+    for count in (prompt_length, layer.packing.residual_length, 1, 1):
+        first = layer.get_seq_length()
+        keys, values = layer.update(states(count, sizes.key_dim), states(count, sizes.value_dim))
+        query, hidden = states(count, sizes.key_dim, sizes.num_query_heads), None
+        if sizes.is_padded:
+            hidden = torch.ones(batch_size, 1, count, first + count, dtype=torch.bool, device=sizes.device).tril(first)
+            hidden[0, :, :, :1] = False
+        if count == 1 or not first:
+            is_causal = hidden is None and not first
+            F.scaled_dot_product_attention(query, keys, values, hidden, is_causal=is_causal, enable_gqa=True)

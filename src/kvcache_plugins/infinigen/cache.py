@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layers.encoder_decoder import UpdateOrder
 from kvcache_plugins.layers.layer_types import replace_full_attention
+from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.layers.prompt_layer import ANOTHER_PROMPT
 from kvcache_plugins.layers.recurrent_states import HybridLayersMixin
 from kvcache_plugins.models.layer_config import decoder_config
@@ -157,7 +158,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             )
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
-        config = decoder_config(model.config)
+        config = self._decoder_config = decoder_config(model.config)
         self._full_layers = choose_full_layers(
             self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
         )
@@ -172,8 +173,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        self._announced: int | None = None
-        # Of those that were not announced, where a smaller one begins a forward
+        # Where a smaller one begins a forward
         self._last_updated: int | None = None
         # The module that called last, and is the model's
         self._known_caller: Callable[[], torch.nn.Module | None] = _no_module
@@ -194,11 +194,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             attach(model, self)
 
     def _layer(self, index: int) -> CacheLayerMixin:
-        return DynamicLayer() if index in self._full_layers else self._offloaded_layer(index)
+        if index in self._full_layers:
+            return DynamicLayer()
+        packing = self._packing(self._decoder_config, index)
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
 
-    def _offloaded_layer(self, index: int) -> InfiniGenLayer:
-        """Makes a layer, whose class says in which form tokens stand in the pool."""
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask)
+    def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking | None:
+        """Says how tokens of a layer of a model's config are coded; `None` if they are in the pool as they are."""
+        return None
 
     @property
     def _attachment(self) -> Attachment | None:
@@ -212,20 +215,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        # Of another model nothing is announced, which `update` refuses
-        self._announced = layer_idx if attachment.model() is self._model() else None
-        if self._announced is None:
+        if attachment.model() is not self._model() or not self._speculates:
             return
         # In older releases of Transformers layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer_idx == 0:
-            self._check_positions(inputs.position_ids, inputs.attention_mask)
-        if self._speculates and isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
+        if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
-        if target not in attachment.projections:
-            return
-        if target is None or not self._speculates or inputs.hidden_states.shape[1] != 1:
+        if target is None or target not in attachment.projections or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
         if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
@@ -261,28 +258,24 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         self._update_order.note(layer_idx)
-        announced, self._announced = self._announced, None
-        if announced != layer_idx:
+        is_first = self._last_updated is None or layer_idx <= self._last_updated
+        self._last_updated = layer_idx
+        if is_first:
             self._check_caller(layer_idx)
         self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _check_caller(self, layer_idx: int) -> None:
-        """Refuses states of a layer that no hook has announced if they come from another model, or another prompt."""
-        model, attachment = self._model(), self._attachment
-        is_other = model is None or attachment is not None and layer_idx in attachment.heard
-        # Without hooks the model is asked once a forward
-        is_first = self._last_updated is None or layer_idx <= self._last_updated
-        self._last_updated = layer_idx
-        if not is_other and is_first:
-            module, given = caller()
-            if module is not None and module is not self._known_caller():
-                is_other = all(module is not own for own in model.modules())  # type: ignore[union-attr]
-                self._known_caller = weakref.ref(module)
-            if not is_other and layer_idx == 0:
-                self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
+        """Refuses the states that begin a forward if they come from another model, or another prompt."""
+        model, (module, given) = self._model(), caller()
+        is_other = model is None
+        if model is not None and module is not None and module is not self._known_caller():
+            is_other = all(module is not own for own in model.modules())
+            self._known_caller = weakref.ref(module)
+        if not is_other and layer_idx == 0:
+            self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
         if is_other:
-            self._known_caller = _no_module
+            self._known_caller, self._last_updated = _no_module, None
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"

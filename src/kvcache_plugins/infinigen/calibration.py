@@ -211,8 +211,8 @@ class Observation:
 def observe(
     model: PreTrainedModel, window: torch.Tensor, on_layer: Callable[[Observation], None]
 ) -> tuple[Recorder, Attachment]:
-    """Sends a window through the model, and its first tokens before: which modules norm is seen then."""
-    learner, recorder = Recorder(model, lambda observation: None), Recorder(model, on_layer)
+    """Sends a window through the model."""
+    recorder = Recorder(model, on_layer)
     attachment = attach(model, recorder)
     reason = attachment.why_unknown()
     if reason is not None:
@@ -220,8 +220,7 @@ def observe(
         raise ValueError(reason)
     attachment.notes.keeps_streams = True
     try:
-        for cache, count in ((learner, 2), (recorder, window.numel())):
-            model.get_decoder()(window[None, :count].to(model.device), **as_argument(cache), use_cache=True)
+        model.get_decoder()(window[None].to(model.device), **as_argument(recorder), use_cache=True)
     finally:
         attachment.notes.keeps_streams = False
     return recorder, attachment

@@ -1,15 +1,15 @@
 """Forward hooks by which an InfiniGen cache hears the input of every attention of a model. Nothing is patched.
 
-A model is attached once and serves all its caches that speculate, in any number of threads: what is learned of the
-model is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the
-cache at hand listens, and go with the last cache that does. A cache that speculates nothing needs none: it looks who
-is calling it (`caller`), once a forward.
+A model is attached once and serves all its caches that speculate, in any number of threads: what is known of the model
+is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the cache at
+hand listens, and go with the last cache that does. Which model a cache is used with is no business of theirs: it looks
+who is calling it (`caller`), once a forward.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
-layer has a norm of its own; so here it is the residual stream before layer i-1, normed as layer i norms it. Which
-module norms is seen, not known by name: the one whose output is the attention's input. A model without one (a norm
-after attention) hands the stream to attention itself, and the two are the same.
+layer has a norm of its own; so here it is the residual stream before layer i-1, normed as layer i norms it. Families
+share the names of that norm. A model without one (a norm after attention) hands the stream to attention itself, and
+the two are the same.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.W
 # Held while hooks are added or removed. Reentrant, as garbage may be collected, and listeners with it, at any time
 _LOCK = threading.RLock()
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past", "past_key_value")
+# Of what norms the residual stream for attention, which it stands beside; Falcon's newer form has the first two
+_NORM_NAMES = ("ln_attn", "input_layernorm", "self_attn_layer_norm", "ln_1", "norm_1")
 
 
 class ModelReference(weakref.ref[PreTrainedModel]):
@@ -59,14 +61,12 @@ class AttentionInputs:
         hidden_states (`torch.Tensor` of shape `[B, tokens, hidden size]`): its input.
         position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosine and sine.
         attention_mask (`torch.Tensor`, *optional*): its mask, as attention gets it.
-        position_ids (`torch.Tensor`, *optional*): positions of the tokens, where the model hands them on.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         pairs = (value for value in args[1:] if isinstance(value, tuple) and len(value) == 2)
         self.position_embeddings: PositionEmbeddings | None = kwargs.get("position_embeddings", next(pairs, None))
-        self.position_ids: torch.Tensor | None = kwargs.get("position_ids")
         self.attention_mask = mask_of_tokens(kwargs.get("attention_mask"))
 
 
@@ -76,24 +76,20 @@ class ForwardNotes(threading.local):
     may generate with one model. A copy has none.
 
     Attributes:
-        is_from_start (`bool`): whether the hooks have seen the pass from its beginning.
         keeps_streams (`bool`): whether residual streams are kept in any pass, not in decode steps only.
         streams (`dict[int, torch.Tensor]`): by layer, the residual stream before the module that norms it.
-        candidates (`dict[int, list]`): by layer, what may have normed: module and output.
         rotary (`dict[str, tuple]`): by layer type, position embeddings, in models whose types have their own.
     """
 
     def __init__(self) -> None:
-        self.keeps_streams = self.is_from_start = False
+        self.keeps_streams = False
         self.streams: dict[int, torch.Tensor] = {}
-        self.candidates: dict[int, list[tuple[nn.Module, torch.Tensor]]] = {}
         self.rotary: dict[str, PositionEmbeddings] = {}
 
     def begin(self) -> None:
-        """A pass begins; of one that failed nothing is left."""
-        self.is_from_start = True
-        for noted in (self.streams, self.candidates, self.rotary):
-            noted.clear()
+        """Forgets the last pass, which may have failed."""
+        self.streams.clear()
+        self.rotary.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
         return ForwardNotes, ()
@@ -142,19 +138,18 @@ class Attachment:
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
         self.notes = ForwardNotes()
-        # By layer, the module that norms
-        self._norms: dict[int, nn.Module] = {}
         self._handles: list[RemovableHandle] = []
-        # By layer, the hooks that see what norms
-        self._detecting: dict[int, list[RemovableHandle]] = {}
         self._is_removed = False
         decoder = model.get_decoder()
+        # By layer, the module that norms
+        self._norms = _find_norms(decoder, modules)
         self._handles.append(decoder.register_forward_pre_hook(self._before_decoder))
         for index, module in modules.items():
             self._handles.append(
                 module.register_forward_pre_hook(partial(self._before_attention, index), with_kwargs=True)
             )
-            self._detect_norm(index, module, decoder)
+        for index, norm in self._norms.items():
+            self._handles.append(norm.register_forward_pre_hook(partial(self._after_stream, index)))
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
                 self._handles.append(child.register_forward_hook(self._after_rotary, with_kwargs=True))
@@ -177,24 +172,11 @@ class Attachment:
         """The first reason why the queries of a layer cannot be told ahead; `None` if those of all can."""
         return next(iter(self.unknown.values()), None)
 
-    def _detect_norm(self, index: int, attention: nn.Module, decoder: nn.Module) -> None:
-        """Watches what stands beside an attention module until its norm is known."""
-        siblings = next((list(m.children()) for m in decoder.modules() if attention in m.children()), [])
-        self._detecting[index] = [
-            sibling.register_forward_hook(partial(self._after_sibling, index))
-            for sibling in siblings
-            if sibling is not attention
-        ]
-
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.notes.begin()
 
-    def _after_sibling(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            self.notes.candidates.setdefault(index, []).append((module, output))
-
-    def _after_norm(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args[0].shape[1] == 1 or self.notes.keeps_streams:
+    def _after_stream(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and (args[0].shape[1] == 1 or self.notes.keeps_streams):
             self.notes.streams[index] = args[0]
 
     def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> None:
@@ -214,30 +196,11 @@ class Attachment:
         if kwargs is None:
             # Another thread has just removed the hooks
             return
-        self._settle_norm(index, args[0] if args else kwargs.get("hidden_states"))
         caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])
         cache = next((value for value in caches if isinstance(value, AttentionListener)), None)
         if cache is not None:
             cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
         self.notes.streams.pop(index, None)
-
-    def _settle_norm(self, index: int, hidden_states: Any) -> None:
-        """Takes the sibling for the norm whose output attention gets."""
-        candidates = self.notes.candidates.pop(index, ())
-        # A pass that had begun before there were hooks may have normed unseen
-        if index not in self._detecting or not self.notes.is_from_start:
-            return
-        with _LOCK:
-            if index not in self._detecting or self._is_removed:
-                return
-            for module, output in candidates:
-                if output is hidden_states:
-                    self._norms[index] = module
-                    self._handles.append(module.register_forward_pre_hook(partial(self._after_norm, index)))
-            for handle in self._detecting[index]:
-                handle.remove()
-            # Only now, as other threads take it to be settled
-            del self._detecting[index]
 
     def expected_hidden_states(
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
@@ -315,11 +278,23 @@ class Attachment:
             if self._is_removed or any(True for _ in self.listeners):
                 return
             self._is_removed = True
-            for handle in (*self._handles, *(handle for handles in self._detecting.values() for handle in handles)):
+            for handle in self._handles:
                 handle.remove()
             for model, attachment in list(_ATTACHMENTS.items()):
                 if attachment is self:
                     del _ATTACHMENTS[model]
+
+
+def _find_norms(decoder: nn.Module, attentions: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    """Finds what norms the input of attention modules, by layer: one of the names that families share, beside them."""
+    layers = {id(child): module for module in decoder.modules() for child in module.children()}
+    found = {}
+    for index, attention in attentions.items():
+        beside = layers[id(attention)]
+        norms = [norm for name in _NORM_NAMES if (norm := getattr(beside, name, None)) is not None]
+        if norms:
+            found[index] = norms[0]
+    return found
 
 
 def unknown_queries_warning(reason: str) -> str:

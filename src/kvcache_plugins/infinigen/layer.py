@@ -13,14 +13,15 @@ On a GPU the host runs ahead: it asks for nothing that is computed in a step, no
 many, and waits neither for states nor for pages. All shapes follow from lengths that it knows; what is counted is
 counted there. A limited pool is the exception: whose use is kept account of on the host, which waits for every choice.
 
-`InfiniGenLayer` keeps keys and values as they are. Another form says how they are encoded (`_encode`), and what keys
-and values rows stand for (`_dense`).
+In which form tokens are in the pool, and what is kept of them where they are scored, is the business of the layer's
+`ScoringStates`: keys and values as they are, or rows of a codec.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, K slots
 chosen.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +29,15 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import attend_rows
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
+from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.user_warnings import warn_user
 
+from .coded_rows import CodedRows
 from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
@@ -45,8 +47,8 @@ from .staging import StagedRows, TransferTimes, start_fetch
 
 # Decoded tokens move into the pool so many at a time
 FLUSH_LENGTH = 32
-
-Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
+# Newest queries of a prompt that a codec is fitted to
+_NUM_QUERIES = 256
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,6 +78,8 @@ class InfiniGenLayer(PromptLayer):
             Index of the layer, named in errors.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             The prompt's padding mask, for attention implementations that do not show it to the cache.
+        packing (`RowPacking`, *optional*):
+            How tokens are coded; by default they are in the pool as they are.
 
     Attributes:
         window (`ResidualBuffer`, *optional*): the newest tokens, once there are any.
@@ -86,8 +90,6 @@ class InfiniGenLayer(PromptLayer):
             input; held for one forward only.
     """
 
-    # Decoded tokens that move into the pool at a time
-    flush_length = FLUSH_LENGTH
     counter_names = (
         "attend_calls",
         "selected_calls",
@@ -104,8 +106,14 @@ class InfiniGenLayer(PromptLayer):
         "prompts_without_mask",
     )
 
-    def __init__(self, config: InfiniGenConfig, layer_idx: int, attention_mask: torch.Tensor | None = None):
-        self.config = config
+    def __init__(
+        self,
+        config: InfiniGenConfig,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        packing: RowPacking | None = None,
+    ):
+        self.config, self.packing = config, packing
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
@@ -148,20 +156,32 @@ class InfiniGenLayer(PromptLayer):
         return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        count = max(keys.shape[2] - self.config.recent, 0)
+        count = max(keys.shape[2] - self.config.recent, 0) if keys.shape[2] >= self._least_tokens else 0
         if count:
-            self._move(keys[:, :, :count], values[:, :, :count], self._prompt_queries)
+            self._move(keys, values, count, self._prompt_queries)
         self._append(keys[:, :, count:], values[:, :, count:])
         self._prompt_queries = self.check_queries = None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.window is None:
-            self.window = ResidualBuffer(keys, values, self.config.recent + self.flush_length)
+            self.window = ResidualBuffer(keys, values, self._window_limit)
         self.window.append(keys, values)
 
     @property
+    def _least_tokens(self) -> int:
+        """Tokens with which the first move into the pool: those that a codec is fitted to, padding aside."""
+        if not isinstance(self.scoring, CodedRows) or self.pool is not None:
+            return 0
+        return self.scoring.least_tokens + self._left_padding.shortest()
+
+    @property
+    def _window_limit(self) -> int:
+        """Tokens in the window with which its oldest move into the pool."""
+        return max(self.config.recent + FLUSH_LENGTH, self._least_tokens)
+
+    @property
     def _is_window_full(self) -> bool:
-        return self.window is not None and self.window.length >= self.config.recent + self.flush_length
+        return self.window is not None and self.window.length >= self._window_limit
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         window = self.window
@@ -171,39 +191,47 @@ class InfiniGenLayer(PromptLayer):
         if self.window is None or self._is_window_full:
             return None
         if self.pool is None:
-            return self.window.append_exactly(keys, values)
+            keys, values = self.window.append_exactly(keys, values)
+            return self._lazy_with(keys, values) if self._needs_queries else (keys, values)
         self.window.append(keys, values)
-        # One token more, which `update` counts when it has the states
+        return self._lazy_with(None, None)
+
+    def _lazy_with(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all states lazily, with one token more, which `update` counts when it has the states."""
         self._length += 1
-        states = self._lazy(None, None)
+        states = self._lazy(keys, values)
         self._length -= 1
         return states
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""
         window = self.window
+        if self.scoring is None and self.packing is not None:
+            head_dims = self._shapes["keys"][3], self._shapes["values"][3]
+            self.scoring = CodedRows(self.packing, head_dims, self.layer_idx, self._left_padding)
         if window is None or not self._is_window_full:
             return
-        count = (window.length - self.config.recent) // self.flush_length * self.flush_length
-        self._move(window.keys[:, :, :count], window.values[:, :, :count])
+        count = window.length - self.config.recent
+        self._move(window.keys, window.values, count)
         window.drop_first(count)
 
-    def _move(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> None:
         """
         Moves tokens into the pool that follow those held there, as a whole or not at all.
 
         Args:
-            keys, values (`torch.Tensor` of shape `[B, H, tokens, D or E]`): their states.
+            keys, values (`torch.Tensor` of shape `[B, H, tokens, D or E]`): states of all tokens that are not there.
+            count (`int`): how many of the first of them move.
             queries (`torch.Tensor` of shape `[B, H * G, tokens, D]`, *optional*): of their prompt.
 
         Raises:
             MemoryError: if the host has no memory for them.
             ValueError: if they cannot be stored in this form.
         """
-        config, pool, position, count = self.config, self.pool, self.num_pooled, keys.shape[2]
-        limit = count if config.pool_tokens is None else config.pool_tokens
+        config, pool, position = self.config, self.pool, self.num_pooled
+        limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
         scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
-        encoded, parts = self._encode(scoring, keys, values)
+        encoded, parts = scoring.encode(keys, values, count, position)
         if pool is None:
             pool = TokenPool(
                 parts,
@@ -239,10 +267,6 @@ class InfiniGenLayer(PromptLayer):
         scoring.num_fitted = max(count - self._left_padding.longest(), 0)
         return scoring
 
-    def _encode(self, scoring: ScoringStates, keys: torch.Tensor, values: torch.Tensor) -> Encoded:
-        """Makes what is scored, and parts of the pool's rows, of tokens that follow those in the pool."""
-        return scoring.encode(keys), (keys, values)
-
     def _refit(self, scoring: ScoringCodes) -> None:
         """Tells channels' statistics anew as long as they are those of few tokens."""
         if scoring.num_fitted >= NUM_FITTED:
@@ -253,15 +277,29 @@ class InfiniGenLayer(PromptLayer):
             scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))
         scoring.num_fitted = max(num_real, 0)
 
+    @property
+    def _needs_queries(self) -> bool:
+        """Whether the codec that is to come is fitted to the newest queries."""
+        scoring = self.scoring
+        if not isinstance(scoring, CodedRows):
+            return False
+        return scoring.needs_queries(None if self._pending is not None else self._length + 1)
+
     def on_exact_attention(self, call: AttentionCall) -> None:
+        self._learn_padding(call.mask)
         # Queries of what is projected are of other heads
         if call.project is None:
             if self.check_queries is not None:
                 check, self.check_queries = self.check_queries, None
                 check(call.query)
-            if self.needs_prompt_attention:
+            if self.needs_prompt_attention and self._pending is not None:
                 self._prompt_queries = call.query
-        super().on_exact_attention(call)
+            if self._needs_queries:
+                assert isinstance(self.scoring, CodedRows)
+                query = call.query[:, :, -_NUM_QUERIES:]
+                valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
+                self.scoring.hear(query, self._shapes["keys"][1], valid)
+        self.settle_prompt()
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         self._refuse_evicted()
@@ -281,14 +319,10 @@ class InfiniGenLayer(PromptLayer):
             yield self.window.keys, self.window.values, self.num_pooled, self.num_pooled + self.window.length
 
     def _dense_pages(self, pool: TokenPool) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        assert self.scoring is not None
         for rows, start, stop in pool.iter_pages():
             slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
-            yield *self._dense(rows, slots), start, stop
-
-    def _dense(self, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values `[B, H, K, D or E]` of rows of the pool and of their slots `[B, H, K]`."""
-        keys, values = rows.split([self._shapes["keys"][3], self._shapes["values"][3]], dim=3)
-        return keys, values
+            yield *self.scoring.dense(rows, slots, pool), start, stop
 
     def _pooled_keys(self) -> torch.Tensor:
         """Returns the keys of all slots of the pool, `[B, H, slots, D]`, where they are attended to."""
@@ -343,7 +377,7 @@ class InfiniGenLayer(PromptLayer):
             positions = pool.positions(query.device)
             allowed = positions >= 0
             forced = (positions < config.sink) | (positions >= length - config.recent)
-        selection = select_tokens(scoring.scores(query), resident, allowed, forced, num_tokens, length, config)
+        selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
         pool.expect(selection.slots, selection.count)
         return Fetch(selection, length, start_fetch(pool, selection, self._times))
 
@@ -359,8 +393,7 @@ class InfiniGenLayer(PromptLayer):
         parts = self._parts(call.full_mask(self._length), query.shape[1] // num_heads)
         output = attend(query, parts, num_heads, scale, softcap=call.softcap, sinks=call.sinks)
         self._counters["exact_calls"] += 1
-        self._learn_padding(attn_mask)
-        self.settle_prompt()
+        self.on_exact_attention(call)
         return output
 
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
@@ -430,38 +463,26 @@ class InfiniGenLayer(PromptLayer):
             The output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
             whether that is not the one that was wanted, otherwise `None` and `False`.
         """
-        pool, window = self.pool, self.window
-        assert pool is not None and window is not None
-        newest, slots, count = (window.keys, window.values), selection.slots, selection.count
+        pool, window, scoring = self.pool, self.window, self.scoring
+        assert pool is not None and window is not None and scoring is not None
+        kernel, is_fallback = None, False
+        if staged is None:
+            kernel, is_fallback = choose_rows_kernel(query, window.values.shape[3], window.keys.dtype)
+            is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
+            if kernel == "compiled" and is_plain and scoring.can_attend(pool):
+                own = None if mask is None else mask[:, 0, 0]
+                output = scoring.attend(query, selection, pool, window, self.num_pooled, own, scale)
+                return output, kernel, is_fallback
+            kernel = "torch"
+        slots, count = selection.slots, selection.count
         positions = None if mask is None else pool.positions_of(slots)
-        if staged is not None:
-            with staged as rows:
-                dense = self._dense(rows, slots)
-                output = attend_staged(
-                    query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks
-                )
-            return output, None, False
-        kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
-        is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
-        if kernel == "compiled" and is_plain:
-            output = self._attend_compiled(query, selection, None if mask is None else mask[:, 0, 0], scale)
-            return output, kernel, is_fallback
-        dense = self._dense(pool.gather(slots), slots)
-        output = attend_staged(query, *dense, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks)
-        return output, "torch", is_fallback
-
-    def _attend_compiled(
-        self, query: torch.Tensor, selection: Selection, mask: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
-        """Attends by the kernel that reads rows where they stand, under a mask `[B, tokens]`."""
-        pool, window, slots, count = self.pool, self.window, selection.slots, selection.count
-        assert pool is not None and window is not None
-        pages, positions = pool.pages, None if mask is None else pool.positions_of(slots)
-        if pool.disk is not None:
-            slots = slots[:, :, : max(int(count.max()), 1)]
-            pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
-        newest = window.keys, window.values
-        return attend_rows(query, pages, slots, count, *newest, scale, mask, positions, self.num_pooled)
+        with nullcontext(pool.gather(slots)) if staged is None else staged as rows:
+            keys, values = scoring.dense(rows, slots, pool)
+            newest = window.keys, window.values
+            output = attend_staged(
+                query, keys, values, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks
+            )
+        return output, kernel, is_fallback
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""

@@ -128,6 +128,11 @@ class TokenPool:
         """Slots of a page."""
         return self.pages[0].shape[2] if self.pages else PAGE_TOKENS
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether a slot is the position of its token."""
+        return self.usage is None or self.usage.in_order
+
     def free_slots(self, count: int) -> int:
         """Tells how many of `count` new tokens would go behind those held."""
         return count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)

@@ -1,18 +1,23 @@
-"""Copies of the pool's keys that stay on the accelerator, so that scores can be told without fetching keys.
+"""What stays on the accelerator of the pool's tokens, so that scores can be told without fetching keys.
 
-Two ways, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes` has all columns in
-a few bits, `ScoringColumns` the paper's partial key cache.
+Two copies of exact keys, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes`
+has all columns in a few bits, `ScoringColumns` the paper's partial key cache. `coded_rows` has the keys themselves.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, N slots in use.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
+from kvcache_plugins.kernels.compiled_tokens import attend_rows
 from kvcache_plugins.kernels.tokens import code_scores
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+
+from .pool import TokenPool
+from .selection import Selection
 
 
 # Tokens from which a channel's mean and spread are told
@@ -21,10 +26,14 @@ _TINY = 1e-6
 # A Gaussian in four levels is told best with steps of about its spread
 _TWO_BIT_STEP = 1.0
 
+# What is kept here of tokens, by name, and the parts of the pool's rows
+Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
+
 
 class ScoringStates:
     """
-    Base of both: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced.
+    Base of all: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced. The pool's
+    rows are keys and values as they are, side by side, unless a subclass says otherwise.
 
     Attributes:
         length (`int`): rows in use.
@@ -40,16 +49,64 @@ class ScoringStates:
         self.length = 0
         self.rows: dict[str, torch.Tensor] = {}
 
-    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        """
+        Makes what is stored of tokens, and stores nothing.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, T, D or E]`): all exact tokens there are.
+            count (`int`): the first of them, which are to be stored.
+            start (`int`): position of the first.
+        """
+        return self.encode_keys(keys[:, :, :count]), (keys[:, :, :count], values[:, :, :count])
+
+    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Makes the rows of keys `[B, H, tokens, D]`."""
         raise NotImplementedError
 
-    def scores(self, query: torch.Tensor) -> torch.Tensor:
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values `[B, H, K, D or E]` of the pool's rows in slots `[B, H, K]`."""
+        keys, values = rows.split(pool.dims, dim=3)
+        return keys, values
+
+    def can_attend(self, pool: TokenPool) -> bool:
+        """Tells whether `attend` can go over the pool as it is now."""
+        return True
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        pool: TokenPool,
+        window: ResidualBuffer,
+        start: int,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """
+        Attends to chosen tokens of the pool, and the window, by the kernel that reads both where they stand.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H, G, D]`): the queries of one new token.
+            selection, pool, window: tokens that were chosen, where they are, and those behind them.
+            start (`int`): position of the window's first token.
+            mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+            scale (`float`): factor of the scores.
+        """
+        slots, count, pages = selection.slots, selection.count, pool.pages
+        positions = None if mask is None else pool.positions_of(slots)
+        if pool.disk is not None:
+            slots = slots[:, :, : max(int(count.max()), 1)]
+            pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
+        return attend_rows(query, pages, slots, count, window.keys, window.values, scale, mask, positions, start)
+
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """
         Products of queries and keys but for what is the same for all keys.
 
         Args:
             query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
+            pool (`TokenPool`): the tokens.
 
         Returns:
             `torch.Tensor` of shape `[B, H, G, N]`, float32.
@@ -150,10 +207,10 @@ class ScoringCodes(ScoringStates):
     def refit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Tells mean and spread anew, as `fit`, and writes the rows of all keys anew."""
         self.fit(keys, valid)
-        for name, new in self.encode(keys).items():
+        for name, new in self.encode_keys(keys).items():
             self.rows[name][:, :, : self.length] = new
 
-    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         normal = (keys.float() - self.mean) / self.spread
         top = 2 ** (self.nbits - 1) - 0.5
         if self.nbits == 2:
@@ -164,7 +221,7 @@ class ScoringCodes(ScoringStates):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
-    def scores(self, query: torch.Tensor) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
 
 
@@ -216,9 +273,9 @@ class ScoringColumns(ScoringStates):
         # `[B, H, D, columns]`: what turns keys and picks columns at once
         self.turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1)).to(keys.dtype)
 
-    def encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"columns": keys @ self.turn}
 
-    def scores(self, query: torch.Tensor) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         columns = self.rows["columns"][:, :, : self.length]
         return (query @ self.turn.to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)

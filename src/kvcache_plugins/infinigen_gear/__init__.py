@@ -1,4 +1,4 @@
-"""InfiniGen over GEAR's codes: the composition of two methods that know nothing of each other."""
+"""InfiniGen over GEAR's rows: the composition of two methods that know nothing of each other."""
 
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,6 @@ __getattr__, __dir__ = lazy_attributes(
 register_cache(
     "infinigen-gear",
     "kvcache_plugins.infinigen_gear.cache:InfiniGenGEARCache",
-    check="kvcache_plugins.infinigen_gear.config:check_options",
+    check="kvcache_plugins.infinigen_gear.cache:check_options",
     summary="InfiniGen with keys and values in codes",
 )

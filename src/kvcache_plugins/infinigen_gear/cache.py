@@ -1,16 +1,22 @@
-"""`InfiniGenGEARCache`: an InfiniGen cache whose layers hold codes."""
+"""`InfiniGenGEARCache`: an InfiniGen cache whose layers hold rows of the codec of `gear`."""
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.infinigen import InfiniGenCache
-from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen.config import check_options as check_infinigen
+from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
-from .coded_layer import CodedLayer
-from .config import CodingConfig
+
+# Those of the preset `gear`
+KEY_NBITS, VALUE_NBITS = 4.0, 3.25
+# Keys are scored as they are stored
+_EXCLUDED = frozenset({"scoring_nbits", "partial_ratio", "skewing"})
 
 
 class InfiniGenGEARCache(InfiniGenCache):
@@ -19,27 +25,24 @@ class InfiniGenGEARCache(InfiniGenCache):
 
     Puts [GEAR](https://huggingface.co/papers/2403.05527) and
     [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) together. InfiniGen keeps a copy of the keys
-    in a few bits where it computes, to choose tokens by. Here that copy *is* the keys, in GEAR's codes: they are
-    scored and attended to where they are, and never fetched. Values are in the pool in host memory, as GEAR's codes of
-    rotated values; those of the tokens that were chosen cross the bus as codes and are widened where they are attended
-    to. The first `sink` tokens and the newest are exact.
+    in a few bits where it computes, to choose tokens by. Here that copy *is* the keys, as rows of the codec of the
+    preset `gear`: they are scored and attended to where they are, and never fetched. Values are in the pool in host
+    memory, as rows too; those of the tokens that were chosen cross the bus as codes and are widened where they are
+    attended to. The first `sink` tokens and the newest are exact.
 
     Args:
         model (`PreTrainedModel`):
             The model that the cache is for, see `InfiniGenCache`.
-        key_nbits (`int`, *optional*, defaults to 4):
-            Bits of a key's number, where the model is: 2, 4 or 8.
-        value_nbits (`int`, *optional*, defaults to 4):
-            Bits of a value's number, in the pool: 2, 3, 4 or 8.
-        q_group_size (`int`, *optional*):
-            Consecutive tokens of a channel of the keys, and channels of a value, that share a scale. Defaults to 64,
-            or for values to the largest divisor of the head dimension below it.
+        key_nbits (`float`, *optional*, defaults to 4):
+            Bits of a key's number on average, where the model is.
+        value_nbits (`float`, *optional*, defaults to 3.25):
+            Bits of a value's number on average, in the pool.
         options:
             Options of `InfiniGenCache`, but for those of its own copy for scoring (`scoring_nbits`, `partial_ratio`,
-            `skewing`) and of a pool with a limit (`pool_tokens`, `eviction`).
+            `skewing`).
 
     Raises:
-        ValueError: as `InfiniGenCache`; and if states that are to be stored are not finite, or exceed float16.
+        ValueError: as `InfiniGenCache`; and if states that are to be stored are not finite, or too large.
 
     Example:
 
@@ -57,38 +60,45 @@ class InfiniGenGEARCache(InfiniGenCache):
     ```
     """
 
-    excluded_options: ClassVar[frozenset[str]] = frozenset(
-        {"scoring_nbits", "partial_ratio", "skewing", "pool_tokens", "eviction"}
-    )
-
     def __init__(
         self,
         model: PreTrainedModel | torch.nn.Module,
         *,
-        key_nbits: int = 4,
-        value_nbits: int = 4,
-        q_group_size: int | None = None,
+        key_nbits: float = KEY_NBITS,
+        value_nbits: float = VALUE_NBITS,
         **options: Any,
     ):
-        excluded = sorted(self.excluded_options & options.keys())
-        if excluded:
-            raise ValueError(
-                f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `{type(self).__name__}`, which has "
-                "`key_nbits`, `value_nbits` and `q_group_size`, and a pool without a limit"
-            )
-        self.coding_config = CodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, q_group_size=q_group_size)
+        self._key_nbits, self._value_nbits = key_nbits, value_nbits
+        check_options(key_nbits=key_nbits, value_nbits=value_nbits, **options)
         super().__init__(model, **options)
 
-    def _offloaded_layer(self, index: int) -> InfiniGenLayer:
-        return CodedLayer(self.infinigen_config, index, self._given_mask, coding=self.coding_config)
+    def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking:
+        own = _coding(self._key_nbits, self._value_nbits, self.infinigen_config.sink)
+        return own.packing(rotary_frequencies(config, index))
+
+
+def _coding(key_nbits: float, value_nbits: float, sink: int = 0) -> TransformConfig:
+    return TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
+
+
+def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:
+    """Raises a `ValueError` for options of an `InfiniGenGEARCache` that no model makes right."""
+    excluded = sorted(_EXCLUDED & options.keys())
+    if excluded:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenGEARCache`, whose keys are "
+            "scored in the bits of `key_nbits`"
+        )
+    _coding(key_nbits, value_nbits)
+    check_infinigen(**options)
 
 
 def _signature() -> inspect.Signature:
     """Names own options and InfiniGen's, so that a misspelt one is told before anything is built."""
     own = list(inspect.signature(InfiniGenGEARCache.__init__).parameters.values())[1:]
-    inherited = inspect.signature(InfiniGenCache).parameters.values()
     named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-    known = {parameter.name for parameter in named} | InfiniGenGEARCache.excluded_options
+    known = {parameter.name for parameter in named} | _EXCLUDED
+    inherited = inspect.signature(InfiniGenCache).parameters.values()
     return inspect.Signature([*named, *(parameter for parameter in inherited if parameter.name not in known)])
 
 

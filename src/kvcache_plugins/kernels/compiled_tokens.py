@@ -10,7 +10,6 @@ codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the wi
 import mmap
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,17 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
-from kvcache_plugins.codecs.parts import CodedTokens, KeyGroups, RowTokens, SinkStates
-from kvcache_plugins.codecs.quantization import packed_planes, packed_size
+from kvcache_plugins.codecs.parts import RowTokens, SinkStates
+from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
+from kvcache_plugins.codecs.rows import RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
 
 from .compiled import AttentionCall, angles_by_tile
 from .library import num_threads, run
-from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
+from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
 
 # As in `coding.h` and `coding.c`
@@ -42,8 +41,7 @@ _MOST_MINIMA = NUM_STATES // 2
 _TOKENS_PER_TASK = 2048
 # Of tables, keys and tokens that live
 _CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
-_KEYS: "WeakKeyDictionary[KeyGroups, Structure]" = WeakKeyDictionary()
-_TOKENS: "WeakKeyDictionary[CodedTokens | RowTokens, Structure]" = WeakKeyDictionary()
+_TOKENS: "WeakKeyDictionary[RowTokens, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -249,65 +247,16 @@ def _check_codes(nbits: int, head_dim: int, width: int) -> None:
 
 
 @torch.compiler.disable
-def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
-    """Computes `tokens.grouped_scores` of up to `MOST_CHANNELS` channels."""
-    table, groups = _key_groups(keys), query.shape[2]
-    at_once = -(-_TOKENS_PER_TASK // keys.group_size)
-    parts = -(-table.num_groups // at_once)
-    scores = torch.empty((table.batch, table.heads, groups, table.num_slots))
-    call = make(
-        "GroupedScores",
-        {"batch": table.batch, "heads": table.heads, "groups": groups, "dim": table.dim, "keys": table},
-        {"num_slots": table.num_slots, "parts": parts, "at_once": at_once},
-        {"query": query.float().contiguous(), "scores": scores},
-    )
-    call.tasks.count = table.batch * table.heads * parts
-    run("grouped_scores", call)
-    return scores
-
-
-def _key_groups(keys: KeyGroups) -> Structure:
-    """
-    Describes keys in groups.
-
-    Raises:
-        ValueError: if any place of a run is beyond the groups, or a slot in no run.
-    """
-    found = _KEYS.get(keys)
-    if found is not None:
-        return found
-    batch_size, num_heads, num_groups, group_size, width = keys.codes.shape
-    head_dim, places = keys.scale.shape[3], num_groups * group_size
-    _check_codes(keys.nbits, head_dim, width)
-    runs = [tuple(map(int, each)) for each in keys.runs]
-    follow = all(before[1] == after[0] for before, after in pairwise(runs))
-    if not follow or runs[0][0] or any(not 0 <= a + shift <= b + shift <= places for a, b, shift in runs):
-        raise ValueError(f"`runs` {runs} of slots do not follow each other within {places} places")
-    table = _KEYS[keys] = make(
-        "KeyGroups",
-        {"batch": batch_size, "heads": num_heads, "dim": head_dim, "nbits": keys.nbits, "width": width},
-        {"num_groups": num_groups, "group_size": group_size, "num_runs": len(runs), "num_slots": runs[-1][1]},
-        {"codes": keys.codes.contiguous(), "scale": keys.scale.contiguous(), "zero": keys.zero.contiguous()},
-        runs=torch.tensor(runs),
-    )
-    return table
-
-
-@torch.compiler.disable
-def score_rows(
-    query: torch.Tensor, rows: torch.Tensor, codec: RowCodec, positions: Positions, length: int, scale: float
-) -> torch.Tensor:
+def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """Computes `tokens.score_rows` of up to `MOST_CHANNELS` channels."""
-    batch_size, num_heads, groups, head_dim = query.shape
-    keys, values = codec.tables(rows.device)
-    whole = AttentionCall(query.flatten(1, 2)[:, :, None], num_heads, values.head_dim, scale)
-    scores, runs = torch.empty((batch_size, num_heads, groups, length)), -(-length // _TOKENS_PER_TASK)
+    stored, length = _stored(query, tokens), tokens.length
+    scores, runs = torch.empty((*query.shape[:3], length)), -(-length // _TOKENS_PER_TASK)
     call = make(
         "RowScores",
         _sizes_of(query),
-        {"runs": runs, "length": length, "is_basis": keys.basis is not None, "scale": scale, "scores": scores},
+        {"runs": runs, "length": length, "is_basis": stored.is_basis, "scale": 1.0, "scores": scores},
         query=query.float().contiguous(),
-        rows=whole.rows_of(rows, None, codec, positions, length),
+        rows=stored.given["rows"],
     )
     call.tasks.count = _num_units(query) * runs
     run("score_rows", call)
@@ -494,7 +443,7 @@ def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
 @torch.compiler.disable
 def attend_chosen(
     query: torch.Tensor,
-    tokens: CodedTokens | RowTokens,
+    tokens: RowTokens,
     slots: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
@@ -507,25 +456,19 @@ def attend_chosen(
     Attends over chosen tokens and the window, with the queries of one new token.
 
     Args:
-        tokens (`CodedTokens` or `RowTokens`): the tokens in all slots; exact ones are in the window's dtype, of a kind
-            that `tokens.choose_rows_kernel` says is compiled.
+        tokens (`RowTokens`): the tokens in all slots; exact ones are in the window's dtype, of a kind that
+            `tokens.choose_rows_kernel` says is compiled.
         query, slots, count, window_keys, window_values, scale, mask, window_start: as of `attend_rows`; slots are
             columns of the mask.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
-    stored = _TOKENS.get(tokens)
-    if stored is None:
-        own = _row_fields(tokens) if isinstance(tokens, RowTokens) else _code_fields(tokens)
-        stored = _TOKENS[tokens] = make("Chosen", own, _sink_fields(tokens.sinks))
-    sizes, threads, num_chosen = _sizes_of(query), num_threads(), slots.shape[2]
-    if tuple(sizes.values()) != (stored.batch, stored.heads, sizes["groups"], stored.key_dim):
-        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
+    stored, sizes, threads, num_chosen = _stored(query, tokens), _sizes_of(query), num_threads(), slots.shape[2]
     window = _window(query, window_keys, window_values, tokens.sinks.keys.dtype, window_start)
     result = torch.empty((*query.shape[:3], stored.value_dim))
-    # A copy, as another thread may attend to the same tokens; slots, places and groups of tokens are there twice
-    coded, ends = _numbers(threads, 2, num_chosen, 3), _numbers(threads, stored.num_groups)
+    # A copy, as another thread may attend to the same tokens
+    coded, ends = _numbers(threads, 2, num_chosen), _numbers(threads, stored.num_tiles)
     call = make(
         "Chosen",
         {**sizes, "num_chosen": num_chosen, "scale": scale, "most_threads": threads, "window": window},
@@ -537,6 +480,16 @@ def attend_chosen(
     call.tasks.count = _num_units(query)
     run("attend_chosen", call, threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+
+def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
+    """Describes tokens, which queries `[B, H, G, D]` have to fit, and keeps that while they live."""
+    stored = _TOKENS.get(tokens)
+    if stored is None:
+        stored = _TOKENS[tokens] = make("Chosen", _row_fields(tokens), _sink_fields(tokens.sinks))
+    if (query.shape[0], query.shape[1], query.shape[3]) != (stored.batch, stored.heads, stored.key_dim):
+        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
+    return stored
 
 
 def _numbers(*shape: int) -> torch.Tensor:
@@ -551,34 +504,18 @@ def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
     return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
 
 
-def _code_fields(tokens: CodedTokens) -> dict[str, Any]:
-    values, keys = tokens.values, _key_groups(tokens.keys)
-    num_groups, planes = values.head_dim // values.group_size, packed_planes(values.head_dim, values.nbits)
-    if values.head_dim > MOST_CHANNELS or num_groups * values.group_size != values.head_dim:
-        raise ValueError(f"values of {values.head_dim} channels in groups of {values.group_size}")
-    code_bytes, plane = packed_size(values.head_dim, values.nbits), STRUCTURES["Plane"]
-    table = (plane * CONSTANTS["MOST_PLANES"])(*[plane(*each) for each in planes])
-    fields: dict[str, Any] = {"keys": keys, "batch": keys.batch, "heads": keys.heads, "key_dim": keys.dim}
-    fields |= {"value_dim": values.head_dim, "num_groups": keys.num_groups, "num_planes": len(planes), "planes": table}
-    fields |= {"code_bytes": code_bytes, "row_bytes": code_bytes + 4 * num_groups, "num_value_groups": num_groups}
-    fields |= {"rotation": rotation_size(values.head_dim), "page_tokens": values.pages[0].shape[2]}
-    return fields | {"num_pages": len(values.pages), "pages": _pages(values.pages)}
-
-
 def _row_fields(tokens: RowTokens) -> dict[str, Any]:
     (batch_size, num_heads, *_), positions = tokens.keys.shape, tokens.positions
     keys, values = tokens.codec.tables(tokens.keys.device)
     whole = AttentionCall(torch.empty(batch_size, num_heads, 1, keys.head_dim), num_heads, values.head_dim, 1.0)
     rows = whole.rows_of(tokens.keys, None, tokens.codec, positions, tokens.length)
-    # Of a tile's tokens one is read behind the other
-    num_groups = -(-tokens.length // TILE)
     num_far = 2 ** ((positions.first + tokens.length) // TILE).bit_length()
     near, far = angles_by_tile(tokens.codec.rope, num_far)
     padding = None if positions.padding is None else positions.padding.cpu().long().contiguous()
-    slots = make("KeyGroups", num_groups=num_groups, group_size=TILE, num_slots=tokens.length)
-    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "keys": slots}
-    fields |= {"value_dim": values.head_dim, "rows": rows, "is_basis": keys.basis is not None, "padding": padding}
-    fields |= {"num_groups": num_groups, "num_far": num_far, "first_position": positions.first, "near": near}
-    fields |= {"far": far, "all_pairs": rows.all_pairs, "row_bytes": values.row_size, "rotation": 1}
-    pages = {"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)}
-    return fields | pages
+    return {
+        **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
+        **{"rows": rows, "is_basis": keys.basis is not None, "all_pairs": rows.all_pairs, "near": near, "far": far},
+        **{"num_slots": tokens.length, "num_tiles": -(-tokens.length // TILE), "num_far": num_far},
+        **{"first_position": positions.first, "padding": padding, "value_size": values.row_size},
+        **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},
+    }

@@ -62,6 +62,11 @@ def compiles_kernels(states: torch.Tensor) -> bool:
     return _device_type(states) == "cuda" and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
+def has_gpu_kernels() -> bool:
+    """Tells whether there is a GPU that computes by Triton's kernels."""
+    return torch.cuda.is_available() and _kernel_on("cuda", requested_kernel())[0] == "triton"
+
+
 def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     """
     Whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: of a prompt on a CPU,

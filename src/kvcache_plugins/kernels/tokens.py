@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import TILE_TOKENS, KeyGroups, RowTokens
-from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens
 from kvcache_plugins.files.mapped_files import release
 
 from .engine import choose_token_kernel
@@ -71,49 +69,13 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
     return (products - offset) * scale[:, :, None].to(query.dtype)
 
 
-def grouped_scores(query: torch.Tensor, keys: KeyGroups) -> torch.Tensor:
-    """
-    Multiplies queries with keys in all slots. Elsewhere than on a CPU a group is to `code_scores` what a head is: its
-    steps go into queries of its own.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
-        keys (`KeyGroups`): the keys.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, N]`, float32.
-    """
-    if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        from .compiled_tokens import grouped_scores as compiled_scores
-
-        return compiled_scores(query, keys)
-    batch_size, num_heads, num_groups = keys.scale.shape[:3]
-    scaled = query[:, :, None] * keys.scale[:, :, :, None].float()  # [B, H, groups, G, D]
-    ones = keys.scale.new_ones(batch_size, num_heads * num_groups, keys.group_size)
-    products = code_scores(
-        scaled.flatten(1, 2), keys.codes.flatten(1, 2), ones, keys.group_size, keys.nbits
-    )  # [B, H * groups, G, T]
-    # What the kernel takes off every code, and what a channel's codes begin at
-    offset = scaled.sum(dim=4) * (2 ** (keys.nbits - 1) - 0.5)
-    offset += (query @ keys.zero.float().transpose(2, 3)).transpose(2, 3)
-    scores = products.unflatten(1, (num_heads, num_groups)) + offset[..., None]
-    places = scores.transpose(2, 3).flatten(3)
-    return torch.cat([places[..., first + shift : stop + shift] for first, stop, shift in keys.runs], dim=-1)
-
-
-def score_rows(
-    query: torch.Tensor, rows: torch.Tensor, codec: RowCodec, positions: Positions, length: int, scale: float = 1.0
-) -> torch.Tensor:
+def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
     Multiplies queries with keys that are rows of tables, where they stand.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries.
-        rows (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows.
-        codec (`RowCodec`): what they mean.
-        positions (`Positions`): of the keys.
-        length (`int`): rows in use, N.
-        scale (`float`, *optional*, defaults to 1): factor of the scores.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
+        tokens (`RowTokens`): the tokens; values and exact states are not read.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, N]`, float32: the products that attention over such rows computes.
@@ -121,66 +83,12 @@ def score_rows(
     if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
         from .compiled_tokens import score_rows as compiled_scores
 
-        return compiled_scores(query, rows, codec, positions, length, scale)
+        return compiled_scores(query, tokens)
     scores = [
-        query.float() @ codec.decode_keys(tile, positions.after(first * TILE_TOKENS)).transpose(2, 3) * scale
-        for first, tile in enumerate(rows[:, :, :length].split(TILE_TOKENS, dim=2))
+        query @ tokens.codec.decode_keys(tile, tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
+        for first, tile in enumerate(tokens.keys[:, :, : tokens.length].split(TILE_TOKENS, dim=2))
     ]
     return torch.cat(scores, dim=3)
-
-
-def attend_chosen_rows(
-    query: torch.Tensor,
-    tokens: RowTokens,
-    slots: torch.Tensor,
-    count: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    window_start: int = 0,
-    kernel: str = "torch",
-) -> torch.Tensor:
-    """
-    Attends over chosen tokens that are rows and the window, with the queries of one new token.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-        tokens (`RowTokens`): the tokens in all slots; exact ones are in the window's dtype.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): slots of the tokens that were chosen; of those beyond all,
-            the last one counts where it is compiled.
-        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
-        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens.
-        scale (`float`): factor of the scores.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask, boolean or added to the
-            scores; slots are columns of it.
-        window_start (`int`, *optional*, defaults to 0): column of the window's first token.
-        kernel (`str`, *optional*, defaults to `"torch"`): what `choose_rows_kernel` returned.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
-    """
-    if kernel == "compiled":
-        from .compiled_tokens import attend_chosen
-
-        return attend_chosen(query, tokens, slots, count, window_keys, window_values, scale, mask, window_start)
-    codec, sinks, padding = tokens.codec, tokens.sinks, tokens.positions.padding
-    positions = slots + tokens.positions.first
-    if padding is not None:
-        positions = positions - padding.to(positions.device)[:, None, None]
-    rows = tokens.keys.gather(2, slots[..., None].expand(-1, -1, -1, tokens.keys.shape[3]))
-    states = codec.decode_keys_at(rows, positions), codec.decode_values(gather_rows(tokens.pages, slots))
-    number = slots if sinks.first is None else slots - sinks.first.to(slots.device)[:, None, None]
-    is_sink = ((number >= 0) & (number < sinks.keys.shape[2]))[..., None]
-    if sinks.keys.shape[2]:
-        index = number.clamp(0, sinks.keys.shape[2] - 1)[..., None]
-        keys, values = (
-            torch.where(is_sink, exact.gather(2, index.expand(-1, -1, -1, exact.shape[3])).float(), own)
-            for exact, own in zip((sinks.keys, sinks.values), states, strict=True)
-        )
-        states = keys, values
-    columns = None if mask is None else mask[:, None, None]
-    return attend_staged(query, *states, count, window_keys, window_values, scale, columns, slots, window_start)
 
 
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,52 +1,43 @@
 """Attention and coding by Triton's kernels: what these read beside what is stored, and their launches.
 
-Attention is one launch a coded part, and one at the end that merges them and attends to the exact parts. Of one token
-after the other the launches are kept: only the query and the newest exact tokens change, until something is
-compressed, and the host takes a fraction of the time so. Nothing is read back from the device, and all that is
-allocated is the result and a workspace, so a step can be captured in a graph. Coding is one launch a side. Not coded
+Attention is one launch a coded part, and one at the end that merges them and attends to the exact parts. Of a layer
+that stands still the launches are kept, with lengths on the device, and the host takes a fraction of the time so.
+Nothing is read back from the device, so a step can be captured in a graph. Coding is one launch a side. Not coded
 here but in plain PyTorch are a trellis, whose codes are found one after the other, heads of more than 256 channels,
 and float64.
 
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.groups import TENSOR_NAMES, CompressedStates
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
+from kvcache_plugins.triton_kernels.arithmetic import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare
-from kvcache_plugins.triton_kernels.attention.combine import combine, combine_kernel, prepare_combination
-from kvcache_plugins.triton_kernels.attention.compressed_tensors import CompressedTensors
+from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
-from kvcache_plugins.triton_kernels.attention.partials import Launch, Partials
-from kvcache_plugins.triton_kernels.dot import has_pairs
-from kvcache_plugins.triton_kernels.kept_launch import ALIGNMENT, KeptLaunch, can_keep
+from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
-from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, CodingLaunch, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
 
 from .masks import slice_mask
 
 
 # Parts of a kind that a launch at the end takes
 _MAX_PARTS = 2
-_FLOAT32_BYTES = 4
-# Under which name a part keeps a step
-_STEP = "step"
-# What every step has of its own
-_CHANGING = ("query", "output", "maximum", "total")
 # Positions whose angles are held one by one; of others the multiples, at least so many of them
 _NUM_NEAR = 256
 _LEAST_FAR = 64
@@ -77,7 +68,8 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     coded = [part for part in gathered if not isinstance(part, DensePart)]
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
-        output = _attend_parts(rows, dense, coded, scale)
+        steps = [prepare_part(rows, part, scale) for part in coded]
+        output: torch.Tensor = _prepare_end([step.finished(step.launch()) for step in steps], dense, rows, scale)()
     return output.reshape(batch_size, num_query_heads, num_queries, -1)
 
 
@@ -112,7 +104,6 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     """
     where: dict[str, Any] = {
         "length": part.length,
-        "num_tokens": part.num_tokens,
         "mask": slice_mask(part.mask, 0, part.length),
         "scale": scale,
         "packed": has_pairs(rows.device.type) if packed is None else packed,
@@ -120,10 +111,9 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     if isinstance(part, CompressedPart):
         launch = prepare(
             rows,
-            _tensors(part.keys),
-            _tensors(part.values),
+            part.keys,
+            part.values,
             num_chunks=-(-part.length // part.keys.chunk_length),
-            value_head_dim=part.values.head_dim,
             **where,
         )
         return PartStep(launch, _rotate_back if part.values.is_rotated else None)
@@ -136,193 +126,84 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
         CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
+    where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
-
-
-def _tensors(states: CompressedStates) -> CompressedTensors:
-    tensors = {name: getattr(states, name) for name in TENSOR_NAMES}
-    return CompressedTensors(
-        **tensors, nbits=states.nbits, axis=states.grouping.axis, group_size=states.grouping.group_size
-    )
 
 
 def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return rotate(output)
 
 
-def _attend_parts(
-    rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[StoredPart], scale: float
-) -> torch.Tensor:
-    """Attends with rows `[B, H, rows, D]`; over parts that were seen before by launches that are kept."""
-    step = compressed[0].kept.get(_STEP)
-    if isinstance(step, KeptStep) and step.fits(rows, dense, compressed, scale):
-        return step(rows, dense[-1])
-    parts = [prepare_part(rows, part, scale) for part in compressed]
-    if _can_keep(rows, dense, parts):
-        step = compressed[0].kept[_STEP] = KeptStep(rows, dense, compressed, parts, scale)
-        return step.take_first_result()
-    partials = [part.finished(part.launch()) for part in parts]
-    return combine(partials, _exact(dense), rows, scale)
+def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
+    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
+    return prepare_combination(partials, exact, rows, scale)
 
 
-def _exact(dense: Sequence[DensePart]) -> list[KernelDensePart]:
-    return [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length), part.num_tokens) for part in dense]
-
-
-class KeptStep:
+def keep_attention(
+    query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float | None
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """
-    The launches of attention over compressed parts and exact ones, of which the last grows. It is made by making them.
-
-    Args:
-        rows (`torch.Tensor` of shape `[B, H, rows, D]`): queries.
-        dense (`Sequence[DensePart]`): exact parts.
-        compressed (`Sequence`): compressed parts, the first of which keeps the step.
-        parts (`Sequence[PartStep]`): what is done with them.
-        scale (`float`): factor of the scores.
+    Keeps attention of single tokens `[B, H * G, 1, D]` over parts that stay where they are, with as many tokens or
+    with lengths on the device; see `attend`. `None` if they are more than are attended to where they stand.
     """
+    dense = [part for part in parts if isinstance(part, DensePart)]
+    coded = [part for part in parts if isinstance(part, CodedPart)]
+    if len(dense) > _MAX_PARTS or len(coded) > _MAX_PARTS or len(dense) + len(coded) < len(parts):
+        return None
+    rows = query.reshape(len(query), num_heads, -1, query.shape[3]).clone(memory_format=torch.contiguous_format)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    with torch.cuda.device_of(query):
+        steps = [prepare_part(rows, part, scale) for part in coded]
+        attending = [KeptLaunch(step.launch) for step in steps]
+        end = _prepare_end([step.finished(step.launch.result) for step in steps], dense, rows, scale)
+        # What is turned back between the launches is another tensor every time
+        turned = [number for number, step in enumerate(steps) if step.finish is not None]
+        combining = KeptLaunch(end, ["result_ptr", *(f"output_{number}_ptr" for number in turned)])
 
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        dense: Sequence[DensePart],
-        compressed: Sequence[StoredPart],
-        parts: Sequence[PartStep],
-        scale: float,
-    ) -> None:
-        self._query, self._scale, self._newest = _query_layout(rows), scale, _newest_layout(dense[-1])
-        self._others, self._first_dense = list(compressed[1:]), list(dense[:-1])
-        self._finish = [part.finish for part in parts]
-        launches = [part.launch for part in parts]
-        self._shapes = [launch.partials.output.shape for launch in launches]
-        # Numbers of outputs, of maxima and of totals of each part in the workspace
-        self._sizes = [(_padded(math.prod(shape)), _padded(math.prod(shape[:-1]))) for shape in self._shapes]
-        self._workspace_size = sum(outputs + 2 * maxima for outputs, maxima in self._sizes)
-        self._attending = [
-            KeptLaunch(launch.kernel, launch.grid, launch.arguments, launch.options) for launch in launches
-        ]
-        partials = [part.finished(part.launch.partials) for part in parts]
-        launch = prepare_combination(partials, _exact(dense), rows, scale)
-        self._combining = KeptLaunch(combine_kernel, launch.grid, launch.arguments, launch.options)
-        self._first_result: torch.Tensor | None = launch.result
-        self._result_shape = launch.result.shape
-        for kept in (*self._attending, self._combining):
-            kept.forget((*_CHANGING, "result"))
-        self._attending_places = [kept.places(f"{name}_ptr" for name in _CHANGING) for kept in self._attending]
-        self._combining_places = self._combining.places(self._changing_names())
+    def attend_to_kept(query: torch.Tensor) -> torch.Tensor:
+        rows.copy_(query.reshape(rows.shape))
+        result = torch.empty_like(end.result)
+        with torch.cuda.device_of(query):
+            for launch in attending:
+                launch()
+            combining(result, *(steps[number].finished(attending[number].result).output for number in turned))
+        return result.view(*query.shape[:3], -1)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Copies and pickles of a cache have tensors of their own, and make steps of their own
-        return type(None), ()
+    return attend_to_kept
 
-    def take_first_result(self) -> torch.Tensor:
-        """Hands out, once, the result of the step that the kept step was made by."""
-        result, self._first_result = self._first_result, None
-        assert result is not None
-        return result
 
-    def fits(
-        self, rows: torch.Tensor, dense: Sequence[DensePart], compressed: Sequence[StoredPart], scale: float
-    ) -> bool:
-        """Whether a step over these parts, of which the first compressed one keeps this one, is this one again."""
-        return (
-            scale == self._scale
-            and _are_same(self._first_dense, dense[:-1])
-            and _are_same(self._others, compressed[1:])
-            and _query_layout(rows) == self._query
-            and _newest_layout(dense[-1]) == self._newest
-        )
+def keep_encoding(states: torch.Tensor, table: RowTable, positions: Positions) -> Callable[[], torch.Tensor]:
+    """Keeps the coding of states that stay where they are, and the positions' padding; see `RowTable.encode`."""
+    if not table.has_triton(states):
+        return partial(table.encode, states, positions)
+    mean = table.mean.float()[:, :, None] if table.is_rotated and table.mean is not None else None
+    numbers = states if mean is None else states.float() - mean
+    with torch.cuda.device_of(states):
+        launch = KeptLaunch(prepare_encoding(numbers, table, positions, has_products_of_bfloat16=states.is_cuda))
 
-    def __call__(self, rows: torch.Tensor, newest: DensePart) -> torch.Tensor:
-        """Attention `[B, H, rows, value D]` with other queries and newest tokens."""
-        result = rows.new_empty(self._result_shape)
-        workspace = rows.new_empty(self._workspace_size, dtype=torch.float32)
-        query, address, start = rows.data_ptr(), workspace.data_ptr(), 0
-        changes: list[Any] = [query, result.data_ptr()]
-        for index, launch in enumerate(self._attending):
-            num_outputs, num_maxima = self._sizes[index]
-            output: Any = address + _FLOAT32_BYTES * start
-            maximum = output + _FLOAT32_BYTES * num_outputs
-            total = maximum + _FLOAT32_BYTES * num_maxima
-            launch.change(self._attending_places[index], (query, output, maximum, total))
+    def encode_kept() -> torch.Tensor:
+        if mean is not None:
+            torch.sub(states, mean, out=numbers)
+        with torch.cuda.device_of(states):
             launch()
-            finish = self._finish[index]
-            if finish is not None:
-                shape, behind = self._shapes[index], start + num_outputs + num_maxima
-                totals = workspace[behind : behind + math.prod(shape[:-1])].view(shape[:-1])
-                output = finish(workspace[start : start + math.prod(shape)].view(shape), totals)
-            changes += (output, maximum, total)
-            start += num_outputs + 2 * num_maxima
-        # The newest tokens have grown, and may have moved
-        for states in (newest.keys, newest.values):
-            changes += (states.data_ptr(), *states.stride()[:2])
-        self._combining.change(self._combining_places, [*changes, newest.length])
-        self._combining()
-        return result
+        rows: torch.Tensor = launch.result
+        return rows
 
-    def _changing_names(self) -> list[str]:
-        """Lists the arguments that the last launch is given anew in every step, in their order."""
-        blocks = [f"{name}_{index}_ptr" for index in range(len(self._attending)) for name in _CHANGING[1:]]
-        newest = len(self._first_dense)
-        states = [f"{name}_{newest}_{end}" for name in ("keys", "values") for end in ("ptr", "stride_b", "stride_h")]
-        return ["query_ptr", "result_ptr", *blocks, *states, f"num_tokens_{newest}"]
-
-
-def _padded(count: int) -> int:
-    """Float32 numbers behind which others are aligned."""
-    return -(-count * _FLOAT32_BYTES // ALIGNMENT) * ALIGNMENT // _FLOAT32_BYTES
-
-
-def _can_keep(rows: torch.Tensor, dense: Sequence[DensePart], parts: Sequence[PartStep]) -> bool:
-    """
-    Whether a step's launches can be kept: without a mask that every token has anew, where Triton compiles, and where
-    no graph keeps them.
-    """
-    return (
-        0 < len(dense) <= _MAX_PARTS
-        and dense[-1].mask is None
-        and dense[-1].num_tokens is None
-        and can_keep(combine_kernel)
-        and len(parts) <= _MAX_PARTS
-        and all(part.length for part in dense)
-        and all(part.launch.partials.output.numel() for part in parts)
-        and rows.stride(-1) == 1
-        and rows.data_ptr() % ALIGNMENT == 0
-        and all(_newest_layout(dense[-1])[-4:])
-    )
-
-
-def _query_layout(rows: torch.Tensor) -> tuple[Any, ...]:
-    """Describes the queries that a kept step is for."""
-    return rows.shape, rows.stride(), rows.dtype, rows.data_ptr() % ALIGNMENT
-
-
-def _newest_layout(part: DensePart) -> tuple[Any, ...]:
-    """Describes the newest tokens that a kept step is for; they come to be more and move."""
-    layout: tuple[Any, ...] = (part.mask is None, part.length > 0)
-    are_aligned: tuple[bool, ...] = ()
-    for states in (part.keys, part.values):
-        batch, head, token, channel = states.stride()
-        layout += (token, channel, states.dtype)
-        are_aligned += (states.data_ptr() % ALIGNMENT == 0, batch % ALIGNMENT == 0 and head % ALIGNMENT == 0)
-    return layout + are_aligned
-
-
-def _are_same(kept: Sequence[object], given: Sequence[object]) -> bool:
-    return len(kept) == len(given) and all(mine is theirs for mine, theirs in zip(kept, given, strict=True))
+    return encode_kept
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
     """Codes states `[B, H, T, D]` as rows `[B, H, T, R]`; if they are rotated, the mean has been taken off."""
     launch = prepare_encoding(states, table, positions, has_products_of_bfloat16=states.is_cuda)
     # Launches go to the current device, which need not be the one that this layer is on
-    with torch.cuda.device_of(launch.rows):
-        launch()
-    return launch.rows
+    with torch.cuda.device_of(states):
+        rows: torch.Tensor = launch()
+    return rows
 
 
 def prepare_encoding(
     states: torch.Tensor, table: RowTable, positions: Positions, *, has_products_of_bfloat16: bool
-) -> CodingLaunch:
+) -> Launch:
     """The launch of `encode`; products of bfloat16 are what GPUs have and Triton's interpreter has not."""
     states, where, padding = states.detach(), dict[str, Any](), positions.padding
     if table.rope is not None:

@@ -16,18 +16,9 @@ import torch.distributed as dist
 import typer
 from transformers import PreTrainedModel, TextStreamer
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import user_errors
 from kvcache_plugins.console.display import print_line
-from kvcache_plugins.console.inputs import (
-    DtypeOption,
-    MaxNewTokensOption,
-    ModelOption,
-    PromptFileOption,
-    PromptOption,
-    encode_prompt,
-    load_for_evaluation,
-    read_prompt,
-)
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .planner import PartitionTable
@@ -65,12 +56,12 @@ def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str |
 
 
 def main(
-    model: ModelOption = "smollm2",
-    prompt_file: PromptFileOption = None,
-    prompt: PromptOption = None,
+    model: inputs.ModelOption = "smollm2",
+    prompt_file: inputs.PromptFileOption = None,
+    prompt: inputs.PromptOption = None,
     cache: Annotated[str, typer.Option(help="A name of `kvcache-plugins list`, for the last rank.")] = "dynamic",
     cache_option: Annotated[list[str] | None, typer.Option(help="key=value for the cache; repeatable.")] = None,
-    max_new_tokens: MaxNewTokensOption = 64,
+    max_new_tokens: inputs.MaxNewTokensOption = 64,
     partition: Annotated[
         str,
         typer.Option(help="even, planned, lengths or shares such as 0.6,0.4, or a file of `kvcache-plugins plan`."),
@@ -78,7 +69,7 @@ def main(
     hop_nbits: Annotated[
         int | None, typer.Option(help="Bits a number between ranks, 4 or 8; exact if not given.")
     ] = None,
-    dtype: DtypeOption = None,
+    dtype: inputs.DtypeOption = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
     ] = None,
@@ -97,7 +88,7 @@ def main(
                 "Start it with `torchrun --nproc-per-node N -m kvcache_plugins.kv_runahead ...`, or with `accelerate "
                 "launch --num_processes N` (on CPUs also `--multi_gpu`)"
             )
-        text = read_prompt(prompt, prompt_file)
+        text = inputs.read_prompt(prompt, prompt_file)
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if chosen == "cuda":
             chosen = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -105,8 +96,8 @@ def main(
         dist.init_process_group("nccl" if chosen.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
         try:
             options = dict(parse_option(option) for option in cache_option or [])
-            loaded, tokenizer = load_for_evaluation(model, dtype, chosen)
-            input_ids = encode_prompt(tokenizer, text)[None].to(loaded.device)
+            loaded, tokenizer = inputs.load_for_evaluation(model, dtype, chosen)
+            input_ids = inputs.encode_prompt(tokenizer, text)[None].to(loaded.device)
             rank, size = dist.get_rank(), dist.get_world_size()
             slices = None if partition == "planned" else parse_partition(partition, loaded, size)
             streamer, filled = None, None

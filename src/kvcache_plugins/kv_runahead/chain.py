@@ -108,6 +108,15 @@ class PrefixExchange:
         before_keys, before_values = (states.repeat_interleave(repeats, dim=0) for states in layout.read(rows[:kept]))
         return torch.cat([before_keys, keys], dim=2), torch.cat([before_values, values], dim=2)
 
+    def stats(self) -> dict[str, int | float]:
+        """Returns counters, as of `RunaheadOutput`, and those of the neighbours."""
+        names = ("seconds_waited", "bytes_sent", "bytes_received")
+        found: dict[str, int | float] = {name: getattr(self.neighbours, name) for name in names}
+        found |= {"dot_products": self.dot_products, "entries_sent": self.entries_sent}
+        if self.hop_errors:
+            found["hop_error"] = sum(self.hop_errors) / len(self.hop_errors)
+        return found
+
     def post_receives(self, layer_idx: int = 0) -> None:
         """Posts the receives of a few layers from `layer_idx` on."""
         part = self.prompt_slice

@@ -202,12 +202,7 @@ class Part:
         """Makes what the rank returns, `start` being the time when it was called."""
         stats: dict[str, int | float] = {} if self.is_idle else {"seconds": time.perf_counter() - start}
         if self.chain is not None:
-            exchange = self.chain.exchange
-            for name in ("seconds_waited", "bytes_sent", "bytes_received"):
-                stats[name] = getattr(exchange.neighbours, name)
-            stats["dot_products"], stats["entries_sent"] = exchange.dot_products, exchange.entries_sent
-            if exchange.hop_errors:
-                stats["hop_error"] = sum(exchange.hop_errors) / len(exchange.hop_errors)
+            stats |= self.chain.exchange.stats()
         return RunaheadOutput(
             past_key_values=self.cache, logits=logits, partition=self.partition, rank=self.rank, stats=stats
         )

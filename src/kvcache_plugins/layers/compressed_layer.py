@@ -5,8 +5,7 @@
 The life of a token: `update` hands it out exact; a prompt is packed right after attention has seen it, layer by layer,
 so that never more than one layer's prompt is dense at a time, and with it the codec is fitted that packs all that
 follows. A decoded token waits in the buffer, of which all, or of rows the older part, is packed at the *beginning* of
-an update: a rollback (`crop`) of the newest update, as in assisted decoding, finds its tokens exact. How a run of
-tokens becomes bytes is asked of the layer's `Packing` and its codec.
+an update: a rollback (`crop`) of the newest update, as in assisted decoding, finds its tokens exact.
 
 Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
 first token that the newest queries see, as in Transformers' own sliding layer. What no query to come sees is let go of
@@ -265,10 +264,11 @@ class CompressedLayer(PromptLayer):
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, start, length = self.packing, self._length - keys.shape[2], self._length
         is_first, end = self.codec is None, None
-        num_kept = 0 if is_prompt or is_first else min(packing.num_kept, keys.shape[2])
+        most = 0 if is_prompt or is_first else packing.num_kept
+        num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
-            split = packing.split(padding, length - num_kept)
+            split = packing.split(padding, length - (0 if is_first else num_kept))
             if is_first and split is None:
                 self._keep_exact(keys, values, 0)
                 return

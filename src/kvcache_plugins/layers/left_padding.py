@@ -14,16 +14,30 @@ class LeftPadding:
 
     def clear(self) -> None:
         """Nothing is known."""
-        # Padding at the start of every sequence, `[batch_size]`; `None` if none is known of
-        self.counts: torch.Tensor | None = None
-        # Of which counts the longest is known
-        self._longest: tuple[torch.Tensor | None, int] = None, 0
+        self.counts = None
+
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Counts padding at the start of every sequence, `[batch_size]`; `None` if none is known of."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: torch.Tensor | None) -> None:
+        self._counts: torch.Tensor | None = counts
+        self._longest: int | None = None
+        self._shortest: int | None = None
+
+    def shortest(self) -> int:
+        """Padding of the item that has least. The host waits for a device only the first time it asks."""
+        if self._shortest is None:
+            self._shortest = 0 if self.counts is None else int(self.counts.min())
+        return self._shortest
 
     def longest(self) -> int:
         """Padding of the item that has most. The host waits for a device only the first time it asks."""
-        if self._longest[0] is not self.counts:
-            self._longest = self.counts, 0 if self.counts is None else int(self.counts.max())
-        return self._longest[1]
+        if self._longest is None:
+            self._longest = 0 if self.counts is None else int(self.counts.max())
+        return self._longest
 
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Position of every item's first real token, `[batch_size, 1]`."""

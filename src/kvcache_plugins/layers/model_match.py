@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
 from .encoder_decoder import UpdateOrder
-from .graph_states import register, stand_for
 from .layer_types import replace_full_attention
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
+from .static_layer import StaticLayer, traced_states
 
 
 # No layer, and no tokens
@@ -40,20 +40,6 @@ class ModelMatchMixin(HybridLayersMixin):
     # The newest of them: which layer, and what it held
     _newest = _NONE
     _is_direct = False
-    # Of this cache, where steps are whole graphs
-    _graph_number: torch.Tensor | None = None
-
-    def compile_whole_steps(self) -> None:
-        """
-        Has steps of one token be one graph under `torch.compile`, so that `fullgraph=True` is possible: for models
-        whose attention is `sdpa`. By default graphs break at every layer's cache, which any model can bear. Prompts
-        are to be read outside; copies of the cache have to be told anew.
-        """
-        self._graph_number = register(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # The number is another cache's
-        self.__dict__.update(state | {"_graph_number": None})
 
     def _init_layers(self, config: PreTrainedConfig | None) -> None:
         """Makes all layers of a model of the config, or without one each layer when the model comes to it."""
@@ -81,9 +67,9 @@ class ModelMatchMixin(HybridLayersMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
         if torch.compiler.is_dynamo_compiling():
-            number = self._graph_number
-            if number is not None and key_states.shape[2] == 1:
-                return stand_for(key_states, number, layer_idx), stand_for(value_states, number, layer_idx)
+            layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+            if isinstance(layer, StaticLayer) and layer.form is not None and key_states.shape[2] == 1:
+                return traced_states(layer, key_states, value_states)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if self._update_order.is_watched:
             try:

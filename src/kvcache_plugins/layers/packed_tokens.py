@@ -418,7 +418,7 @@ class PreparedParts:
             return False
         if not self.call.extend(block.keys, block.values, block.length):
             return False
-        self.parts[-1] = replace(self.parts[-1], keys=block.keys, values=block.values, length=block.length, kept={})
+        self.parts[-1] = replace(self.parts[-1], keys=block.keys, values=block.values, length=block.length)
         return True
 
     def __deepcopy__(self, memo: object) -> None:

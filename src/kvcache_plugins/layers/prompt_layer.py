@@ -41,6 +41,8 @@ class PromptLayer(LazyLayer):
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
+    # Whether as many of the newest tokens are exact at any time: see `static_layer`
+    _stands_still = False
 
     def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
         super().__init__()

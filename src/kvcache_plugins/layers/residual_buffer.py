@@ -94,6 +94,12 @@ class ResidualBuffer:
         self._write_left()
         return self.storage
 
+    def put_into(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Has the tokens in use stand in other storage, which may be where they stand."""
+        for stored, states in zip((keys, values), (self.keys, self.values), strict=True):
+            stored[:, :, : self.length].copy_(states)
+        self._store(keys, values)
+
     def _resize(self, capacity: int) -> None:
         self._store(_with_room(self.keys, capacity), _with_room(self.values, capacity))
 

@@ -82,13 +82,9 @@ def test_captured_steps(tmp_path):
     content = read(tmp_path, "gpu_captured")
     assert content["failures"] == []
     rows = {row["cache"]: row for row in content["rows"]}
-    names = ["gear", "gear, captured", "gear-2bit", "gear-2bit, captured"]
-    assert list(rows) == ["dynamic", *names]
-    for name in ("gear", "gear-2bit"):
-        captured = rows[f"{name}, captured"]
-        assert (captured["recorded"], captured["replayed"]) == (1, 4)
-        # It has room for what is to come
-        assert captured["bytes"] > rows[name]["bytes"]
+    assert list(rows) == ["dynamic", "gear", "gear, captured"]
+    # It has room for what is to come
+    assert rows["gear, captured"]["bytes"] > rows["gear"]["bytes"]
 
 
 def test_offloading(tmp_path):

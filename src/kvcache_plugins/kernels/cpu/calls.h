@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640, MOST_PLANES = 2 };
+enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640 };
 /* Kinds of numbers, and of parts of a layer */
 enum { NO_KIND, FLOATS, BFLOATS, HALVES };
 enum { PART_EXACT, PART_ROWS, PART_BASIS_ROWS, PART_GROUPS };
@@ -191,46 +191,19 @@ typedef struct {
     int64_t let_go, block;          /* what it is told, and the size of a block of memory */
 } Copies;
 
-/* Keys in groups of tokens, whose steps and minima are those of a channel in a group */
-typedef struct {
-    int64_t batch, heads, dim, nbits, width; /* bytes of a token's codes */
-    int64_t num_groups, group_size; /* there is room for, and tokens of one */
-    int64_t num_runs, num_slots;
-    const uint8_t *codes;           /* [batch, heads, num_groups, group_size, width] */
-    const uint16_t *scale, *zero;   /* [batch, heads, num_groups, dim] */
-    const int64_t (*runs)[3];       /* [num_runs, 3]; first slot, slot behind the last, and how far places are behind slots */
-} KeyGroups;
-
-typedef struct {
-    Tasks tasks;                    /* runs of groups of all heads */
-    KeyGroups keys;
-    int64_t batch, heads, groups, parts, at_once, dim, num_slots; /* tasks of a head, and groups of one */
-    const float *query;             /* [batch, heads, groups, dim] */
-    float *scores;                  /* [batch, heads, groups, num_slots] */
-} GroupedScores;
-
-/* Planes that codes are packed in, see `codecs.quantization` */
-typedef struct { int64_t bits, shift, size; } Plane;
-
-/* Keys are in groups and values in rows of codes, or both are rows of tables, whose values stand in pages too */
+/* Rows of tables: keys stand together, values in pages */
 typedef struct {
     Tasks tasks;                    /* units */
     int64_t threads;                /* that have come */
-    KeyGroups keys;                 /* of rows no more than `num_groups`, `group_size` and `num_slots` */
-    const Rows *rows;               /* or 0 */
-    int64_t is_basis, all_pairs, num_far, first_position;
+    const Rows *rows;               /* with the rows of keys */
+    int64_t num_slots, num_tiles, is_basis, all_pairs, num_far, first_position;
     const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
     const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
     const int64_t *padding;         /* [batch]; or 0 */
-    int64_t batch, heads, groups, key_dim, value_dim;
-    int64_t num_planes;             /* of values */
-    Plane planes[MOST_PLANES];
-    int64_t code_bytes, row_bytes;  /* of a value: its codes; with steps and minima of its groups behind them */
-    int64_t num_value_groups, rotation; /* groups of its channels; how many are rotated together */
-    int64_t num_pages, page_tokens;
-    int64_t num_sinks, num_chosen, most_threads;
+    int64_t batch, heads, groups, key_dim, value_dim, value_size; /* bytes of a value's row */
+    int64_t num_pages, page_tokens, num_sinks, num_chosen, most_threads;
     double scale;
-    const char *const *pages;       /* each [batch, heads, page_tokens, row_bytes] */
+    const char *const *pages;       /* each [batch, heads, page_tokens, value_size] */
     const int64_t *first_sinks;     /* [batch]; slot of every item's first */
     const char *sink_keys;          /* [batch, heads, num_sinks, key_dim]; as the window's */
     const char *sink_values;        /* [batch, heads, num_sinks, value_dim] */
@@ -238,9 +211,8 @@ typedef struct {
     float *result;                  /* [batch, heads, groups, value_dim] */
     const int64_t *slots;           /* [batch, heads, num_chosen] */
     const int64_t *counts;          /* [batch, heads] */
-    int64_t *coded;                 /* [most_threads, 2, num_chosen, 3]; see `Coded` */
-    int64_t *ends;                  /* [most_threads, num_groups] */
-    int64_t num_groups;             /* of keys */
+    int64_t *coded;                 /* [most_threads, 2, num_chosen]; slots of tokens that are not exact */
+    int64_t *ends;                  /* [most_threads, num_tiles] */
     Window window;
     Mask mask;
 } Chosen;

@@ -417,11 +417,11 @@ EXPORT(score_rows)(RowScores *call) {
 }
 
 /* Angles of the pairs of a strip's tokens, as `offsets` has them, from those of a tile's start and of places in it */
-static void chosen_angles(const Chosen *call, Unit unit, const Coded *tokens, int count, float *to) {
+static void chosen_angles(const Chosen *call, Unit unit, const int64_t *slots, int count, float *to) {
     int size = (int)call->all_pairs, pairs = (int)call->rows->num_pairs;
     ALIGNED float own[2][MOST_PAIRS];
     for (int t = 0; t < count; t++) {
-        int64_t position = tokens[t].slot + call->first_position - (call->padding ? call->padding[unit.batch] : 0);
+        int64_t position = slots[t] + call->first_position - (call->padding ? call->padding[unit.batch] : 0);
         position = clamped(position, call->num_far * TILE);
         const float *far = call->far + position / TILE * 2 * size, *near = call->near + position % TILE * 2 * size;
         for (int p = 0; p < size; p += L) {
@@ -431,32 +431,36 @@ static void chosen_angles(const Chosen *call, Unit unit, const Coded *tokens, in
         for (int p = 0; p < pairs; p++) to[2 * STRIP * p + t] = own[0][p], to[2 * STRIP * p + STRIP + t] = own[1][p];
     }
 }
+INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
+    int64_t page = slot / call->page_tokens;
+    return (const uint8_t *)call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * call->value_size;
+}
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
-    const Chosen *call, Unit unit, const Queries query, const Coded *tokens, int64_t count, State *state) {
+    const Chosen *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
     const RowSide *keys = &call->rows->keys;
-    int64_t value_size = call->row_bytes, rows = unit.matrix * keys->capacity;
+    int64_t value_size = call->value_size, rows = unit.matrix * keys->capacity;
     ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
     uint8_t gathered[STRIP * MOST_ROW];
     Work work;
     start_keys(&work, call->rows, (int)call->is_basis, unit, query, (int)call->key_dim);
     start_values(&work);
     memset(angles, 0, sizeof(float) * 2 * STRIP * (size_t)call->rows->num_pairs);
-    for (int64_t start = 0; start < count; start += TILE, tokens += TILE) {
+    for (int64_t start = 0; start < count; start += TILE, slots += TILE) {
         int some = (int)(count - start < TILE ? count - start : TILE);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
-            for (int i = 0; i < n; i++) memcpy(gathered + i * keys->size, keys->rows + (rows + tokens[t + i].slot) * keys->size, (size_t)keys->size);
-            chosen_angles(call, unit, tokens + t, n, angles);
+            for (int i = 0; i < n; i++) memcpy(gathered + i * keys->size, keys->rows + (rows + slots[t + i]) * keys->size, (size_t)keys->size);
+            chosen_angles(call, unit, slots + t, n, angles);
             score_strip(&work, gathered, n, angles, work.turning.still, (float (*)[TILE])(scores[0] + t));
         }
         for (int t = 0; t < some && call->mask.numbers; t++) {
-            float bias = bias_at(&call->mask, unit.batch, tokens[t].slot);
+            float bias = bias_at(&call->mask, unit.batch, slots[t]);
             for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
         }
         if (softmax_tile(state, unit.rows, some, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
-            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, value_row(call, unit.matrix, tokens[t + i].slot), (size_t)value_size);
+            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, value_row(call, unit.matrix, slots[t + i]), (size_t)value_size);
             add_values(&work, gathered, n, (float (*)[TILE])(scores[0] + t));
         }
     }

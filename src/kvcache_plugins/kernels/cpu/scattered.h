@@ -162,14 +162,6 @@ static inline void end_unit(const State *state, int value_dim, Unit unit, float 
     }
 }
 
-/* ---- chosen tokens ---- */
-/* A token in codes: its slot, its place among the keys, and that one's group */
-typedef struct { int64_t slot, place, group; } Coded;
-
-INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
-    int64_t page = slot / call->page_tokens;
-    return (const uint8_t *)call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * call->row_bytes;
-}
-/* Those of tokens that are rows, see `rows.c` */
+/* Rows of chosen tokens, in slots that are in range: see `rows.c` */
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
-    const Chosen *, Unit, const Queries, const Coded *, int64_t count, State *);
+    const Chosen *, Unit, const Queries, const int64_t *slots, int64_t count, State *);

@@ -1,0 +1,102 @@
+"""`kvcache-plugins serve`: a model over HTTP, as OpenAI's API has it, with a cache for each request."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, read_text
+from kvcache_plugins.models.packaged_models import check_model_name
+from kvcache_plugins.registry import check_cache, parse_cache_spec
+
+
+# Other addresses can be reached from elsewhere
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
+    cache: Annotated[str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")] = "gear",
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of a prompt store: prompts and answers are kept, and not read again.")
+    ] = None,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
+    ] = False,
+    text_file: Annotated[
+        Path | None, typer.Option(help="Text to make tables of, for a batch whose cache has no calibration.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of all requests of a batch, 0 is greedy; by default the model's.", min=0)
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Pages in the bytes of so many dense blocks of 256 tokens.", min=1)
+    ] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a pass of a batch.", min=1)] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; by default none but this machine reaches it.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 is any that is free.", min=0, max=65535)] = 8000,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does.
+
+    Transformers' server, so far as it answers with text: /v1/chat/completions, /v1/completions, /v1/responses and
+    /v1/models; /health and /metrics say how it is. Every request gets a cache of its own, one after the other; with
+    --continuous-batching requests are answered together. A request ends when its connection is closed. A line for each
+    goes to standard error.
+
+    There is no authentication: whoever reaches the address may use the model, and with --store sees by the time that
+    it takes what others have asked. Ctrl-C stops the server, once it has answered.
+
+    It needs the extra `serving`: pip install 'kvcache-plugins[serving]'.
+
+    \b
+    Examples:
+        kvcache-plugins serve smollm2
+        kvcache-plugins serve HuggingFaceTB/SmolLM2-135M-Instruct --cache gear-t16 --store prompts --port 8001
+        kvcache-plugins serve smollm2 --continuous-batching --cache gear-c16
+        kvcache-plugins serve smollm2 --continuous-batching --cache gear --text-file LICENSE --temperature 0
+    """
+    check_model_name(model)
+    name, options = parse_cache_spec(cache)
+    check_cache(name, **options)
+    text = None if text_file is None else read_text(text_file, "text_file")
+    from transformers.utils import logging
+    from transformers.utils.import_utils import is_serve_available
+
+    from kvcache_plugins.console.display import print_line
+    from kvcache_plugins.console.inputs import default_device, parse_device, parse_dtype
+
+    if not is_serve_available():
+        raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
+    from kvcache_plugins.serving import CacheServer
+
+    chosen = parse_device(device or default_device())
+    dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
+    parse_dtype(dtype)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    server = CacheServer(
+        model,
+        name,
+        options,
+        store=store,
+        continuous_batching=continuous_batching,
+        text=text,
+        temperature=temperature,
+        num_blocks=num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        host=host,
+        port=port,
+        device=str(chosen),
+        dtype=dtype,
+        say=lambda line: print_line(line, stderr=True),
+    )
+    whom = "whoever reaches this machine" if host not in _LOCAL else "whoever uses this machine"
+    print_line(f"{model} with {cache} at {server.url}, without authentication: for {whom}", stderr=True)
+    server.run()

@@ -1,0 +1,257 @@
+"""Tokens of a pool as rows of a codec: keys stay where they are scored and attended to, values are what is fetched.
+
+A token is a row of bytes in need of no other, so that another token can take its slot. Its key is coded as it was
+before the rotary embedding, and does not drift along the sequence: InfiniGen's own copy for scoring does, and nothing
+could be attended to with it. The first tokens of every sequence are exact, as attention gives them much weight
+whatever they say.
+
+A sequence gets its table when the first of its tokens that is no such one moves into the pool, from all tokens that it
+has by then.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, T
+tokens, K slots, S first tokens that stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.kernels.compiled_tokens import attend_chosen
+from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.layers.finite_states import check_finite
+from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+
+from .pool import TokenPool
+from .scoring import Encoded, ScoringStates
+from .selection import Selection
+
+
+class CodedRows(ScoringStates):
+    """
+    Key rows of a layer, its exact first tokens, and the codec of keys and values.
+
+    Args:
+        packing (`RowPacking`): makes the codec, and says how many first tokens stay exact.
+        head_dims (two `int`): D and E.
+        layer_idx (`int`): index of the layer, named in errors.
+        padding (`LeftPadding`): of the layer.
+
+    Attributes:
+        moments (`QueryMoments`, *optional*): of the queries that the codec will be fitted to.
+    """
+
+    growth = (1 + 1 / 64, 32)
+
+    def __init__(self, packing: RowPacking, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
+        super().__init__()
+        self.packing, self.layer_idx, self.padding = packing, layer_idx, padding
+        codec = packing.codec(*head_dims)
+        assert isinstance(codec, RowCodec)
+        self.codec, self.is_fitted = codec, packing.fixed is not None
+        self.moments: QueryMoments | None = None
+        # Keys and values `[B, H, S, D or E]`, once any have been stored
+        self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        # What `append` puts in force: codec, exact tokens and moments of what was encoded last
+        self._encoded: tuple[Any, Any, QueryMoments | None] | None = None
+        self._tokens: RowTokens | None = None
+
+    @property
+    def least_tokens(self) -> int:
+        return 0 if self.is_fitted else self.packing.least_tokens
+
+    def needs_queries(self, length: int | None) -> bool:
+        """Tells whether queries of a prompt, or of a token that makes a sequence `length` long, are to be heard."""
+        if self.is_fitted or not self.codec.layouts:
+            return False
+        return length is None or length > self.packing.least_tokens - self.packing.num_heard
+
+    def hear(self, query: torch.Tensor, num_heads: int, valid: torch.Tensor | None) -> None:
+        """Adds queries `[B, H * G, Q, D]`, of which some count, to what the codec will be fitted to."""
+        moments = QueryMoments.of(query.detach(), num_heads, self.codec.layouts, valid)
+        self.moments = moments if self.moments is None else self.moments.plus(moments)
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        """Codes tokens, see `ScoringStates.encode`; a `ValueError` if they cannot be stored."""
+        codec: Codec = self.codec
+        sinks, moments, valid = self.sinks, self.moments, None
+        if not self.is_fitted or start <= self.padding.longest() + self.packing.num_sink_tokens:
+            # With its data even where states have none
+            on = torch.device("cpu") if keys.is_meta else keys.device
+            number = torch.arange(start, start + keys.shape[2], device=on)
+            number = number - self.padding.first_tokens(keys.shape[0], on)
+            check_finite(keys, values, self._real(number), self.layer_idx, self.packing.largest)
+            codec = self._fitted_codec(keys, values, count, start, number)
+            sinks = self._exact_first(keys[:, :, :count], values[:, :, :count], number[:, :count])
+            valid = number[:, :count] >= self.packing.num_sink_tokens
+            if start + count > self.padding.longest() + self.packing.num_sink_tokens:
+                moments = None
+        keys, values, positions = keys[:, :, :count], values[:, :, :count], Positions(start, self.padding.counts)
+        try:
+            rows = codec.encode(keys, values, positions)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        is_beyond = codec.too_large(*rows)
+        if is_beyond is not None:
+            is_beyond = (is_beyond if valid is None else is_beyond & valid).any()
+        real = None if valid is None else self._real(number[:, :count])
+        check_finite(keys, values, real, self.layer_idx, self.packing.largest, is_beyond)
+        if not self.is_fitted:
+            codec = codec.without_shared_errors(rows, keys, values, valid, positions)
+        self._encoded = codec, sinks, moments
+        return {"keys": rows[0]}, (rows[1],)
+
+    def _real(self, number: torch.Tensor) -> torch.Tensor | None:
+        return None if self.padding.counts is None else number >= 0
+
+    def _fitted_codec(
+        self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int, number: torch.Tensor
+    ) -> Codec:
+        """
+        Returns a codec that knows all sequences of which tokens are coded from now on.
+
+        Args:
+            keys, values, count, start: as in `encode`.
+            number (`torch.Tensor` of shape `[B, T]`): numbers of the tokens in their sequences, below 0 for padding.
+        """
+        codec: Codec = self.codec
+        sinks = self.packing.num_sink_tokens
+        begins = number[:, count - 1] >= sinks
+        if not self.is_fitted:
+            valid = (number >= sinks) & begins[:, None]
+            return codec.fit(keys, values, valid, self.moments, Positions(start, self.padding.counts))
+        if self.packing.fixed is not None:
+            return codec
+        for row in (begins & (number[:, 0] <= sinks)).nonzero().flatten().tolist():
+            # Where its exact tokens have been there is nothing, which counts for nothing
+            skip = int(number[row, 0])
+            own, other = (
+                F.pad(states[row, None], (0, 0, max(skip, 0), 0))[:, :, max(-skip, 0) :] for states in (keys, values)
+            )
+            valid = torch.arange(own.shape[2])[None] >= sinks
+            codec = codec.refit(row, own, other, valid, self.moments)
+        return codec
+
+    def _exact_first(
+        self, keys: torch.Tensor, values: torch.Tensor, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the exact tokens, with those of `[B, H, T, D or E]` that are; `number` `[B, T]` is theirs."""
+        count, held = self.packing.num_sink_tokens, self.sinks
+        if held is None:
+            room = *keys.shape[:2], count
+            held = keys.new_zeros(*room, keys.shape[3]), values.new_zeros(*room, values.shape[3])
+        if count == 0:
+            return held
+        place = torch.arange(count, device=keys.device) - number[:, :1].to(keys.device)
+        is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
+        place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
+        own_keys, own_values = (
+            torch.where(is_here, states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])), before)
+            for states, before in zip((keys, values), held, strict=True)
+        )
+        return own_keys, own_values
+
+    def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
+        super().append(encoded)
+        assert self._encoded is not None
+        (self.codec, self.sinks, self.moments), self._encoded = self._encoded, None
+        self.is_fitted = True
+
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        if pool.is_in_order:
+            return score_rows(query, self._stored(pool))
+        keys, slots = self.rows["keys"][:, :, : self.length], torch.arange(self.length, device=query.device)
+        scores = []
+        for rows, each in zip(keys.split(TILE_TOKENS, dim=2), slots.split(TILE_TOKENS), strict=True):
+            states = self.codec.decode_keys_at(rows, self._numbers(pool, each.expand(*rows.shape[:3])))
+            scores.append(query @ states.transpose(2, 3))
+        return torch.cat(scores, dim=3)
+
+    def _numbers(self, pool: TokenPool, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers in their sequences of the tokens in slots `[B, H, K]`."""
+        return pool.positions_of(slots) - self.padding.first_tokens(len(slots), slots.device)[:, None]
+
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = self._numbers(pool, slots)
+        own = self.rows["keys"].gather(2, slots[..., None].expand(-1, -1, -1, self.rows["keys"].shape[3]))
+        keys, values = self.codec.decode_keys_at(own, numbers), self.codec.decode_values(rows)
+        assert self.sinks is not None
+        count, dtype = self.packing.num_sink_tokens, self.sinks[0].dtype
+        if count == 0:
+            return keys.to(dtype), values.to(dtype)
+        is_sink = ((numbers >= 0) & (numbers < count))[..., None]
+        place = numbers.clamp(0, count - 1)[..., None]
+        keys, values = (
+            torch.where(is_sink, exact.gather(2, place.expand(-1, -1, -1, exact.shape[3])), states.to(dtype))
+            for exact, states in zip(self.sinks, (keys, values), strict=True)
+        )
+        return keys, values
+
+    def can_attend(self, pool: TokenPool) -> bool:
+        return pool.is_in_order
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        pool: TokenPool,
+        window: ResidualBuffer,
+        start: int,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        newest = window.keys, window.values
+        with pool.reading():
+            return attend_chosen(
+                query, self._stored(pool), selection.slots, selection.count, *newest, scale, mask, start
+            )
+
+    def _stored(self, pool: TokenPool) -> RowTokens:
+        """Returns all tokens, in the same object until they are others, or somewhere else."""
+        assert self.sinks is not None
+        keys, padding, tokens = self.rows["keys"], self.padding.counts, self._tokens
+        if (
+            tokens is None
+            or tokens.length != self.length
+            or tokens.keys is not keys
+            or tokens.pages is not pool.pages
+            or tokens.codec is not self.codec
+            or tokens.sinks.first is not padding
+            or tokens.sinks.keys is not self.sinks[0]
+        ):
+            sinks = SinkStates(padding, *self.sinks)
+            tokens = RowTokens(keys, self.length, pool.pages, self.codec, Positions(0, padding), sinks)
+            self._tokens = tokens
+        return tokens
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._tokens = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().map(function)
+        self._tokens = None
+        if self.moments is not None:
+            self.moments = self.moments.map(function)
+        if self.sinks is not None:
+            self.codec, self.sinks = self.codec.map(function), (function(self.sinks[0]), function(self.sinks[1]))
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_tensors()
+        if self.sinks is not None:
+            yield from (("scales", tensor) for tensor in self.codec.tensors())
+            yield from (("residual", tensor) for tensor in self.sinks)
+        if self.moments is not None:
+            yield from (("scales", tensor) for tensor in (self.moments.squares, self.moments.products))
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy's pages may be elsewhere
+        return {**self.__dict__, "_tokens": None}

@@ -1,0 +1,524 @@
+"""Layers that stand still while tokens are decoded one by one, so that eager steps, `torch.compile` and CUDA graphs
+are one path: what a step does, and where, is the same in all of them.
+
+    [ prefix ] [ blocks ] [ open block: rows, with capacity for more ] [ buffer: the newest tokens, always as many ]
+
+Every step codes the token that leaves the buffer to the end of the open block, moves the buffer on by the new token,
+and attends. How many rows are in use, and the position of the next, stand on the device and are counted on there
+(`StaticForm`). The host counts along where it runs the steps itself; behind replayed graphs it asks the device when
+somebody wants to know (`StaticLayer._catch_up`). To all else that a cache does it is an ordinary layer at any time.
+
+In a graph of `torch.compile` a step of a layer is one operator, `torch.ops.kvcache_plugins.static_attention`. `update`
+is called before the query is known, so it returns `GraphStates`, which become the operator where attention gets them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import DensePart, Part
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
+from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
+
+from .compressed_layer import CompressedLayer
+from .contexts import in_own_context
+from .finite_states import check_finite
+from .layer_state import LayerState
+from .lazy_states import stored_states
+from .packing import Packing, RowPacking
+from .prompt_layer import kind_of
+
+
+# Capacity that is added when there is none left: a share of the rows held, and at least so many
+_SHARE, _LEAST = 8, 64
+# Newest tokens that are exact where others would be rows of more bits
+_NUM_EXACT = 20
+# Tokens after which the host asks whether all of them could be coded
+_CHECK_STEP = 64
+# An operator is given tensors and numbers: forms by a number, as long as they are in use
+_FORMS: "WeakValueDictionary[int, StaticForm]" = WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+class StaticForm:
+    """
+    Where a layer that stands still has its tokens, and what changes from step to step, on the device.
+
+    Args:
+        layer (`StaticLayer`): the layer, whose buffer is full and whose last block is open.
+
+    Attributes:
+        number (`int`): by which the operator knows it.
+        storage (two `torch.Tensor` of shape `[B, H, exact tokens, D]`): of the buffer.
+        order (`torch.Tensor`): what the operator is said to write to, so that calls keep their order.
+        total (`torch.Tensor` of shape `[]`): tokens of the sequence.
+        num_columns (`int`): tokens that there is capacity for.
+    """
+
+    def __init__(self, layer: "StaticLayer"):
+        self.layer, self.number, self._codec = ref(layer), next(_NUMBERS), layer.codec
+        _FORMS[self.number] = self
+        self._block, self.storage, self._places = layer.blocks[-1], layer._buffer_storage(), layer._places()
+        self._num_exact = self.storage[0].shape[2]
+        # A position that is behind those of all rows, of which padding leaves the one that is meant
+        self._last = self._block.start + self._block.capacity
+        self.num_columns = self._last + self._num_exact
+        offsets = torch.zeros(layer.batch_size, dtype=torch.int64, device=layer.device)
+        self._offsets = offsets if layer.padding is None else offsets + layer.padding
+        self._numbers = torch.cat((offsets.new_zeros(2), offsets))
+        self._growth = torch.cat((offsets.new_ones(2), offsets - 1))
+        self._stored, self.total, self._padding = self._numbers[:1], self._numbers[1], self._numbers[2:]
+        self.order = offsets.new_zeros(1)
+        torch._dynamo.mark_static_address(self.order)
+        self._newest = torch.arange(-self._num_exact, 0, device=layer.device)
+        self._parts = self._all_parts(layer)
+        self._coding: tuple[Callable[[], torch.Tensor], ...] | None = None
+        self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
+        self.set_numbers(layer)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the layer makes its own."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def _all_parts(self, layer: "StaticLayer") -> list[tuple[Any, torch.Tensor | int]]:
+        """Parts before the buffer with all their capacity, and the positions of their tokens or that of the first."""
+        block, prefix = self._block, layer.prefix
+        parts: list[Any] = list(layer.packed_parts(None))
+        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
+        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
+        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
+        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
+        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
+        return list(zip(parts, [*in_front, *starts], strict=True))
+
+    def holds(self, layer: "StaticLayer") -> bool:
+        """Tells whether all that the layer stores is still where it was."""
+        before, now = self._places, layer._places()
+        return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
+
+    def set_numbers(self, layer: "StaticLayer") -> None:
+        """Has the device know how many tokens the layer holds, of which the buffer is full."""
+        stored, total = self._block.length, layer.exact_start + self._num_exact
+        self._numbers[:2] = torch.tensor([stored, total])
+        self._padding.copy_(self._offsets + (self._last - total + self._num_exact))
+
+    @in_own_context
+    def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
+        if self._coding is None and choose_token_kernel(keys)[0] == "triton":
+            from kvcache_plugins.kernels.triton import keep_encoding
+
+            positions = Positions(self._last, self._padding)
+            self._coding = tuple(
+                keep_encoding(states[:, :, :1], table, positions)
+                for states, table in zip(self.storage, self._codec.tables(keys.device), strict=True)
+            )
+        if self._coding is None:
+            oldest = [states[:, :, :1] for states in self.storage]
+            rows = self._codec.encode(*oldest, Positions(self._last, self._padding))
+        else:
+            rows = tuple(encode() for encode in self._coding)
+        for stored, row in zip((self._block.keys, self._block.values), rows, strict=True):
+            stored.index_copy_(2, self._stored, row)
+        for states, new in zip(self.storage, (keys, values), strict=True):
+            states.copy_(torch.cat((states[:, :, 1:], new.to(states.dtype)), dim=2))
+        self._numbers.add_(self._growth)
+
+    def parts(self, mask: torch.Tensor | None) -> list[Part]:
+        """Lists everything held, with its columns of a mask over all positions; nothing is read from the device."""
+        parts: list[Any] = []
+        for part, where in self._parts:
+            if mask is not None and isinstance(where, torch.Tensor):
+                columns = mask_columns(mask, where, len(where), mask.shape[-1])
+            else:
+                columns = None if isinstance(where, torch.Tensor) else slice_mask(mask, where, where + part.length)
+            if part.mask is not None:
+                columns = combine_masks(columns, part.mask[:, 0, 0])
+            parts.append(replace(part, mask=columns))
+        if mask is not None:
+            mask = slice_mask(mask, 0, self.num_columns)
+            assert mask is not None
+            mask = mask.index_select(3, self.total + self._newest)
+        return [*parts, DensePart(*self.storage, self._num_exact, mask)]
+
+    def kept_step(self, query: torch.Tensor, num_heads: int, scale: float | None) -> Any:
+        """Finds or prepares attention of queries like `query`, with nothing hidden, by kernels of a GPU, or `None`."""
+        kind = query.shape, query.dtype, scale
+        if kind not in self._steps:
+            from kvcache_plugins.kernels.triton import keep_attention
+
+            self._steps[kind] = keep_attention(query, self.parts(None), num_heads, scale)
+        return self._steps[kind]
+
+
+class StaticLayer(CompressedLayer):
+    """
+    A layer of rows that stands still while tokens are decoded one by one, with as many of the newest tokens exact.
+
+    Args:
+        packing (`Packing`), layer_idx (`int`), attention_mask (`torch.Tensor`, *optional*): see `CompressedLayer`.
+        max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
+            grows with them, and only where kernels of a GPU compute the layer stands still.
+
+    Attributes:
+        form (`StaticForm`, *optional*): where it stands, if the next token can be taken in there.
+    """
+
+    form: StaticForm | None = None
+    _form: StaticForm | None = None
+    _num_tokens = 0
+    _is_ahead = False
+
+    def __init__(
+        self,
+        packing: Packing,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+    ):
+        super().__init__(packing, layer_idx, attention_mask)
+        self.max_length, self.is_compileable = max_length, max_length is not None
+
+    def _clear(self) -> None:
+        self.form = self._form = None
+        super()._clear()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """See `CompressedLayer.lazy_initialization`; a `ValueError` if a GPU has no kernels for a static layer."""
+        super().lazy_initialization(key_states, value_states)
+        self._look_for_kernels()
+
+    def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
+        """See `CompressedLayer.restore`."""
+        super().restore(state, device, path)
+        self._look_for_kernels()
+
+    def _look_for_kernels(self) -> None:
+        has_kernels = compiles_kernels(torch.empty(0, device=self.device))
+        if self.max_length is not None and self.device.type == "cuda" and not has_kernels:
+            raise ValueError(f"`max_cache_len` needs Triton's kernels: {explain_kernel('cuda')[1] or 'not chosen'}")
+        self._stands_still = has_kernels or self.max_length is not None
+        if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
+            # In the place of rows of more bits, which are coded twice
+            self.end_recent()
+            num_exact = max(self.packing.residual_length, _NUM_EXACT)
+            self.packing = replace(self.packing, residual_length=num_exact)
+
+    # Tokens of the sequence and of the blocks, which a replayed graph adds to
+
+    @property
+    def _length(self) -> int:  # type: ignore[override]
+        self._catch_up()
+        return self._num_tokens
+
+    @_length.setter
+    def _length(self, length: int) -> None:
+        self._num_tokens, self._is_ahead = length, False
+
+    @property
+    def blocks(self) -> list[Any]:  # type: ignore[override]
+        """Packed tokens."""
+        self._catch_up()
+        return self._blocks
+
+    @blocks.setter
+    def blocks(self, blocks: list[Any]) -> None:
+        self._blocks = blocks
+
+    def _catch_up(self) -> None:
+        """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
+        if not self._is_ahead:
+            return
+        assert self._form is not None
+        self._is_ahead = False
+        count = int(self._form.total) - self._num_tokens
+        self._note_pushed(count)
+        self._num_tokens += count
+        for name in ("attend_calls", "fused_calls"):
+            self._counters[name] += count
+
+    def _note_pushed(self, count: int) -> None:
+        """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
+        block, before = self._blocks[-1], self._blocks[-1].length
+        block.length, self._prepared, self._num_new = before + count, None, 1
+        for name in ("tokens_compressed", "chunks_compressed"):
+            self._counters[name] += count
+        first = before // _CHECK_STEP * _CHECK_STEP
+        if block.length >= first + _CHECK_STEP:
+            rows = slice(first, block.length)
+            too_large = self.codec.too_large(block.keys[:, :, rows], block.values[:, :, rows])
+            nothing = self._buffer_storage()[0][:, :, :0]
+            check_finite(nothing, nothing, None, self.layer_idx, is_beyond=too_large.any())
+
+    def _buffer_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.buffer is not None
+        return self.buffer.tensors()
+
+    def _places(self) -> list[object]:
+        """Lists what would be another if something stood elsewhere."""
+        prefix = () if self.prefix is None else (self.prefix.keys, self.prefix.count)
+        blocks = (each for block in self.blocks for each in (block, block.keys))
+        return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
+
+    def _stand(self) -> None:
+        """Stands still, if all that the next token changes is the buffer and the open block."""
+        buffer, limit, self.form = self._buffer, self.packing.residual_length, None
+        if not self._stands_still or self._plain is not None or buffer is None or buffer.length != limit:
+            return
+        if self._pending is not None or self._needs_queries or not isinstance(self.codec, RowCodec):
+            return
+        first = next((block for block in self.blocks if block.length), None)
+        # Padding is of the first prompt, and hidden by masks of its own part
+        if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
+            return
+        if not self._is_open:
+            heads = self.batch_size, self._shapes["keys"][1]
+            self.blocks.append(self.packing.blank(self.codec, *heads, self.exact_start, self.device))
+            self._is_open = True
+        newest = self.blocks[-1]
+        wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
+        if newest.capacity < max(wanted, newest.length + 1):
+            more = newest.length + max(newest.length // _SHARE, _LEAST)
+            newest.reserve(wanted if wanted > newest.length else more)
+        form, states = self._form, [each[:, :, :limit] for each in buffer.tensors()]
+        if form is not None and kind_of(*states) == kind_of(*form.storage):
+            # An update of several tokens has moved them
+            buffer.put_into(*form.storage)
+        elif buffer.capacity != limit:
+            buffer.put_into(*(each.clone() for each in states))
+        if self._form is None or not self._form.holds(self):
+            self._form = StaticForm(self)
+        else:
+            self._form.set_numbers(self)
+        self.form = self._form
+
+    @in_own_context
+    def settle_prompt(self) -> None:
+        """See `PromptLayer.settle_prompt`; the layer stands still before the first token is decoded."""
+        is_settled = self._pending is None
+        super().settle_prompt()
+        if not is_settled:
+            self._stand()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CompressedLayer.update`."""
+        is_alike = self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled()
+        if self.form is None or not is_alike or self._pending is not None:
+            return super().update(key_states, value_states)
+        self._push(key_states, value_states)
+        self._length += 1
+        return stored_states(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
+
+    def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        newest = self.blocks[-1]
+        if newest.length == newest.capacity:
+            self._stand()
+        assert self.form is not None
+        self.form.push(keys, values)
+        self._note_pushed(1)
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[2] == 1 and self.form is None:
+            self._stand()
+        if keys.shape[2] == 1 and self.form is not None:
+            self._push(keys, values)
+            return
+        self.form = None
+        super()._append(keys, values)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `LazyLayer.attend`; a layer whose buffer is full again stands still before the next token."""
+        output = super().attend(call)
+        if self.form is None:
+            self._stand()
+        return output
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """See `LazyLayer.attend_again`: on a GPU by launches that are kept."""
+        form = self.form
+        if form is None or query.shape[2] != 1 or choose_token_kernel(query)[0] != "triton":
+            output = super().attend_again(query, num_tokens, scale)
+            if form is None and output is not None:
+                self._stand()
+            return output
+        if num_tokens != self._length:
+            return None
+        step = form.kept_step(query, self._shapes["keys"][1], scale)
+        if step is None:
+            return None
+        output = step(query)
+        self._counters["attend_calls"] += 1
+        self._counters["fused_calls"] += 1
+        return output
+
+    def get_seq_length(self) -> Any:
+        """See `PromptLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""
+        if torch.compiler.is_dynamo_compiling() and self.form is not None:
+            return self.form.total
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `LazyLayer.get_mask_sizes`: of one token the same in every step, if steps are to be compiled."""
+        if self.form is not None and self.is_compileable and query_length == 1:
+            return self.form.num_columns, 0
+        return super().get_mask_sizes(query_length)
+
+    # What moves or drops tokens
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        self.form = None
+        super()._store_prompt(keys, values, is_first=is_first)
+
+    def _drop_newest(self, count: int) -> None:
+        self.form = None
+        super()._drop_newest(count)
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.form = None
+        super()._map_stored(function)
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """See `CompressedLayer.share`."""
+        yield from super().share()
+        self.form = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._catch_up()
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._catch_up()
+        return self.__dict__
+
+
+class GraphStates(torch.Tensor):
+    """
+    What `update` returns while a step is traced. They are tensors for the sake of models that repeat heads on the way;
+    nothing else can be done with them.
+
+    Attributes:
+        states (`torch.Tensor` of shape `[B, H, 1, D]`): the new keys or values.
+        order (`torch.Tensor`), number (`int`): of the layer's form.
+    """
+
+    states: torch.Tensor
+    order: torch.Tensor
+    number: int
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
+            return result
+        if func not in _REPEATING:
+            raise NotImplementedError(
+                "steps with `max_cache_len` are compiled for models whose attention is `sdpa`: this one computes with "
+                "what the cache returned"
+            )
+        return _stand_for(args[0].states, args[0].order, args[0].number, result)
+
+
+_REPEATING = (torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape)
+
+
+def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[GraphStates, GraphStates]:
+    """Stands for the update of a layer that stands still, by a token, while it is traced."""
+    form = layer.form
+    assert form is not None
+    layer._is_ahead = True
+    order, number = form.order, form.number
+    return _stand_for(keys, order, number, keys), _stand_for(values, order, number, values)
+
+
+def _stand_for(new: torch.Tensor, order: torch.Tensor, number: int, shown: torch.Tensor) -> GraphStates:
+    """Returns new states in the place of all of a layer's, which look like `shown`."""
+    states = shown.as_subclass(GraphStates)
+    states.states, states.order, states.number = new, order, number
+    return states
+
+
+def _attend(
+    query: torch.Tensor,
+    key: GraphStates,
+    value: GraphStates,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    return static_attention(query, key.states, value.states, attn_mask, key.order, key.number, scale)
+
+
+@torch.library.custom_op("kvcache_plugins::static_attention", mutates_args=("order",))
+def static_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    order: torch.Tensor,
+    number: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """
+    Stores a token in a layer that stands still, and attends to all that it holds.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries.
+        keys, values (`torch.Tensor` of shape `[B, H, 1, D]`): the new states.
+        mask (`torch.Tensor`, *optional*): as `scaled_dot_product_attention` takes it.
+        order (`torch.Tensor`), number (`int`): of the layer's form.
+        scale (`float`, *optional*): factor of the scores.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H * G, 1, value head dim]`.
+    """
+    form = _FORMS.get(number)
+    layer = None if form is None else form.layer()
+    if form is None or layer is None:
+        raise RuntimeError("the cache of this graph is gone, or its storage has been moved")
+    # Operators are called with lazy states switched off
+    with torch.no_grad(), torch._C._EnableTorchFunction():
+        form.push(keys, values)
+        if choose_token_kernel(query)[0] == "triton":
+            layer._is_ahead = True
+            return attend(query, form.parts(mask), keys.shape[1], scale, "triton").contiguous()
+        layer._note_pushed(1)
+        layer._length = layer._num_tokens + 1
+        return layer.attend(AttentionCall(query, mask, scale=scale)).contiguous()
+
+
+@static_attention.register_fake
+def _fake(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    order: torch.Tensor,
+    number: int,
+    scale: float | None,
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:3], values.shape[3])

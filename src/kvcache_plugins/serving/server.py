@@ -1,0 +1,203 @@
+"""Transformers' own server, of one model whose every request has a cache of the registry.
+
+Transformers has the routes, chat templates, streaming and sampling; `requests` gives each request its cache. What
+stands here puts them together, answers errors as JSON, counts and stops.
+"""
+
+import logging
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serve import Serve
+
+from kvcache_plugins.batching import CompressedBatching, compressed_batching
+from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.prompt_store import PromptStore
+from kvcache_plugins.registry import OptionValue
+
+from .requests import BatchingManager, CachingManager, Departures, Say
+
+
+_COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
+# Of Transformers' routes; others load models or let go of them
+_ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/health"}
+# Of a text that tables are made of
+_TEXT_TOKENS = 2048
+# Requests that are answered when the server is stopped have as long to end
+_GRACE_S = 10
+
+
+class _Parts(Serve):  # type: ignore[misc]
+    """Makes all that Transformers' server is made of, and starts nothing."""
+
+    def start_server(self) -> None:
+        """Leaves the start to whoever has made it."""
+
+
+class CacheServer:
+    """
+    Serves a model as OpenAI's API does, by Transformers' server, with a cache of the registry for each request.
+
+    Args:
+        name (`str`): `smollm2`, `gemma3-270m`, a folder or a hub name; what clients call the model.
+        cache (`str`), options (`Mapping`, *optional*): a name of `list_caches()` and options of that cache.
+        store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
+        continuous_batching (`bool`, *optional*, defaults to `False`): answers requests together, from coded pages.
+        text (`str`, *optional*), temperature (`float`, *optional*), num_blocks (`int`, *optional*), max_batch_tokens
+            (`int`, *optional*): of continuous batching: what tables are made of for caches without a calibration; of
+            all requests, 0 for the likeliest token; dense blocks of 256 tokens in whose bytes pages stand; tokens of a
+            pass.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000):
+            where it listens; 0 is any port that is free.
+        device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
+        say (`Callable`, *optional*): takes a line for each request.
+
+    Attributes:
+        url (`str`): what clients take for their `base_url`.
+
+    Raises:
+        ImportError: if packages of the extra `serving` are missing, or this release of Transformers is not known.
+        ValueError: if the model is none that writes text, or an option is none of the accepted values.
+        OSError: if the port is taken.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cache: str = "gear",
+        options: Mapping[str, OptionValue] | None = None,
+        *,
+        store: Path | None = None,
+        continuous_batching: bool = False,
+        text: str | None = None,
+        temperature: float | None = None,
+        num_blocks: int | None = None,
+        max_batch_tokens: int | None = None,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        device: str = "auto",
+        dtype: str = "auto",
+        say: Say = lambda line: None,
+    ) -> None:
+        if "start_server" not in vars(Serve):
+            raise ImportError(
+                f"the server of Transformers {transformers.__version__} is not known, but those of 5.23 and 5.24 are"
+            )
+        batched = {"text": text, "temperature": temperature, "num_blocks": num_blocks}
+        batched |= {"max_batch_tokens": max_batch_tokens}
+        wrong = {"store": store, "options": options or None} if continuous_batching else batched
+        for option, value in wrong.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{option}` is given {'with' if continuous_batching else 'without'} `continuous_batching`"
+                )
+        self._store = None if store is None else PromptStore(store)
+        self._batching: CompressedBatching | None = None
+        with ExitStack() as stack:
+            self._socket = stack.enter_context(closing(_bind(host, port)))
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
+            self._parts = _Parts(
+                force_model=resolve_model(name),
+                device=device,
+                dtype=dtype,
+                continuous_batching=continuous_batching,
+                log_level="error",
+                non_blocking=True,
+            )
+            models, state = self._parts._model_manager, self._parts._generation_state
+            ((_, loaded),) = models.loaded_models.items()
+            model, tokenizer = loaded.model, loaded.processor
+            if models.get_model_modality(model, processor=tokenizer).value != "LLM":
+                raise ValueError(f"`model` is `{name}`, but models of text alone are served")
+            models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
+            self._manager: CachingManager | BatchingManager
+            if continuous_batching:
+                ids = text and tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
+                self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
+                if temperature is not None:
+                    # What requests that say nothing begin with
+                    model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
+                sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
+                config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
+                self._manager = state._cb_manager = BatchingManager(model, config, sampling, say)
+            else:
+                self._manager = CachingManager(model, cache, options or {}, self._store, say)
+            stack.callback(self._manager.stop)
+            state.get_manager = lambda model_id, use_cb=False: self._manager
+            self._add_routes(self._parts.server.config.app, name)
+            self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
+            self._open = stack.pop_all()
+
+    def run(self) -> None:
+        """Serves until the process is told to stop (Ctrl-C or SIGTERM); what is being answered is answered first."""
+        # Otherwise a line to standard output for every request, of metrics too
+        logging.getLogger("uvicorn.access").handlers.clear()
+        # Ctrl-C is what it has ended by
+        with self._open, suppress(KeyboardInterrupt):
+            self._parts.server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Has `run` return, from any thread."""
+        self._parts.server.should_exit = True
+
+    def stats(self) -> dict[str, int | float]:
+        """Counts what was asked and answered since the server was made."""
+        found: dict[str, int | float] = {name: self._manager.counters[name] for name in _COUNTERS}
+        if self._store is not None:
+            found["store_bytes"] = self._store.stats()["bytes_on_disk"]
+        if self._batching is not None and isinstance(self._manager, BatchingManager):
+            found |= {f"batching_{name}": number for name, number in self._batching.stats().items()}
+            found["batching_free_share"] = self._manager.free_share()
+        return found
+
+    def _add_routes(self, app: Any, name: str) -> None:
+        """Leaves of the routes those of one model, and adds the list of models, metrics and errors as JSON."""
+        from fastapi.exceptions import RequestValidationError
+        from fastapi.responses import JSONResponse, PlainTextResponse
+        from jinja2 import TemplateError
+        from starlette.exceptions import HTTPException
+
+        app.router.routes[:] = [route for route in app.router.routes if route.path in _ROUTES]
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcache-plugins"}
+        app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
+        app.get("/metrics")(
+            lambda: PlainTextResponse("".join(f"kvcache_{key} {value}\n" for key, value in self.stats().items()))
+        )
+
+        def answer(code: int, message: str) -> JSONResponse:
+            self._manager.counters["failed"] += 1
+            kind = "invalid_request_error" if code < 500 else "server_error"
+            return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=code)
+
+        async def refuse(request: Any, error: Exception) -> JSONResponse:
+            return answer(400, f"{error} is missing" if isinstance(error, KeyError) else str(error))
+
+        async def refuse_http(request: Any, error: HTTPException) -> JSONResponse:
+            return answer(error.status_code, str(error.detail))
+
+        async def fail(request: Any, error: Exception) -> JSONResponse:
+            return answer(500, f"{type(error).__name__}: {error}")
+
+        for kind in (ValueError, TypeError, KeyError, TemplateError, RequestValidationError):
+            app.add_exception_handler(kind, refuse)
+        app.add_exception_handler(HTTPException, refuse_http)
+        app.add_exception_handler(Exception, fail)
+        app.add_middleware(Departures)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Takes a port, before anything is loaded."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    taken = socket.socket(family, kind, protocol)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise OSError(f"`port` is {port}, but {host}:{port} cannot be listened at ({error.strerror})") from error
+    return taken

@@ -1,0 +1,238 @@
+"""Layers that stand still: what they store, and steps as one graph, compiled once, whose tokens are the same."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+from transformers.generation import CompileConfig
+
+from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.layers.static_layer import static_attention
+from kvcache_plugins.models.cache_argument import as_argument
+
+
+BUFFER = 8
+OPTIONS = {"max_cache_len": 300, "backbone": "transform", "residual_length": BUFFER, "recent_length": 0}
+
+
+def prompts(batch_size, length, padding=0):
+    """Ids, and a mask that hides the first tokens of the first sequence."""
+    ids = torch.randint(3, 96, (batch_size, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def read(model, cache, ids):
+    """The most likely next token."""
+    return model(input_ids=ids, **as_argument(cache)).logits[:, -1:].argmax(dim=-1)
+
+
+def decode(model, cache, ids, num_tokens):
+    tokens = []
+    for _ in range(num_tokens):
+        ids = read(model, cache, ids[:, -1:])
+        tokens.append(ids)
+    return torch.cat(tokens, dim=1)
+
+
+def stored(cache):
+    """Rows in use and exact tokens of all layers."""
+    for layer in cache.layers:
+        block = layer.blocks[-1]
+        yield from (rows[:, :, : block.length] for rows in (block.keys, block.values))
+        yield from (layer.buffer.keys, layer.buffer.values)
+
+
+def require_same_storage(cache, other):
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(stored(cache), stored(other), strict=True))
+
+
+def fill(cache, states, *counts):
+    """Gives a cache of one layer the first tokens of `states`, some at a time, with attention to them."""
+    for count in counts:
+        first = cache.get_seq_length()
+        keys, values = cache.update(*(each[:, :, first : first + count] for each in states), 0)
+        query = torch.ones(1, 2, count, 16)
+        torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=first == 0)
+
+
+def make_states(count, seed=0):
+    return torch.randn(2, 1, 2, count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def make_cache(tiny_model):
+    """A static cache of one layer of two heads of 16."""
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+
+    def make(**options):
+        return GEARCache(model.config, **{**OPTIONS, **options})
+
+    return make
+
+
+def test_a_token_is_coded_as_it_leaves_the_exact_ones(make_cache):
+    states, at_once, one_by_one = make_states(130), make_cache(), make_cache()
+    fill(one_by_one, states, 90, *[1] * 40)
+    layer = one_by_one.layers[0]
+    (block,), buffer = layer.blocks, layer.buffer
+    assert (block.start, block.length, buffer.length) == (4, 130 - 4 - BUFFER, BUFFER)
+    assert torch.equal(buffer.keys, states[0][:, :, -BUFFER:])
+    # By the tables of a prompt that is the same, in one update after it
+    fill(at_once, states, 90, 39, 1)
+    require_same_storage(one_by_one, at_once)
+    assert layer.stats()["tokens_exact"] == 4 + BUFFER
+    assert layer.stats()["tokens_compressed"] == block.length
+
+
+def test_what_is_taken_back_leaves_no_trace(make_cache):
+    states, cache, expected = make_states(130), make_cache(), make_cache()
+    fill(cache, states, 90, *[1] * 20)
+    for count in (1, 3):
+        fill(cache, torch.cat((states[..., :110, :], make_states(9, seed=1)), dim=3), *[count] * (3 // count))
+        cache.crop(-3)
+    fill(cache, states, *[1] * 20)
+    fill(expected, states, 90, *[1] * 40)
+    require_same_storage(cache, expected)
+
+
+def test_storage_stays_where_it_is_until_there_is_no_room(make_cache):
+    states, cache = make_states(190), make_cache(max_cache_len=120)
+    fill(cache, states, 90, 1)
+    form, place = cache.layers[0].form, cache.layers[0].blocks[-1].keys.data_ptr()
+    assert form.num_columns == 120 and cache.layers[0].get_mask_sizes(1) == (120, 0)
+    fill(cache, states, *[1] * 10, 3, 1)
+    assert cache.layers[0].form is form and cache.layers[0].blocks[-1].keys.data_ptr() == place
+    fill(cache, states, *[1] * 80)
+    assert cache.layers[0].form is not form and cache.layers[0].form.num_columns > 180
+    expected = make_cache()
+    fill(expected, states, 90, *[1] * 95)
+    require_same_storage(cache, expected)
+
+
+def test_masks_are_applied_whatever_they_hide(tiny_llama):
+    cache, dense = GEARCache(tiny_llama, **OPTIONS), DynamicCache()
+    ids = prompts(1, 100)["input_ids"]
+    for each in (cache, dense):
+        token = read(tiny_llama, each, ids)
+    mask = torch.ones(1, 101, dtype=torch.long)
+    mask[:, 20:90] = 0
+    with torch.no_grad():
+        logits, expected, unhidden = (
+            tiny_llama(token, attention_mask=each_mask, **as_argument(each)).logits
+            for each, each_mask in ((copy.deepcopy(cache), mask), (dense, mask), (cache, None))
+        )
+    assert (logits - expected).norm() < 0.2 * (unhidden - expected).norm()
+
+
+def test_what_is_too_large_is_noticed(make_cache):
+    cache, states = make_cache(), make_states(200)
+    states[:, :, :, 120] *= 1e9
+    with pytest.raises(ValueError, match="layer 0: tokens are too large"):
+        fill(cache, states, 90, *[1] * 110)
+
+
+def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path):
+    cache = GEARCache(tiny_llama, **OPTIONS)
+    first = read(tiny_llama, cache, prompts(2, 97)["input_ids"])
+    decode(tiny_llama, cache, first, 30)
+    cache.save(tmp_path / "cache", tiny_llama)
+    others = [copy.deepcopy(cache), GEARCache.load(tmp_path / "cache", tiny_llama), *cache.fork(1)]
+    for other in others:
+        require_same_storage(other, cache)
+    tokens = [decode(tiny_llama, each, first, 12) for each in (cache, others[0], others[2])]
+    assert all(torch.equal(each, tokens[0]) for each in tokens)
+    assert cache.memory().total_bytes > others[1].memory().total_bytes
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(*decode(tiny_llama, cache, first[[1, 1]], 12))
+    cache.reset()
+    assert torch.equal(read(tiny_llama, cache, prompts(2, 97)["input_ids"]), first)
+
+
+def test_short_prompts_wait_until_something_is_coded(tiny_llama):
+    cache = GEARCache(tiny_llama, **OPTIONS)
+    decode(tiny_llama, cache, read(tiny_llama, cache, prompts(1, 9)["input_ids"]), 50)
+    assert cache.layers[0].form is None
+    decode(tiny_llama, cache, torch.ones(1, 1, dtype=torch.long), 30)
+    assert cache.layers[0].form is not None and cache.stats()["dense_reads"] == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        *(("llama", {"max_cache_len": number}, "an integer of at least 1") for number in (0, 1.5, True)),
+        ("llama", {"backbone": "kivi"}, "`transform` backbone"),
+        ("llama", {"quantizer": "trellis"}, '`"lloyd-max"` quantizer'),
+        ("gemma3-hybrid", {}, "full attention"),
+        (None, {}, "model or its config"),
+    ],
+)
+def test_what_cannot_stand_still_is_named(architecture, options, message, tiny_model):
+    model = None if architecture is None else tiny_model(architecture)
+    options = {"max_cache_len": 200, **options}
+    with pytest.raises(ValueError, match=f"`max_cache_len`.*{message}"):
+        GEARCache(model, **options)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
+    # As it does on GPUs
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    for length in (97, 110, 80):
+        call = {**prompts(2, length, 5), "max_new_tokens": 40, "do_sample": False}
+        cache, expected = (create_cache("gear", tiny_llama, max_cache_len=200) for _ in range(2))
+        tokens = tiny_llama.generate(**call, **as_argument(expected), disable_compile=True)
+        assert torch.equal(tiny_llama.generate(**call, **as_argument(cache), compile_config=config), tokens)
+        assert cache.stats() == expected.stats() and cache.stats()["dense_reads"] == 0
+        require_same_storage(cache, expected)
+    # One of the first cache, and one of all others
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "llama-mqa"])
+def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
+    model = tiny_model(architecture)
+    ids, tokens = prompts(1, 97)["input_ids"], []
+    for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        cache = GEARCache(model, **OPTIONS)
+        first = read(model, cache, ids)
+        tokens.append(decode(step, cache, first, 60))
+        cache.crop(-2)
+        # The buffer is to be full again
+        decode(model, cache, first, 2)
+        tokens[-1] = torch.cat([tokens[-1], decode(step, cache, first, 10)], dim=1)
+    assert torch.equal(*tokens)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_a_cache_that_is_gone_is_named(make_cache):
+    cache, states = make_cache(), torch.zeros(1, 2, 1, 16)
+    fill(cache, make_states(90), 90)
+    number, order = cache.layers[0].form.number, cache.layers[0].form.order
+    del cache
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the cache of this graph is gone"):
+        static_attention(states, states, states, None, order, number, None)
+
+
+def test_other_attention_is_refused(tiny_model, fresh_dynamo):
+    model = tiny_model("llama", attn_implementation="eager")
+    cache = GEARCache(model, **OPTIONS)
+    first = read(model, cache, prompts(1, 97)["input_ids"])
+    with pytest.raises(Exception, match="compiled for models whose attention is `sdpa`"):
+        read(torch.compile(model, backend="eager", fullgraph=True), cache, first)

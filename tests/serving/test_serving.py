@@ -1,0 +1,298 @@
+"""`kvcache-plugins serve`, asked by OpenAI's client: chats, the store, clients that go, errors and the end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from typer.testing import CliRunner
+
+from kvcache_plugins import PromptStore, cli, compressed_batching
+from kvcache_plugins.prompt_store.inspection import find_damaged
+
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+ON_CPU = {"device": "cpu", "dtype": "float32"}
+GREEDY = {"model": "smollm2", "temperature": 0}
+SYSTEM = "Answer by this text. " + "The cache of a decoder holds keys and values of all tokens before. " * 16
+QUESTION = {"role": "user", "content": "What is this about? One sentence."}
+
+
+def connect(url):
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    from kvcache_plugins.serving import CacheServer
+
+    store = tmp_path_factory.mktemp("store")
+    with serving(CacheServer("smollm2", store=store, port=0, **ON_CPU)) as server:
+        yield server
+
+
+@contextmanager
+def serving(server):
+    """Runs a server on a thread."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(server):
+    return connect(server.url)
+
+
+def metrics(server):
+    with urllib.request.urlopen(server.url.replace("/v1", "/metrics")) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name.removeprefix("kvcache_"): float(value) for name, value in map(str.split, lines)}
+
+
+def wait_for(server, **wanted):
+    """Waits until the server has counted as much."""
+    for _ in range(600):
+        if wanted.items() <= metrics(server).items():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{metrics(server)} has not come to {wanted}")
+
+
+def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_path):
+    model, tokenizer = smollm2
+    turns = [{"role": "system", "content": SYSTEM}, QUESTION]
+    first = client.chat.completions.create(messages=turns, max_tokens=24, **GREEDY)
+    # The prompt is less than a block of the store, with its answer it is more
+    assert first.usage.prompt_tokens < 256 < first.usage.total_tokens and metrics(server)["known_tokens"] == 0
+    turns += [first.choices[0].message.model_dump(include={"role", "content"}), QUESTION]
+    chunks = list(client.chat.completions.create(messages=turns, max_tokens=4, stream=True, **GREEDY))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    # Its client may have the last token before it is counted
+    wait_for(server, known_tokens=256)
+    whole = client.chat.completions.create(messages=turns, max_tokens=4, **GREEDY)
+    assert whole.choices[0].message.content == streamed
+    assert metrics(server)["known_tokens"] == 512
+    # The same as without a server, read in the same blocks
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    store = PromptStore(tmp_path)
+    cache = store.cache_for(model, ids["input_ids"])
+    store.prefill(model, cache, ids["input_ids"])
+    alone = model.generate(**ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(alone[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == streamed
+
+
+def test_a_request_ends_when_its_client_has_gone(server, client):
+    before = metrics(server)
+    stream = client.completions.create(prompt="One, two,", max_tokens=1000, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    wait_for(server, cancelled=before["cancelled"] + 1)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1).completions.create(prompt="One, two,", max_tokens=1000, **GREEDY)
+    wait_for(server, cancelled=before["cancelled"] + 2)
+    assert client.completions.create(prompt="One, two,", max_tokens=3, **GREEDY).usage.completion_tokens == 3
+    assert metrics(server)["cancelled"] == before["cancelled"] + 2
+
+
+WRONG = {
+    "model": ({"model": "other"}, 400, "pinned to 'smollm2'"),
+    "cache": ({"extra_body": {"generation_config": '{"cache_implementation": "static"}'}}, 400, "must not choose"),
+    "option": ({"extra_body": {"nothing": 1}}, 422, "nothing"),
+    "prompt": ({"prompt": ""}, 400, "prompt is empty"),
+    "tokens": ({"max_tokens": -1}, 400, "max_new_tokens"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "code", "message"), WRONG.values(), ids=WRONG)
+def test_errors_are_json(client, wrong, code, message):
+    with pytest.raises(openai.APIStatusError, match=message) as caught:
+        client.completions.create(**{**GREEDY, "prompt": "One,", **wrong})
+    assert caught.value.status_code == code
+
+
+def test_errors_of_a_stream_and_of_routes_are_json(server, client):
+    wrong = {"generation_config": json.dumps({"cache_implementation": "static"})}
+    with pytest.raises(openai.APIError) as caught:
+        list(client.completions.create(prompt="One,", stream=True, extra_body=wrong, **GREEDY))
+    assert "must not choose" in caught.value.body
+    with pytest.raises(openai.BadRequestError, match="'messages' is missing"):
+        client.post("/chat/completions", body={"model": "smollm2"}, cast_to=object)
+    # Other models are not loaded
+    with pytest.raises(openai.NotFoundError):
+        client.post("/../load_model", body={"model": "gemma3-270m"}, cast_to=object)
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+
+
+def test_ctrl_c_lets_an_answer_end(tiny_folder):
+    command = [sys.executable, "-m", "kvcache_plugins.cli", "serve", tiny_folder, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if "startup complete" in line:
+            break
+    url = re.search(r"http://127\.0\.0\.1:\d+/v1", "".join(said))
+    assert url is not None and "without authentication" in "".join(said), said
+    stream = connect(url[0]).completions.create(model=tiny_folder, prompt="abc", max_tokens=200, stream=True)
+    chunks = iter(stream)
+    next(chunks)
+    process.send_signal(signal.SIGINT)
+    assert list(chunks)[-1].usage.completion_tokens == 200
+    assert process.wait(timeout=60) == 0
+    assert "Interrupted" not in process.stderr.read()
+
+
+REFUSED = {
+    "cache": (["smollm2", "--cache", "geer"], "Unknown cache `geer`"),
+    "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`cache` has to be a cache of GEAR's"),
+    "batch": (["smollm2", "--num-blocks", "9"], "`num_blocks` is given without `continuous_batching`"),
+    "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`store` is given with"),
+    "tables": (["smollm2", "--continuous-batching"], "has no tables of the model's"),
+    "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
+    "port": (["smollm2", "--port", "99999"], "'--port'"),
+    "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_options_are_refused(words, message, tiny_folder):
+    result = CliRunner().invoke(
+        cli.app, ["serve", "--port", "0", *(word.format(folder=tiny_folder) for word in words)]
+    )
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def batching(smollm2):
+    from kvcache_plugins.serving import CacheServer
+
+    sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 256}
+    with serving(CacheServer("smollm2", "gear-c16", temperature=0, port=0, **sizes, **ON_CPU)) as server:
+        yield server
+
+
+def test_requests_are_answered_together(batching):
+    client, before = connect(batching.url), batching.stats()
+    prompts = ["One, two, three,", "Paris is the capital of"]
+    streams = [client.completions.create(prompt=prompt, max_tokens=4, stream=True, **GREEDY) for prompt in prompts]
+    together = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+    alone = [client.completions.create(prompt=prompt, max_tokens=4, **GREEDY).choices[0].text for prompt in prompts]
+    assert together == alone and "four, five" in together[0]
+    # A client that goes leaves its pages to others
+    stream = client.completions.create(prompt="One, two,", max_tokens=1000, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1).completions.create(prompt="One, two,", max_tokens=1000, **GREEDY)
+    wait_for(batching, cancelled=2, requests=6, batching_free_share=before["batching_free_share"])
+    stats = batching.stats()
+    assert stats["batching_fused_calls"] > 0 and stats["batching_dense_reads"] == stats["failed"] == 0
+    for wrong in ({"temperature": 0.5, "extra_body": {"generation_config": '{"do_sample": true}'}}, {"stop": "five"}):
+        with pytest.raises(openai.BadRequestError, match="sampled alike"):
+            client.completions.create(**{**GREEDY, "prompt": "One,", **wrong})
+
+
+def cold_answers(folder, text, prompts):
+    """Answers of batches of one request each, which share no beginning with others."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    table_ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=2048).input_ids
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    paging = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=512)
+    found = []
+    with compressed_batching(model, "gear-t30", text=table_ids):
+        for prompt in prompts:
+            ids = tokenizer(prompt).input_ids
+            outputs = model.generate_batch([ids], generation_config=config, continuous_batching_config=paging)
+            found += [
+                tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in outputs.values()
+            ]
+    return found
+
+
+def free_share(server):
+    """Tells how much of a batch's pages is free once no request is left, and no beginning kept for a next one."""
+    batch = server._manager._cb.batch_processor
+    while batch.has_pending_requests():
+        time.sleep(0.05)
+    batch.cache.evict_cached_blocks()
+    return server.stats()["batching_free_share"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
+def test_many_clients(is_batched, tiny_folder, tmp_path):
+    """Of 200 requests of 8 clients, some of which go, to three servers one after the other, each is as it is alone."""
+    from kvcache_plugins.serving import CacheServer
+
+    licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="ascii")
+    # Beginnings of a block and more of characters, and ends of their own
+    prompts = [licence[900 * (k % 4) :][:270] + licence[5000 + 150 * k :][: 20 + 5 * k] for k in range(12)]
+    batching = {"continuous_batching": True, "text": licence, "num_blocks": 40, "max_batch_tokens": 4096}
+
+    def make(folder, port=0):
+        kind = batching if is_batched else {"store": tmp_path / folder}
+        return CacheServer(tiny_folder, "gear-t30", port=port, **kind, **ON_CPU)
+
+    def ask(client, prompt, is_cancelled=False):
+        asked = {"model": tiny_folder, "prompt": prompt, "temperature": 0}
+        if is_cancelled:
+            with client.completions.create(max_tokens=900, stream=True, **asked) as stream:
+                return next(iter(stream)).choices[0].text
+        return client.completions.create(max_tokens=8, **asked).choices[0].text
+
+    with serving(make("alone")) as server:
+        alone = [[ask(connect(server.url), prompt) for prompt in prompts] for _ in range(2)]
+    if is_batched:
+        # A beginning that others have asked for is read as its codes
+        alone.append(cold_answers(tiny_folder, licence, prompts))
+    else:
+        assert alone[0] == alone[1]
+    answers = []
+
+    def work(client, number):
+        for _ in range(200):
+            try:
+                is_cancelled = number % 5 == 4
+                text = ask(client, prompts[number % len(prompts)], is_cancelled)
+                answers.append(is_cancelled or text in [known[number % len(prompts)] for known in alone])
+                return
+            except (openai.APIConnectionError, openai.InternalServerError):
+                # Between two servers
+                time.sleep(0.1)
+
+    server = make("shared")
+    port = int(server.url.split(":")[-1].removesuffix("/v1"))
+    with ThreadPoolExecutor(8) as clients:
+        for wanted in (70, 140, 200):
+            with serving(server):
+                if wanted == 70:
+                    client = connect(server.url)
+                    done = [clients.submit(work, client, number) for number in range(200)]
+                while len(answers) < wanted and not all(each.done() for each in done):
+                    time.sleep(0.05)
+                if wanted == 200:
+                    wait_for(server, failed=0)
+                    free = free_share(server) if is_batched else 1
+            server = make("shared", port) if wanted < 200 else None
+    assert all(answers) and len(answers) == 200 and free == 1
+    assert is_batched or find_damaged(tmp_path / "shared") == {}

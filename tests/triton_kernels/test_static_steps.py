@@ -1,0 +1,215 @@
+"""Steps of layers that stand still, by Triton's kernels: right in its interpreter or on a GPU, and under a stand-in
+for a GPU's driver step after step the same operations, shapes, launches and arguments, with nothing read back and
+nothing compiled. That is what a CUDA graph needs, which replays one of them.
+
+The latter in a process of its own, as Triton decides when it is imported whether it interprets.
+"""
+
+import os
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvcache_plugins import GEARCache
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.gear.kernel_check import plain_pytorch
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.models.cache_argument import as_argument
+
+
+# Triton reads the variable when it is imported, which is before this file is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+needs_kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
+)
+# Relative RMS error, float32
+TOLERANCE = 1e-5
+# Options of the cache, padding, head dim, and whether bases are calibrated
+CASES = {
+    "alone": ({"residual_length": 4, "recent_length": 0}, [0], 16, False),
+    "padded": ({"residual_length": 4, "recent_length": 0, "nbits": 2}, [3, 0], 16, False),
+    "wide-values": ({"residual_length": 2, "recent_length": 0}, [0], 48, False),
+    "calibrated": ({"residual_length": 4, "recent_length": 0, "nbits": 2.25}, [0], 16, True),
+}
+NUM_PROMPT, NUM_DECODED, ROOM = 75, 3, 700
+WRITING, READING = {"index_copy_", "add_", "copy_"}, {"_local_scalar_dense", "item", "nonzero", "equal", "_to_cpu"}
+# What a step allocates
+OWN = ("query", "result")
+
+
+def make_model(head_dim, num_layers=1, dtype=torch.float32):
+    config = LlamaConfig(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=4 * head_dim,
+        intermediate_size=64,
+        vocab_size=32,
+        eos_token_id=None,
+        num_hidden_layers=num_layers,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(DEVICE, dtype)
+
+
+def make_cache(model, is_calibrated, **options):
+    if is_calibrated:
+        options["calibration"] = calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)
+    return GEARCache(model, backbone="transform", max_cache_len=ROOM, **options)
+
+
+def filled(case, monkeypatch):
+    """A layer that has stored a prompt and tokens, what of it is no padding, and queries."""
+    options, padding, head_dim, is_calibrated = CASES[case]
+    model = make_model(head_dim, 1 + is_calibrated)
+    cache = make_cache(model, is_calibrated, **options)
+    ids = torch.randint(32, (len(padding), NUM_PROMPT + NUM_DECODED), device=DEVICE)
+    seen = torch.arange(ids.shape[1], device=DEVICE) >= torch.tensor(padding, device=DEVICE)[:, None]
+    for first, stop in [(0, NUM_PROMPT), *((place, place + 1) for place in range(NUM_PROMPT, ids.shape[1]))]:
+        # What takes Triton's interpreter longest is tested elsewhere
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton" if first else "torch")
+        mask = seen[:, :stop].long() if any(padding) else None
+        with torch.no_grad():
+            model(ids[:, first:stop], attention_mask=mask, **as_argument(cache))
+    layer = cache.layers[0]
+    assert layer.form is not None and layer.stats()["tokens_compressed"] > 0
+    return cache, layer, seen, torch.randn(len(padding), 4, 1, head_dim, device=DEVICE)
+
+
+def require_close(output, expected):
+    error = (output - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < TOLERANCE, error
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "case", ["padded", *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case != "padded")]
+)
+def test_they_compute_what_pytorch_does(case, monkeypatch):
+    _, layer, seen, query = filled(case, monkeypatch)
+    step = layer.form.kept_step(query, 2, None)
+    outputs = [step(query), step(query)]
+    rows = [encode().clone() for encode in layer.form._coding]
+    hidden = torch.rand(len(query), 1, 1, layer.form.num_columns, device=DEVICE) < 0.3
+    hidden[..., : seen.shape[1]] |= ~seen[:, None, None]
+    masked = attend(query, layer.form.parts(~hidden), 2, None, "triton")
+    block, oldest = layer.blocks[-1], [states[:, :, :1] for states in layer.buffer.tensors()]
+    with plain_pytorch():
+        for output in outputs:
+            require_close(output, layer.attend(AttentionCall(query, seen[:, None, None])))
+        require_close(masked, layer.attend(AttentionCall(query, ~hidden[..., : seen.shape[1]])))
+        coded = layer.codec.encode(*oldest, Positions(block.start + block.length, layer.padding))
+    for own, other in zip(rows, coded, strict=True):
+        assert (own != other).any(dim=-1).sum() <= 1
+
+
+def describe(value):
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return [describe(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Recorded(TorchDispatchMode):
+    """Operations with the shapes of what they are given and, of what they write into, its address."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        place = args[0].data_ptr() if name in WRITING else None
+        self.operations.append((name, describe(args), place))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def check(name, num_steps):
+    """Writes how many launches and operations a step of a layer has."""
+    from kvcache_plugins.eval import machine_code
+    from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import code_rows_kernel
+
+    kernels = {kernel.fn.__name__: kernel for kernel in (attend_kernel, combine_kernel, code_rows_kernel)}
+    options, padding, _, is_calibrated = CASES[name]
+    model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
+    cache = make_cache(model, is_calibrated, **options)
+
+    def run(self, *arguments):
+        # The launcher is given some things before the kernel's own arguments, a kept launch none
+        names = [parameter.name for parameter in kernels[self._name].params]
+        given = {
+            argument: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for argument, value in zip(names, arguments[-len(names) :], strict=True)
+            if not (argument.endswith("_ptr") and argument.startswith(OWN))
+        }
+        launches.append((self._name, given))
+
+    def attend_to(count):
+        for index in range(2):
+            states = torch.zeros(len(padding), 2, count, 64, dtype=torch.bfloat16)
+            keys, values = cache.update(states, states, index)
+            query = states.new_zeros(len(padding), 4, count, 64)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=count > 1, enable_gqa=True)
+
+    with machine_code.stand_in_driver() as stand_in, patch.object(machine_code._Kernel, "run", run):
+        attend_to(100)
+        for _ in range(num_steps):
+            launches.clear()
+            with Recorded() as mode:
+                attend_to(1)
+            steps.append((list(launches), mode.operations))
+            compiled.append(len(stand_in.compilations))
+    first_launches, first_operations = steps[2]
+    assert [kernel for kernel, _ in first_launches] == 2 * [
+        *2 * ["code_rows_kernel"],
+        "attend_kernel",
+        "combine_kernel",
+    ]
+    assert len({*compiled}) == 1, compiled
+    waiting = 0
+    for own_launches, operations in steps[2:]:
+        assert own_launches == first_launches
+        is_reading = READING & {operation for operation, *_ in operations}
+        waiting += bool(is_reading)
+        assert is_reading or operations == first_operations
+    # Now and then the host asks whether all tokens could be coded
+    assert waiting <= num_steps // 64 + 1, waiting
+    sys.stdout.write(f"{name}: {len(first_launches) // 2} launches, {len(first_operations) // 2} operations a layer\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [("alone", "300"), *(pytest.param(name, "40", marks=pytest.mark.long) for name in CASES if name != "alone")],
+)
+def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
+    run_compiling(name, num_steps)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_generate_replays_cuda_graphs(batch_size):
+    model = make_model(64, 2)
+    ids = torch.randint(32, (batch_size, 131), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, : 5 * (batch_size - 1)] = 0
+    call = {"attention_mask": mask, "max_new_tokens": 140, "do_sample": False}
+    caches = [GEARCache(model, max_cache_len=300) for _ in range(2)]
+    expected = model.generate(ids, **call, **as_argument(caches[0]), disable_compile=True)
+    assert torch.equal(model.generate(ids, **call, **as_argument(caches[1])), expected)
+    assert caches[1].stats() == caches[0].stats()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,145 @@
+"""Arithmetic of all kernels: products on tensor cores, powers of two, pairs of halves, the online softmax.
+
+Left to itself the assembler finds pairs of its own, and moves halves about for one eighth of all instructions. In
+Triton's interpreter, for float32 and on GPUs of other makers, the same is done by Triton's operations.
+"""
+
+# The parameters of kernels are pointers, numbers and blocks: no Python types
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+
+# The smallest side of an operand of `tl.dot`
+_MIN_DOT_SIZE = 16
+
+
+def block_size(size: int) -> int:
+    """The block that covers `size` and that `tl.dot` takes."""
+    return max(_MIN_DOT_SIZE, triton.next_power_of_2(size))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """A product of float16 or bfloat16 queries is exact in TF32; one of float32 is not."""
+    # GPUs of AMD up to gfx90a have no TF32
+    return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32"
+
+
+def has_pairs(device_type: str) -> bool:
+    """Tells whether a device takes two halves by an instruction, as NVIDIA's GPUs do, and kernels are compiled."""
+    return device_type == "cuda" and torch.version.hip is None and isinstance(dot_exact, triton.JITFunction)
+
+
+@triton.jit
+def dot_exact(left, right, PARTS: tl.constexpr):
+    """
+    The product of float32 `[rows, K]` and what float16 holds exactly `[K, N]`: codes, factors, one-hot matrices.
+
+    Rows are first scaled to at most 1, so that nothing overflows and what underflows is far below the row's largest.
+    A row below 1e-30 throughout counts as zero: the factor that scales it might be infinite.
+    One part (11 bits) is as precise as TF32 and takes half its registers and tensor core steps; two are near float32.
+    """
+    largest = tl.max(tl.abs(left), axis=1)
+    left *= tl.where(largest > 1e-30, 1.0 / largest, 0.0)[:, None]
+    part = left.to(tl.float16)
+    product = tl.dot(part, right)
+    for _ in tl.static_range(1, PARTS):
+        left -= part.to(tl.float32)
+        part = left.to(tl.float16)
+        product = tl.dot(part, right, product)
+    return product * largest[:, None]
+
+
+@triton.jit
+def dot_parts(left, right, product, PARTS: tl.constexpr):
+    """
+    `product` with that of float16 `[M, K]` and `[K, N]` added, which is float32, at most 65504, if it has two parts.
+
+    One part (11 bits) is as precise as TF32, two are near float32. What is below `2 ** -25` is lost.
+    """
+    part = right.to(tl.float16)
+    product = tl.dot(left, part, product)
+    for _ in tl.static_range(1, PARTS):
+        right = right - part.to(tl.float32)
+        part = right.to(tl.float16)
+        product = tl.dot(left, part, product)
+    return product
+
+
+@triton.jit
+def power_below(numbers):
+    """The largest power of two that is at most a positive float32; 0 of 0 and of subnormal numbers."""
+    return (numbers.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(powers):
+    """The inverse of what `power_below` gives; of 0 it is finite."""
+    bits = powers.to(tl.int32, bitcast=True)
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def same_number(number, PACKED: tl.constexpr):
+    """
+    An int32 as it is, but for the compiler of this turn of a loop: what is made of it is then not kept in registers
+    through the loops inside.
+    """
+    if PACKED:
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
+    return number
+
+
+@triton.jit
+def same_halves(numbers):
+    """Keeps float16 numbers in the loop: for tensor cores they become others, which is little work."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)
+
+
+@triton.jit
+def update_softmax(scores, maximum, total, AXIS: tl.constexpr):
+    """One step of the online softmax in base 2: probabilities, decay of what was summed so far, maximum, total."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=AXIS))
+    # A row that may attend to nothing so far has no maximum to subtract
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    probabilities = tl.exp2(scores - tl.expand_dims(reference, AXIS))
+    decay = tl.exp2(maximum - reference)
+    return probabilities, decay, new_maximum, total * decay + tl.sum(probabilities, axis=AXIS)
+
+
+@triton.jit
+def multiply(left, right, PAIRS: tl.constexpr):
+    """`left * right`."""
+    if PAIRS:
+        product = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        product = left * right
+    return product
+
+
+@triton.jit
+def multiply_add(left, right, term, PAIRS: tl.constexpr):
+    """`left * right + term`, rounded once."""
+    if PAIRS:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [left, right, term], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        result = tl.fma(left, right, term)
+    return result
+
+
+@triton.jit
+def join_halves(low, high, PAIRS: tl.constexpr):
+    """Words whose halves are the lower ones of two others."""
+    if PAIRS:
+        word = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        word = (low & 0xFFFF) | (high << 16)
+    return word

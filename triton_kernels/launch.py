@@ -1,0 +1,63 @@
+"""A launch of a kernel with all that it is given, made once or again and again.
+
+Triton looks at every argument of every launch to know which of its kernels is meant: 80 arguments take longer than the
+kernel runs. Of a launch that is kept the kernel is known, and whoever changes an argument sees to it that it stays the
+right one: pointers are of 16 bytes, and no number changes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+# Bytes that Triton looks for in pointers, and units in which it looks at integers
+ALIGNMENT = 16
+
+
+class Launch(NamedTuple):
+    """
+    A launch, made when it is called.
+
+    Args:
+        kernel (`triton.JITFunction`): the kernel.
+        grid (`tuple[int, ...]`): programs.
+        arguments (`dict[str, Any]`): all of its parameters by name.
+        options (`dict[str, Any]`): warps, stages and what else it is compiled with.
+        result: what it writes.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    result: Any
+
+    def __call__(self) -> Any:
+        """Launches on the current stream of the current device, unless there is nothing to do."""
+        if all(self.grid):
+            self.kernel[self.grid](**self.arguments, **self.options)
+        return self.result
+
+
+class KeptLaunch:
+    """
+    A launch that is made when it is kept, and at every call.
+
+    Args:
+        launch (`Launch`): the launch.
+        changing (`Sequence[str]`): arguments that a call gives anew, all of them pointers.
+    """
+
+    def __init__(self, launch: Launch, changing: Sequence[str] = ()) -> None:
+        self._launch, self._changing, self.result = launch, changing, launch.result
+        self._arguments = {name: launch.arguments[name] for name in launch.kernel.arg_names}
+        compiled = launch.kernel[launch.grid](**launch.arguments, **launch.options)
+        # In Triton's interpreter nothing is compiled
+        self._run = None if compiled is None else compiled[launch.grid]
+
+    def __call__(self, *values: Any) -> None:
+        """Launches on the current stream with other tensors, which are aligned."""
+        self._arguments.update(zip(self._changing, values, strict=True))
+        if self._run is None:
+            self._launch._replace(arguments=self._arguments)()
+        else:
+            self._run(*self._arguments.values())
