@@ -31,9 +31,9 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 ROOMS = {
     "kernels": Room(in_package("kernels"), 2_500, 5_700),
-    "codecs": Room(in_package("codecs"), 2_500, 3_400),
+    "codecs": Room(in_package("codecs"), 2_500, 3_390),
     "cache": Room(in_package("layers", "reports"), 3_300, 5_100),
-    "gear": Room(in_package("gear"), 1_600, 2_230),
+    "gear": Room(in_package("gear"), 1_600, 2_180),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_100),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_960),
     "baselines": Room(in_package("baselines"), 700, 1_230),
