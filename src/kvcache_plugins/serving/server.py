@@ -118,7 +118,11 @@ class CacheServer:
             models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
-                ids = text and tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
+                ids = (
+                    None
+                    if not text
+                    else tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
+                )
                 self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
                 if temperature is not None:
                     # What requests that say nothing begin with
