@@ -28,13 +28,7 @@ from .harness import cache_stats, check_length, was_exercised
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """
-    How tokens go through a cache.
-
-    Args:
-        context_chunk (`int`, *optional*): Tokens of the context a forward; all at once by default.
-        continuation_chunk (`int`, *optional*): Tokens of the continuation a forward; 1 is decode.
-    """
+    """How many tokens of a context and of a continuation go through a cache in a forward; all at once by default."""
 
     context_chunk: int | None = None
     continuation_chunk: int | None = None
@@ -47,12 +41,8 @@ DECODE = Feeding(None, 1)
 @dataclass(frozen=True, slots=True)
 class Score:
     """
-    A continuation after its context.
-
-    Args:
-        log_likelihood (`float`): In nats, summed over its tokens.
-        num_tokens (`int`): How many it has.
-        num_greedy (`int`): How many of them were most likely after those before them.
+    A continuation after its context: log-likelihood in nats, summed over its tokens, and how many of these were most
+    likely after those before them.
     """
 
     log_likelihood: float
@@ -95,16 +85,10 @@ class CacheRecord:
 
 class ContinuationScorer:
     """
-    Scores continuations of contexts through caches.
+    Scores continuations of contexts through fresh caches; its `record` says what these went through.
 
-    Args:
-        model (`PreTrainedModel`): The model, in eval mode.
-        create_cache (`Callable[[], Cache]`): Returns a fresh, empty cache.
-        autocast (`Callable`, *optional*): Makes the context that the model runs in, for mixed precision.
-        softmax_dtype (`torch.dtype`, *optional*): Of the log-softmax; the logits' own by default.
-
-    Attributes:
-        record (`CacheRecord`): What its caches went through.
+    `autocast` makes the context that the model runs in, for mixed precision; `softmax_dtype` is of the log-softmax, by
+    default the logits' own.
     """
 
     def __init__(
@@ -123,17 +107,7 @@ class ContinuationScorer:
     def score(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]], feeding: Feeding
     ) -> list[list[Score]]:
-        """
-        Scores a batch.
-
-        Args:
-            contexts (`Sequence[Sequence[int]]`): Token ids, at least one a context.
-            continuations (`Sequence[Sequence[Sequence[int]]]`): Of every context, the token ids of each continuation.
-            feeding (`Feeding`): How they go through the cache.
-
-        Returns:
-            `list[list[Score]]`: In the order of `continuations`.
-        """
+        """Scores a batch: of every context, of one token at least, each of its continuations, in their order."""
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
         padding = _Padding([width - len(each) for each in filled], self.model.device)

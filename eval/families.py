@@ -173,12 +173,7 @@ def scenarios(
     model: PreTrainedModel, make_cache: CacheMaker, known: Mapping[str, Run] | None = None
 ) -> Iterator[tuple[str, Run]]:
     """
-    Runs a cache through all scenarios: yields what each is called, and what came out.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        make_cache (`Callable`): makes a cache for it.
-        known (`Mapping[str, Run]`, *optional*): what the dense cache did, whose tokens are taken.
+    Runs a cache through all scenarios, with the tokens of the dense cache's `known` runs; yields their names and runs.
     """
     long, short = prompt(model, PROMPT_LENGTH, 1), prompt(model, _SHORT_LENGTH, 2)
     cache, tokens = make_cache(model), long
@@ -215,14 +210,7 @@ def refer(model: PreTrainedModel) -> tuple[dict[str, Run], float]:
 
 
 def try_cache(model: PreTrainedModel, runs: Mapping[str, Run], control: float, case: Case) -> Outcome:
-    """
-    Runs a cache on a model and says what came of it.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        runs (`Mapping[str, Run]`), control (`float`): what the dense cache did on it, see `refer`.
-        case (`Case`): the cache.
-    """
+    """Runs a cache on a model and says what came of it, beside the dense cache's `runs` and `control`, see `refer`."""
     worst, reads = 0.0, 0
     try:
         for name, run in scenarios(model, case.make_cache, runs):
@@ -278,13 +266,7 @@ def try_families(
     seconds_a_family: float = 180,
 ) -> Iterator[FamilyResult]:
     """
-    Tries caches on families, one after another, each in a process of its own.
-
-    Args:
-        families (`Iterable[str]`): their `model_type`s.
-        cases (`Mapping[str, Case]`): the caches by name.
-        announce (`Callable`): told of each family before it is tried.
-        seconds_a_family (`float`): after so many a family is given up.
+    Tries caches on families, one after another, each in a process of its own that is given up after some seconds.
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:

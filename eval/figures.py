@@ -41,17 +41,7 @@ Content = Mapping[str, Any]
 
 
 def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
-    """
-    Draws all figures that a sweep's results allow, as PNG.
-
-    Args:
-        contents (`Sequence[Content]`): Results of one sweep.
-        folder (`Path`): Where the files go; made if need be.
-        prefix (`str`): What their names begin with.
-
-    Returns:
-        `list[Path]`: The files.
-    """
+    """Draws all figures that the results of one sweep allow into a folder, as PNG whose names begin with `prefix`."""
     groups: dict[tuple[str, str, str], list[Content]] = defaultdict(list)
     for content in contents:
         settings = content["settings"]

@@ -171,14 +171,6 @@ class Listing:
         inside = [each for each in self.loops if loop.holds(each)]
         return [each for each in inside if not any(other.holds(each) for other in inside)]
 
-    def count_all(self, num_turns: int) -> Counter[str]:
-        """Counts instructions by kind, those of loops with products in them as often as such a loop turns."""
-        counts: Counter[str] = Counter()
-        turning = [loop for loop in self.loops if self.count(loop)["tensor core"]]
-        for place, operation in enumerate(self.operations):
-            counts[_kind(operation)] += num_turns ** sum(loop.first <= place <= loop.last for loop in turning)
-        return counts
-
     def count(self, loop: Loop, without: Sequence[Loop] = ()) -> Counter[str]:
         """Counts instructions of a loop by kind, but for those of other loops."""
         counts: Counter[str] = Counter()

@@ -168,14 +168,8 @@ def _windows(
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """
-    One cell of a sweep; all that its result depends on.
-
-    Args:
-        model, cache (`str`): As commands take them.
-        name (`str`): The measure's name in the file.
-        kind (`str`): What is measured: a key of `MEASURES`.
-        options (`Mapping[str, Any]`): The measure's options.
-        dtype, device (`str`, *optional*): As commands take them.
+    One cell of a sweep, all that its result depends on: `name` is the measure's in the file, `kind` a key of
+    `MEASURES`, the rest is as commands take it.
     """
 
     model: str
@@ -218,14 +212,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """
-    A sweep's file.
-
-    Args:
-        runs (`tuple[Run, ...]`): Its cells, model by model.
-        out (`Path`): Folder of the results.
-        base (`Path`): Folder that paths of the measures are relative to.
-    """
+    """A sweep's file: its cells, model by model, the folder of the results, and that which paths are relative to."""
 
     runs: tuple[Run, ...]
     out: Path
@@ -277,15 +264,8 @@ def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
 
 def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
     """
-    Runs what is given, loading each model once.
-
-    Args:
-        sweep (`Sweep`): Where results go.
-        runs (`list[Run]`): Model by model.
-        announce (`Callable[[str], None]`): Called before every run with what is done and how long all will take.
-
-    Yields:
-        Each run when it is done, with its error if it failed.
+    Runs what is given, model by model, loading each model once; yields each run when it is done, with its error if it
+    failed. What is done next, and how long all will take, is announced.
     """
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
     name, start = "", time.perf_counter()

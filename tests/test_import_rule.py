@@ -47,7 +47,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
     {"measures", "families", "report", "runahead"},
     {"lm_eval_model"},
     {"tasks"},
-    {"benchmarks", "sweep", "lm_eval_commands"},
+    {"benchmarks", "sweep"},
     {"gpu"},
 )
 # Foreign packages that one unit alone may import, and those that a unit must not import.

@@ -31,9 +31,9 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 ROOMS = {
     "kernels": Room(in_package("kernels"), 2_500, 5_700),
-    "codecs": Room(in_package("codecs"), 2_500, 3_400),
+    "codecs": Room(in_package("codecs"), 2_500, 3_380),
     "cache": Room(in_package("layers", "reports"), 3_300, 5_100),
-    "gear": Room(in_package("gear"), 1_600, 2_230),
+    "gear": Room(in_package("gear"), 1_600, 2_170),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 4_100),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_960),
     "baselines": Room(in_package("baselines"), 700, 1_230),
@@ -41,10 +41,10 @@ ROOMS = {
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_920),
     "cli": Room(in_package("cli", "console"), 1_600, 1_930),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_870),
-    "all of src": Room(("src",), 20_000, 32_560),
+    "all of src": Room(("src",), 20_000, 32_470),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_940),
-    "eval": Room(("eval",), 5_500, 8_250),
-    "tests": Room(("tests",), 15_000, 25_990),
+    "eval": Room(("eval",), 5_500, 8_000),
+    "tests": Room(("tests",), 15_000, 25_860),
 }
 
 

@@ -114,19 +114,7 @@ def draw_gear_parts(keys: torch.Tensor) -> Figure:
 
 def reconstruct(keys: torch.Tensor, *, rank: int, sparsity: float) -> torch.Tensor:
     """One head's keys, `[tokens, head_dim]`, compressed at 2 bits and made dense again."""
-    config = GEARConfig.from_options(
-        nbits=2,
-        backbone="kivi",
-        sparsity=sparsity,
-        rank=rank,
-        decode_rank=0,
-        key_overrides={},
-        value_overrides={},
-        q_group_size=64,
-        residual_length=64,
-        num_iterations=3,
-        low_rank_recent_ratio=1.0,
-    )
+    config = GEARConfig.from_options(nbits=2, sparsity=sparsity, rank=rank, decode_rank=0)
     torch.manual_seed(42)
     states, _ = config.codec(keys.shape[1], keys.shape[1]).keys.encode(keys[None, None, None], is_prompt=True)
     return states.dequantize_tile(slice(0, 1), slice(0, keys.shape[0])).reshape(keys.shape)

@@ -91,13 +91,8 @@ class RequestPages:
 
 class BatchedSteps:
     """
-    Decode steps of requests of one length, by Transformers' own classes.
-
-    Args:
-        network (`PreTrainedModel`): the model.
-        num_requests, context (`int`): requests, and the tokens of each.
-        page_size (`int`): tokens of a page.
-        by_request (`bool`): whether every request has dense tensors of its own in the place of pages.
+    Decode steps of `num_requests` of `context` tokens each, by Transformers' own classes; with `by_request` every
+    request has dense tensors of its own in the place of pages.
     """
 
     def __init__(

@@ -31,8 +31,6 @@ from kvcache_plugins.registry import check_caches, create_cache
 
 
 CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "gear-t25")
-# Its storage is also dequantized as a whole, which is what a cache has to do that hands dense states back
-_DEQUANTIZED = "gear-l-2bit"
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 # Bytes of the buffer that is copied; a GPU's is far beyond its cache and busies it for longer than Python needs
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -120,12 +118,7 @@ class Contest:
         error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
         say(f"{cache_name}: relative error {error:.1e} against plain PyTorch")
         self.functions[cache_name], self.errors[cache_name] = function, error
-        num_bytes = _num_bytes(part)
-        self.num_bytes[cache_name] = num_bytes
-        if cache_name == _DEQUANTIZED and isinstance(part, CompressedPart):
-            name = f"{cache_name}, dequantized first"
-            self.functions[name] = partial(_dequantize_then_attend, self.packed, part, self.query.dtype)
-            self.num_bytes[name] = num_bytes
+        self.num_bytes[cache_name] = _num_bytes(part)
 
     def _make_copy(self) -> Callable[[], Any]:
         source = torch.empty(_COPY_BYTES.get(self.device.type, 2**27) // 4, device=self.device)
@@ -196,13 +189,6 @@ def _num_bytes(part: CompressedPart | CodedPart) -> int:
     if isinstance(part, CodedPart):
         return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.codec.tensors()))
     return sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
-
-
-def _dequantize_then_attend(query: torch.Tensor, part: CompressedPart, dtype: torch.dtype) -> torch.Tensor:
-    keys, values = (
-        torch.cat(sides, dim=2) for sides in zip(*((tile[0], tile[1]) for tile in part.tiles()), strict=True)
-    )
-    return F.scaled_dot_product_attention(query, keys.to(dtype), values.to(dtype))
 
 
 def _attend_by(backend: SDPBackend, function: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -83,13 +83,7 @@ def import_llama_cpp() -> Any:
 
 
 class LlamaModel:
-    """
-    A GGUF file's weights, loaded once for all contexts.
-
-    Args:
-        bindings (`ModuleType`): llama-cpp-python, see `import_llama_cpp`.
-        path (`Path`): the file.
-    """
+    """The weights of a GGUF file, loaded once for all contexts."""
 
     def __init__(self, bindings: ModuleType, path: Path) -> None:
         self.bindings: Any = bindings
@@ -106,14 +100,8 @@ class LlamaModel:
 
 class LlamaContext:
     """
-    A KV cache of one type with llama.cpp's step over it, flash attention on.
-
-    Args:
-        model (`LlamaModel`): whose.
-        kv_type (`str`): one of `KV_TYPES`, for keys and values.
-        context (`int`): tokens that it is to hold.
-        token_ids (`Sequence[int]`): what is read; of these are all tokens that it holds.
-        num_steps (`int`): steps that there is to be room for.
+    A KV cache of one type with llama.cpp's step over it, flash attention on: `context` tokens that repeat what is read
+    of `token_ids`, and room for `num_steps` more.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
-"""Machine code of decode attention and of coding, preset by preset: what a GPU that is not there would have to issue.
+"""Machine code of decode attention, preset by preset: what a GPU that is not there would have to issue.
 
 A warp instruction takes one of four slots that a multiprocessor has a clock. A cached number of 16 bits takes so many
 clocks to read; what of the copy bandwidth the slots allow, and how many times as fast as reading a dense cache that is
 at best, follows. Both are bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in
-them. A loop over outliers within a tile counts as often as the preset's own lists make it run. Of kernels that code
-rows all counts, a loop over channels as often as it runs, and the fit of a scale once, though it may be repeated.
+them. A loop over outliers within a tile counts as often as the preset's own lists make it run.
 """
 
 from collections import Counter
@@ -18,7 +17,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
 from kvcache_plugins.eval.rows import Content, Found, Settings
@@ -95,7 +93,7 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
     names = {"kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
-    return {**names, **_bounds(compiled, kinds, numbers, bits, num_dense_bits=0)}
+    return {**names, **_bounds(compiled, kinds, numbers, bits)}
 
 
 def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
@@ -111,47 +109,17 @@ def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> C
     return kinds
 
 
-def count_coding(part: CodedPart, head_dim: int, capability: int) -> Iterator[dict[str, Any]]:
-    """Counts the instructions of coding a number of keys and of values, but for a trellis, which no kernel codes."""
-    from kvcache_plugins.kernels.triton import prepare_encoding
-
-    assert isinstance(part.codec, RowCodec)
-    tables = part.codec.tables()
-    for side, table in zip(("keys", "values"), tables if tables[0].quantizer != "trellis" else (), strict=False):
-        states = torch.empty(1, part.keys.shape[1], part.length, head_dim, dtype=torch.bfloat16)
-        launch = prepare_encoding(states, table, part.positions, has_products_of_bfloat16=True)
-        compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
-        # Loops with products are over channels
-        kinds = Listing(disassemble(compiled)).count_all(-(-head_dim // launch.arguments["BLOCK_C"]))
-        numbers = launch.arguments["BLOCK_T"] * head_dim / launch.options["num_warps"]
-        # Numbers are read, and rows written
-        bounds = _bounds(compiled, kinds, numbers, 8 * table.row_size / head_dim, num_dense_bits=_DENSE_BITS)
-        yield {"kernel": f"{side} coded", "head_dim": head_dim, "query_heads": None, **bounds}
-
-
-def _bounds(
-    compiled: Any, kinds: Counter[str], num_numbers: float, bits: float, *, num_dense_bits: int
-) -> dict[str, Any]:
-    """
-    Computes what instructions allow at best.
-
-    Args:
-        compiled (`Any`): The kernel, see `compile_for`.
-        kinds (`Counter[str]`): Warp instructions by kind.
-        num_numbers (`float`): Numbers that these are for.
-        bits (`float`): Of a number in codes.
-        num_dense_bits (`int`): Bits a number that are moved besides. If any, no cache is read, and there is no bound
-            beside a dense one.
-    """
+def _bounds(compiled: Any, kinds: Counter[str], num_numbers: float, bits: float) -> dict[str, Any]:
+    """Computes what warp instructions by kind, issued for so many numbers of so many bits, allow at best."""
     instructions = sum(kinds.values()) / num_numbers
-    moved, issue = _CLOCKS_A_DENSE_NUMBER * (num_dense_bits + bits) / _DENSE_BITS, instructions / _SLOTS
+    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
     return {
         **resources(compiled),
         "instructions_a_number": instructions,
         "kinds": {kind: number / num_numbers for kind, number in kinds.most_common()},
         "bits_a_number": bits,
         "share_of_copy_bandwidth": min(1.0, moved / issue),
-        "times_dense": None if num_dense_bits else _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
+        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
     }
 
 
@@ -164,7 +132,7 @@ def benchmark_machine_code(
     query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],
     capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
 ) -> Iterator[Found]:
-    """Count the machine code of attention and coding.
+    """Count the machine code of attention.
 
     It is compiled for a GPU that need not be there: nothing is timed.
 
@@ -183,6 +151,3 @@ def benchmark_machine_code(
             say(f"{name}, {size} channels")
             for num_rows in query_heads:
                 yield {"cache": name, **count_attention(part, size, num_rows, capability)}
-            if isinstance(part, CodedPart):
-                for row in count_coding(part, size, capability):
-                    yield {"cache": name, **row}

@@ -68,17 +68,10 @@ def time_reading(
     rounds: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
     """
-    Times what caches take for the same tokens, by turns.
+    Times what caches take for the same tokens `[1, tokens]`, `chunk` of them at a time, by turns; a maker makes each
+    turn's.
 
-    Args:
-        network (`PreTrainedModel`): The model.
-        makers (`Mapping[str, Callable]`): Makes the cache of each turn.
-        token_ids (`torch.Tensor` of shape `[1, tokens]`): What is read.
-        chunk (`int`): How many at a time.
-        rounds (`int`): Turns of each cache.
-
-    Returns:
-        A row for each cache, times and logits against the first, and the last caches, with the tokens in them.
+    Returns a row for each cache, times and logits against the first, and the last caches, with the tokens in them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     coding: dict[str, list[float]] = {name: [] for name in makers}

@@ -74,16 +74,10 @@ def time_steps(
     seconds: float = float("inf"),
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
-    Times every decode step of each cache; the caches take turns.
+    Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
 
-    Args:
-        network (`PreTrainedModel`): The model.
-        caches (`Mapping[str, Cache]`): Caches that hold the context already.
-        token_ids (`torch.Tensor` of shape `[batch_size, steps]`): What is fed, a token a step.
-        guard, seconds: See `take_turns`.
-
-    Returns:
-        Seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
+    Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
+    For `guard` and `seconds` see `take_turns`.
     """
     logits: dict[str, torch.Tensor] = {}
 

@@ -200,15 +200,10 @@ def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
 ) -> dict[str, Any] | None:
     """
-    Fills a cache and decodes. Returns times, bytes and peaks, or `None` if the budget does not suffice.
+    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens, the budget enforced and
+    started.
 
-    Args:
-        model (`PreTrainedModel`): the model; it reads random tokens.
-        cache (`Cache`): an empty cache.
-        batch_size (`int`): sequences.
-        context (`int`): tokens of each sequence that are in the cache before decoding.
-        steps (`int`): tokens to decode.
-        budget (`Budget`): enforced and started.
+    Returns times, bytes and peaks, or `None` if the budget does not suffice.
     """
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)

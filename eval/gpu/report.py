@@ -50,15 +50,7 @@ class TimeBox:
 
 
 class PartialReport:
-    """
-    A result file, written anew after every change: a run that is cut short leaves what it has.
-
-    Args:
-        path (`Path`): the JSON file.
-        benchmark (`str`): the kind, which decides how a table is made of it.
-        device (`torch.device`): where it was measured.
-        settings (`Mapping[str, Any]`): what it was measured with.
-    """
+    """A result file of a kind, written anew after every change: a run that is cut short leaves what it has."""
 
     def __init__(self, path: Path, benchmark: str, device: torch.device, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)

@@ -45,21 +45,12 @@ def compare_caches(
     seed: int = 42,
 ) -> list[dict[str, Any]]:
     """
-    Compares caches on one prompt, against `dynamic`, which comes first.
+    Compares caches on one prompt `[num_tokens]`, against `dynamic`, which comes first.
 
-    Args:
-        model (`PreTrainedModel`): The model, in eval mode.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
-        caches (`Sequence[str]`): `name` or `name:key=value,key=value`. A wrong one is a `ValueError`.
-        max_new_tokens (`int`): Tokens to generate at most.
-        seed (`int`, *optional*, defaults to 42): Random seed.
-
-    Returns:
-        `list[dict[str, Any]]`: Rows of `cache` and `error`; unless a cache failed on the way also `text`,
-        `first_difference` (the first token that is not the reference's), `kl` (mean KL(dense || cache) along the
-        reference's continuation, in nats), `top1_agreement` (the share of it at which both find the same token most
-        likely), `layer_errors` of attention along it, the fields of `generation_fields`, and `was_exercised`.
+    Rows have `cache` and `error`; unless a cache failed on the way also `text`, `first_difference` (the first token
+    that is not the reference's), `kl` (mean KL(dense || cache) along the reference's continuation, in nats),
+    `top1_agreement` (the share of it at which both find the same token most likely), `layer_errors` of attention along
+    it, the fields of `generation_fields`, and `was_exercised`. A wrong spec of a cache is a `ValueError`.
     """
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")

@@ -65,15 +65,9 @@ _ROWS_AT_A_TIME = 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowScore:
     """
-    Sums over the scored positions of one window.
-
-    Args:
-        num_scored (`int`): Scored tokens.
-        nll, dense_nll (`float`): Negative log-likelihood of the text through the cache and the dense one, in nats.
-        kl (`float`): KL(dense || cache) of the next-token distributions, in nats.
-        num_agreeing (`int`): Positions whose most likely token is the dense cache's.
-        first_difference (`int`, *optional*): The first position where it is not, if there is one.
-        position_kl (`tuple[float, ...]`): KL of each position.
+    Sums over the scored positions of one window, in nats: `nll` and `dense_nll` are negative log-likelihoods of the
+    text, `kl` is KL(dense || cache); `num_agreeing` counts positions whose most likely token is the dense cache's, and
+    `first_difference` is the first where it is not.
     """
 
     num_scored: int

@@ -67,15 +67,9 @@ class TokenTimer(BaseStreamer):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """
-    What one `generate` gave.
-
-    Args:
-        token_ids (`tuple[int, ...]`): The new tokens.
-        prefill_seconds (`float`): From the prompt to the first token; on a CPU of the process, all threads together.
-        seconds_per_token (`float`, *optional*): Median decode time; `None` for fewer than three tokens.
-        memory (`MemoryReport`): What the cache held at the end.
-        stats (`dict`): Its counters at the end.
-        was_exercised (`bool`): Whether it did anything but hold exact states, see `harness.was_exercised`.
+    What one `generate` gave: new tokens; seconds from the prompt to the first of them (on a CPU of the process, all
+    threads together) and the median of a decoded one, `None` for fewer than three; what the cache held at the end, its
+    counters, and whether it did anything but hold exact states.
     """
 
     token_ids: tuple[int, ...]
@@ -98,17 +92,7 @@ def generate_with(
     on_token: Callable[[], None] | None = None,
 ) -> Generation:
     """
-    Continues a prompt through a cache and times it.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        token_ids (`torch.Tensor`): The prompt, `[num_tokens]`.
-        cache (`Cache`): A fresh cache.
-        max_new_tokens (`int`): Tokens to generate at most.
-        temperature (`float`, *optional*): Samples at this temperature; greedy by default.
-        seed (`int`, *optional*, defaults to 42): Random seed.
-        streamer (`BaseStreamer`, *optional*): Shows the text as it comes.
-        on_token (`Callable[[], None]`, *optional*): Called at each new token.
+    Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or sampled at a `temperature`.
     """
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")

@@ -61,19 +61,10 @@ def measure_perplexity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores windows of text through caches.
+    Scores windows of one length through fresh caches, `chunk` tokens a forward, averaged over stretches.
 
-    Args:
-        model (`PreTrainedModel`): The model, in eval mode.
-        windows (`Sequence[torch.Tensor]`): Token ids of one length each.
-        factories (`Mapping[str, Callable]`): Returns a fresh cache for every window, by the name of the result's row.
-        chunk (`int`, *optional*, defaults to 1): Tokens a forward.
-        stretch (`int`, *optional*, defaults to 256): Tokens over which scores are averaged.
-        on_progress (`Callable[[str], None]`, *optional*): Called before each window of each cache.
-
-    Yields:
-        `dict[str, Any]`: A row for each cache: perplexity over all tokens and over each stretch of all windows,
-        negative log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
+    Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
+    log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
     """
     for option, value in (("chunk", chunk), ("stretch", stretch)):
         if value < 1:

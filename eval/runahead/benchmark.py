@@ -61,18 +61,11 @@ def measure_ways(
     ranks: Ranks, token_ids: Sequence[int], ways: Mapping[str, Way], rounds: int, announce: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """
-    Prefills one prompt in all ways, in rounds that go through them forwards and backwards in turn.
+    Prefills one prompt in all ways, `ONE_RANK` the first, in rounds that go through them forwards and backwards in
+    turn.
 
-    Args:
-        ranks (`Ranks`): The ranks.
-        token_ids (`Sequence[int]`): The prompt.
-        ways (`Mapping[str, Way]`): What is compared; `ONE_RANK` comes first.
-        rounds (`int`): Three at least.
-        announce (`Callable[[str], None]`): Called before every prefill with what is done.
-
-    Yields:
-        `dict[str, Any]`: A row for each way: its seconds, slices, difference from one rank's logits, and what the
-        ranks sent and how long they waited in the last round.
+    Yields a row for each way: its seconds, slices, difference from one rank's logits, and what the ranks sent and how
+    long they waited in the last round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     last: dict[str, list[Any]] = {}

@@ -229,14 +229,9 @@ def time_slices(
     ranks: Ranks, facts: ModelFacts, slices: Sequence[tuple[int, int]], rounds: int, announce: Callable[[str], None]
 ) -> list[Timing]:
     """
-    Times slices on all ranks at once, so that what ranks of one machine share is shared; in rounds that take turns.
+    Times slices, length and prefix of each, on all ranks at once, so that what ranks of one machine share is shared.
 
-    Args:
-        ranks (`Ranks`): the ranks.
-        facts (`ModelFacts`): of their model.
-        slices (`Sequence[tuple[int, int]]`): length and prefix of each.
-        rounds (`int`): how often; the median over rounds and ranks is taken.
-        announce (`Callable[[str], None]`): called before every run with what is done.
+    Rounds take turns; the median over rounds and ranks is taken.
     """
     seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
     for _, (length, prefix) in itertools.product(range(rounds), slices):
@@ -275,15 +270,9 @@ def plan_table(
     ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[Timing], *, rounds: int, search: bool
 ) -> PartitionTable:
     """
-    Fits a cost model, measures the link between ranks, and plans.
+    Fits a cost model to `timings` of slices, measures the link between ranks, and plans contexts of `lengths` tokens.
 
-    Args:
-        ranks (`Ranks`): the ranks to plan for.
-        facts (`ModelFacts`): of their model.
-        lengths (`list[int]`): tokens of the contexts.
-        timings (`list[Timing]`): of slices of these lengths, see `slices_to_time`.
-        rounds (`int`): runs of every partition of a search.
-        search (`bool`): whether partitions are searched by whole prefills.
+    With `search` partitions are searched by whole prefills, `rounds` of each.
     """
     cost, link = fit_cost(timings, facts), measure_link(ranks, facts, lengths[-1])
     entries = []

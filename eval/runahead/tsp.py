@@ -27,15 +27,8 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 class GatheringExchange(PrefixExchange):
     """
-    The exchange of TSP: states come from all ranks instead of the one before.
-
-    Args:
-        group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        layouts (`list[MessageLayout]`): of every layer.
-        length (`int`), batch_size (`int`): tokens and items of the prompt.
-
-    Raises:
-        ValueError: if a rank would have no token.
+    The exchange of TSP: states come from all ranks instead of the one before. A rank without a token is a
+    `ValueError`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
@@ -74,20 +67,11 @@ def tsp_prefill(
     model: PreTrainedModel, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> RunaheadOutput:
     """
-    Prefills a prompt by TSP; called by every rank of a group with the same prompt.
+    Prefills a prompt `[batch_size, length]` without padding by TSP; called by every rank of a group with the same.
 
-    Args:
-        model (`PreTrainedModel`): the same model on every rank.
-        input_ids (`torch.Tensor` of shape `[batch_size, length]`): the whole prompt, without padding.
-        group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-
-    Returns:
-        `RunaheadOutput`: with the logits of the last token and a `DynamicCache` on the last rank, as KV-Runahead has
-        them there. Of its `stats`, `dot_products` are the paper's, every query by every key, of which fewer are
-        computed; `seconds_waited` is the time in all-gathers.
-
-    Raises:
-        ValueError: if the prompt is too short to give every rank a slice, or the model's layers are of other kinds.
+    The last rank gets the logits of the last token and a `DynamicCache`, as from KV-Runahead. Of `stats`,
+    `dot_products` are the paper's, every query by every key, of which fewer are computed; `seconds_waited` is the time
+    in all-gathers. A prompt too short to give every rank a slice raises a `ValueError`.
     """
     start = time.perf_counter()
     rank, size = dist.get_rank(group), dist.get_world_size(group)

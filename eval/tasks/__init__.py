@@ -7,7 +7,9 @@ A task is a YAML file beside this one, and `loaders.py` reads its rows. They com
     lm_eval run --model kvcache --model_args ... --tasks path/to/eval/tasks/copa.yaml --metadata data_folder=../data
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,41 @@ def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tu
     # Reading lm-eval's own thousands of files takes seconds
     manager = TaskManager(metadata=dict(metadata or {}), include_defaults=not is_file)
     return (load_yaml(path, resolve_func=True) if is_file else str(task)), manager
+
+
+def run_lm_eval(arguments: Sequence[str]) -> None:
+    """
+    Runs lm-eval's command line with the model `kvcache` registered and this project's tasks known by name.
+
+    Args:
+        arguments (`Sequence[str]`): As after `lm_eval`.
+    """
+    if find_spec("lm_eval") is None:
+        raise ImportError("`eval` needs lm-eval: `pip install 'kvcache-plugins[eval]'`")
+    from lm_eval.__main__ import cli_evaluate
+
+    import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
+
+    sys.argv = ["lm_eval", *_with_task_files(arguments)]
+    cli_evaluate()
+
+
+def _with_task_files(arguments: Sequence[str]) -> list[str]:
+    """Names of this project's tasks replaced by their files, which lm-eval reads wherever they are."""
+    if arguments and arguments[0] != "run":
+        has_path = any(each.split("=")[0] == "--include_path" for each in arguments)
+        return [*arguments, *([] if has_path else ["--include_path", str(FOLDER)])]
+    files, replaced, is_task = task_files(), [], False
+    for each in arguments:
+        option, separator, value = each.partition("=")
+        if each.startswith("-"):
+            is_task = option in ("--tasks", "-t")
+            each = f"{option}={_replace(value, files)}" if is_task and separator else each
+        elif is_task:
+            each = _replace(each, files)
+        replaced.append(each)
+    return replaced
+
+
+def _replace(names: str, files: dict[str, Any]) -> str:
+    return ",".join(str(files.get(name, name)) for name in names.split(","))

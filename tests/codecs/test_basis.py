@@ -57,17 +57,6 @@ def test_a_token_is_coded_by_itself(total, is_weighted):
     assert table.decode(rows).shape == states.shape
 
 
-@pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
-def test_more_bytes_are_nearer(is_weighted):
-    states, errors = make_states(2, 500), []
-    for total in (4, 8, 16, 24):
-        table = make_table(total, is_weighted=is_weighted)
-        difference = table.decode(table.encode(states)) - states
-        errors.append(float(difference.square().mean() / (states - states.mean()).square().mean()))
-    assert errors[0] < 0.5 and errors[-1] < 2e-3
-    assert all(more < 0.6 * few for few, more in zip(errors, errors[1:], strict=False))
-
-
 def test_a_token_unlike_all_others_is_not_cut_off():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
@@ -98,14 +87,6 @@ def test_components_are_those_of_the_rounded_basis(total):
     twice = once + (scaled - once @ basis) @ inverse
     errors = [float(((each - kept) @ basis).norm() / scaled.norm()) for each in (once, twice)]
     assert errors[0] < 0.02 and errors[1] < 1e-3
-
-
-def test_a_quantizer_is_that_of_both_ways():
-    states, errors = make_states(2, 300), {}
-    for quantizer in ("lloyd-max", "trellis"):
-        table = make_table(12, is_weighted=True, quantizer=quantizer)
-        errors[quantizer] = float((table.decode(table.encode(states)) - states).square().mean())
-    assert errors["trellis"] < 0.95 * errors["lloyd-max"]
 
 
 def test_copies_share_tables_and_devices_have_their_own():

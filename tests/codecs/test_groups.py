@@ -64,24 +64,6 @@ def test_outliers_are_exact(side):
     assert torch.allclose(dense[:, 1, :, 10, 3], torch.tensor(50.0), atol=0.05)
 
 
-@pytest.mark.parametrize(("side", "backbone"), GROUPINGS)
-@pytest.mark.parametrize("recent_ratio", [1.0, 0.5])
-def test_padding_changes_nothing(side, backbone, recent_ratio):
-    states = realistic_states(1, 2, 1, 96, 32)
-    padded = torch.cat([torch.full((1, 2, 1, 160, 32), 1e4), states], dim=3)
-    valid = torch.arange(256)[None, None] >= 160
-    other = realistic_states(1, 2, 1, 256, 32)
-    codec = side_codec(side, backbone, sparsity=0.05, recent_ratio=recent_ratio)
-    _, alone = reconstruct(codec, states)
-    _, batch = reconstruct(codec, torch.cat([other, padded]), torch.cat([torch.ones_like(valid), valid]))
-    assert torch.allclose(batch[1:, :, :, 160:], alone, atol=1e-3)
-    # The result of the whole sequence is not touched by what the other row holds, to the last bit
-    _, batch_with_zeros = reconstruct(
-        codec, torch.cat([other, torch.zeros_like(padded)]), torch.cat([torch.ones_like(valid), valid])
-    )
-    assert torch.equal(batch[0], batch_with_zeros[0])
-
-
 def test_low_rank_of_the_most_recent_tokens_only():
     states = realistic_states(1, 2, 1, 100, 32)
     compressed, dense = reconstruct(side_codec("key", "kcvt", sparsity=0, rank=4, recent_ratio=0.3), states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.outliers import (
-    OutlierPlaces,
+    Outliers,
     add_outliers,
     num_outliers_per_side,
     select_key_outliers,
@@ -18,9 +18,9 @@ def test_counts_come_from_the_filtered_axis():
     # of 10
     states = torch.randn(1, 32, 1, 1000, 128)
     outliers = select_key_outliers(states, None, 0.02)
-    assert outliers.indices.shape == (1, 32, 1, 20, 128)
+    assert outliers.tokens.shape == (1, 1, 32 * 20 * 128)
     assert outliers.in_use is None
-    assert select_value_outliers(states[:, :, :, :3], None, 0.02).indices.shape == (1, 1, 3, 2 * round(0.01 * 4096))
+    assert select_value_outliers(states[:, :, :, :3], None, 0.02).tokens.shape == (1, 1, 3 * 2 * round(0.01 * 4096))
 
 
 @pytest.mark.parametrize(("length", "expected"), [(64, 1), (1000, 10), (1024, 10), (49, 0), (192, 2)])
@@ -31,8 +31,9 @@ def test_count_is_rounded(length, expected):
 def test_keys_are_the_largest_and_smallest_of_each_channel():
     states = torch.randn(2, 2, 3, 50, 8)
     outliers = select_key_outliers(states, None, 0.08)
-    assert torch.equal(outliers.keep, torch.ones_like(states).scatter(3, outliers.indices, 0).bool())
-    chosen = states.gather(3, outliers.indices).sort(dim=3).values
+    indices = outliers.tokens.unflatten(2, (2, -1, 8)).transpose(1, 2)
+    assert torch.equal(outliers.keep, torch.ones_like(states).scatter(3, indices, 0).bool())
+    chosen = states.gather(3, indices).sort(dim=3).values
     ordered = states.sort(dim=3).values
     assert torch.equal(chosen, torch.cat([ordered[:, :, :, :2], ordered[:, :, :, -2:]], dim=3))
 
@@ -42,18 +43,17 @@ def test_values_are_chosen_over_all_heads():
     states[:, 1, :, 2, 7] = 5
     states[:, 0, :, 2, 3] = -5
     outliers = select_value_outliers(states, None, 0.02)
-    indices = outliers.indices
     assert not outliers.keep[0, 1, 0, 2, 7]
     assert not outliers.keep[0, 0, 0, 2, 3]
     assert outliers.keep[:, :, :, 2].sum() == 98
-    assert indices.shape == (1, 1, 4, 2)
-    assert sorted(indices[0, 0, 2].tolist()) == [3, 57]
+    places = (outliers.heads * 50 + outliers.channels).view(4, 2)
+    assert sorted(places[2].tolist()) == [3, 57]
 
 
 def test_no_place_twice_among_equal_values():
-    indices = select_key_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5).indices
+    tokens = select_key_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5).tokens.view(50, 2)
     for channel in range(2):
-        assert indices[0, 0, 0, :, channel].unique().numel() == 50
+        assert tokens[:, channel].unique().numel() == 50
 
 
 def test_short_sequence_of_a_padded_batch_keeps_its_own_count():
@@ -61,11 +61,10 @@ def test_short_sequence_of_a_padded_batch_keeps_its_own_count():
     valid = torch.ones(2, 1, 400, dtype=torch.bool)
     valid[1, 0, :300] = False
     outliers = select_key_outliers(states, valid, 0.02)
-    indices, in_use = outliers.indices, outliers.in_use
-    alone = select_key_outliers(states[1:, :, :, 300:], None, 0.02).indices
-    assert in_use.flatten(1).sum(1).tolist() == [8, 2]
-    kept = indices[1:][in_use[1:].expand(1, 2, 1, 8, 4)].view(2, 2, 4)
-    assert torch.equal(kept, alone[0, :, 0] + 300)
+    alone = select_key_outliers(states[1:, :, :, 300:], None, 0.02).tokens
+    # Of two heads of four channels
+    assert outliers.in_use.sum(dim=(1, 2)).tolist() == [8 * 8, 2 * 8]
+    assert torch.equal(outliers.tokens[1][outliers.in_use[1]], alone.flatten() + 300)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64, 512, 600])
@@ -80,7 +79,7 @@ def test_stored_outliers_come_back_where_they_were(head_dim, length):
     flat = order[..., : int((rows != 0).sum(2).max())]
     flat = flat[..., torch.randperm(flat.shape[2])]
     values = rows.gather(2, flat)
-    places = OutlierPlaces(
+    places = Outliers(
         heads=flat // (length * head_dim),
         tokens=flat // head_dim % length,
         channels=flat % head_dim,

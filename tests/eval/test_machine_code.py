@@ -53,15 +53,6 @@ def test_the_shortest_loop_with_products_is_that_over_whole_tiles():
     assert listing.shortest_loop() == (11, 12)
 
 
-def test_loops_with_products_count_as_often_as_they_turn():
-    counts = Listing(LISTING).count_all(3)
-    # Two loops around it; the innermost one, without products, is counted once for each turn of theirs
-    assert counts["tensor core"] == counts["local memory"] == 9
-    assert counts["integer"] == 3 and counts["other"] == 1
-    # The ends of all loops: of the one without products, of the inner and of the outer one, and what is behind them
-    assert counts["control"] == 9 + 9 + 3 + 2
-
-
 def test_a_kernel_without_products_has_no_loop_over_tiles():
     with pytest.raises(ValueError, match="no loop with products"):
         Listing(LISTING.replace("HMMA.16816.F32", "FADD")).tile_loop()

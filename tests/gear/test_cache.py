@@ -57,6 +57,7 @@ def forced_logits(model, tokens, prompt_mask, cache):
         ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
         ({"q_group_size": 0}, "q_group_size"),
         ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
+        ({"nbits": 4, "quantizer": "trellis"}, "quantizer"),
     ],
 )
 def test_options_out_of_range_are_named_with_what_is_accepted(options, message):

@@ -56,9 +56,10 @@ def test_forks_go_on_as_copies_do(tiny_model, architecture):
     torch.testing.assert_close(logits_of(model, cache, continuations[0]), expected)
 
 
-def test_the_prefix_is_held_once(tiny_model):
+@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["groups", "rows"])
+def test_the_prefix_is_held_once(tiny_model, options):
     model = tiny_model("llama")
-    cache = GEARCache(model.config, **OPTIONS)
+    cache = GEARCache(model.config, **options)
     fill(model, cache, 1030)
     one = cache.memory().total_bytes
     forks = cache.fork(16)

@@ -124,14 +124,6 @@ def test_a_calibration_that_cannot_be_read_is_gone_without(model, kept):
         create_cache("gear-c16", model)
 
 
-def test_a_calibrated_default_can_be_saved(model, kept, random_windows, tmp_path):
-    cache, path = create_cache("gear", model), tmp_path / "cache.safetensors"
-    model(random_windows(1, 200)[0][None], past_key_values=cache)
-    cache.save(path, model)
-    loaded = GEARCache.load(path, model)
-    assert (loaded.gear_config, loaded.calibration) == (cache.gear_config, cache.calibration)
-
-
 def test_windows_are_dense_unless_they_are_long():
     assert GEARCache().gear_config.least_window == 2048
     assert GEARCache(residual_length=1024).gear_config.least_window == 8192

@@ -11,7 +11,7 @@ from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
 from kvcache_plugins.codecs.basis import round_basis
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import CompressedStates
-from kvcache_plugins.codecs.outliers import OutlierPlaces, sort_into_tiles
+from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
@@ -145,7 +145,7 @@ def group_side(case: Groups, side: tuple[Any, ...], rank: int, a_tokens: int | N
     if sparsity:
         shape = case.batch_size, case.chunks, int(sparsity * case.num_heads * length * dim)
         bounds = (case.num_heads, length, dim)
-        places = OutlierPlaces(*(torch.randint(0, most, shape) for most in bounds), torch.rand(shape) < 0.9)
+        places = Outliers(*(torch.randint(0, most, shape) for most in bounds), torch.rand(shape) < 0.9)
         indices, values, offsets = sort_into_tiles(places, torch.randn(shape).half(), case.num_heads, length, dim)
     return CompressedStates(pack(codes, nbits), scale, zero, a, b, indices, values, offsets, nbits, grouping, dim)
 

@@ -328,7 +328,7 @@ def _set_seams(is_open: bool) -> None:
     paged_cache.ATTN_TYPE_TO_ALLOCATOR[FULL] = _Allocator if is_open else FullAttentionCacheAllocator  # type: ignore[assignment]
     paged_cache.PagedAttentionCache.update = _update if is_open else _DENSE_UPDATE  # type: ignore[method-assign]
     paged_cache.PagedAttentionMemoryHandler = _Sizing if is_open else _DENSE_SIZING  # type: ignore[misc]
-    ContinuousMixin.generate_batch = _generate_batch if is_open else _GENERATE_BATCH  # type: ignore[method-assign]
+    ContinuousMixin.generate_batch = _generate_batch if is_open else _GENERATE_BATCH  # type: ignore[method-assign, assignment]
 
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]

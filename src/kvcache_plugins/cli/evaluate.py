@@ -100,7 +100,7 @@ def _hand_on(name: str) -> typer.Typer:
         if {"--help", "-h"} & {*context.args}:
             typer.echo(context.get_help())
             return
-        from kvcache_plugins.eval.lm_eval_commands import run_lm_eval
+        from kvcache_plugins.eval.tasks import run_lm_eval
 
         with user_errors():
             run_lm_eval([name, *context.args])

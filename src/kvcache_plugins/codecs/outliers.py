@@ -24,35 +24,20 @@ OUTLIER_TILE = 64
 @dataclass(frozen=True, slots=True)
 class Outliers:
     """
-    Chosen outliers of one side.
-
-    Attributes:
-        indices (`torch.Tensor`, int64): tokens `[B, H, M, K, D]` of keys, channels of all heads `[B, M, L, K]` of
-            values.
-        in_use (`torch.Tensor`, bool, *optional*): which of them count, `[B or 1, 1, M or 1, K, 1]` of keys,
-            `[B, M, L, 1]` of values; all by default.
-        keep (`torch.Tensor` of shape `[B, H, M, L, D]`, bool): what is left: neither an outlier nor padding.
-    """
-
-    indices: torch.Tensor
-    in_use: torch.Tensor | None
-    keep: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class OutlierPlaces:
-    """
-    Where outliers are, one entry each in any order.
+    Outliers of chunks, one entry each in any order.
 
     Attributes:
         heads, tokens, channels (`torch.Tensor` of shape `[B, M, N]`, int64): the place of each.
         in_use (`torch.Tensor` of shape `[B, M, N]`, bool, *optional*): which entries mean anything; all by default.
+        keep (`torch.Tensor` of shape `[B, H, M, L, D]`, bool, *optional*): what is left: neither an outlier nor
+            padding.
     """
 
     heads: torch.Tensor
     tokens: torch.Tensor
     channels: torch.Tensor
     in_use: torch.Tensor | None
+    keep: torch.Tensor | None = None
 
 
 def num_outliers_per_side(length: int, sparsity: float) -> int:
@@ -105,7 +90,12 @@ def select_key_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsi
     )
     # An index that is not in use may stand at the place of one that is: it must not erase it, hence the sum
     marks = torch.zeros_like(states).scatter_add_(3, indices, in_use.to(states.dtype).expand(indices.shape))
-    return Outliers(indices, None if valid is None else in_use, _and_real(marks == 0, valid))
+    heads = torch.arange(states.shape[1], device=states.device)[:, None, None, None]
+    channels = torch.arange(states.shape[4], device=states.device)
+    all_heads, tokens, all_channels, used = (
+        each.expand(indices.shape).transpose(1, 2).flatten(2) for each in (heads, indices, channels, in_use)
+    )
+    return Outliers(all_heads, tokens, all_channels, None if valid is None else used, _and_real(marks == 0, valid))
 
 
 def select_value_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsity: float) -> Outliers | None:
@@ -121,7 +111,10 @@ def select_value_outliers(states: torch.Tensor, valid: torch.Tensor | None, spar
     indices = _extremes(rows.flatten(3), None, counts, num_per_side)[0]
     left = rows.new_ones(rows.shape, dtype=torch.bool).flatten(3).scatter_(3, indices, False)
     left = left.view(rows.shape).permute(0, 3, 1, 2, 4)
-    return Outliers(indices, None if valid is None else valid[..., None], _and_real(left, valid))
+    tokens = torch.arange(rows.shape[2], device=rows.device)[:, None].expand(indices.shape).flatten(2)
+    used = None if valid is None else valid[..., None].expand(indices.shape).flatten(2)
+    heads, channels = indices.flatten(2) // states.shape[4], indices.flatten(2) % states.shape[4]
+    return Outliers(heads, tokens, channels, used, _and_real(left, valid))
 
 
 def _extremes(
@@ -154,37 +147,19 @@ def store_outliers(
     `sort_into_tiles` returns them.
     """
     _, num_heads, _, length, head_dim = missing.shape
-    places = _places(outliers, num_heads, length, head_dim)
-    flat = (places.heads * length + places.tokens) * head_dim + places.channels
+    flat = (outliers.heads * length + outliers.tokens) * head_dim + outliers.channels
     values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(dtype)
-    return sort_into_tiles(places, values, num_heads, length, head_dim)
-
-
-def _places(outliers: Outliers, num_heads: int, length: int, head_dim: int) -> OutlierPlaces:
-    """Head, token and channel of each outlier."""
-    indices, in_use = outliers.indices, outliers.in_use
-    device = indices.device
-    if in_use is not None:
-        in_use = in_use.expand(indices.shape)
-    if indices.dim() == 4:
-        tokens = torch.arange(length, device=device)[:, None].expand(indices.shape)
-        used = None if in_use is None else in_use.flatten(2)
-        flat = indices.flatten(2)
-        return OutlierPlaces(flat // head_dim, tokens.flatten(2), flat % head_dim, used)
-    all_heads = torch.arange(num_heads, device=device)[:, None, None, None].expand(indices.shape)
-    all_channels = torch.arange(head_dim, device=device).expand(indices.shape)
-    heads, tokens, channels = (part.transpose(1, 2).flatten(2) for part in (all_heads, indices, all_channels))
-    return OutlierPlaces(heads, tokens, channels, None if in_use is None else in_use.transpose(1, 2).flatten(2))
+    return sort_into_tiles(outliers, values, num_heads, length, head_dim)
 
 
 def sort_into_tiles(
-    places: OutlierPlaces, values: torch.Tensor, num_heads: int, length: int, head_dim: int
+    places: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Outliers as they are stored.
 
     Args:
-        places (`OutlierPlaces`): where they are.
+        places (`Outliers`): where they are.
         values (`torch.Tensor` of shape `[B, M, N]`): their values.
         num_heads, length, head_dim (`int`): H, L and D.
 

@@ -12,11 +12,13 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.atomic import refusals
+from kvcache_plugins.files.records import write_record
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_mask
@@ -25,7 +27,7 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 from kvcache_plugins.user_warnings import warn_user
 
 from .config import GEARConfig, PresetChoice
-from .snapshot import read_snapshot, restore_layers, write_snapshot
+from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import (
     AUTO,
@@ -40,7 +42,6 @@ from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 # Both forms have these, so that they do not tell which one is meant
 _SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits")
-_DEFAULT_NBITS = 4
 
 Calibration = TransformCalibration | str | Path | None
 Form = tuple[GEARConfig | TransformConfig, TransformCalibration | None]
@@ -350,15 +351,18 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         Raises:
             OSError: naming `path`, if it cannot be written.
         """
-        write_snapshot(
-            path,
-            self.layers,
-            self.gear_config,
-            None if self.calibration is None else self.calibration.digest,
-            self.choice,
-            unwrap_model(model),
+        model = unwrap_model(model)
+        snapshot = Snapshot(
+            model=fingerprint(model),
+            model_config=config_fingerprint(model.config),
+            model_name=str(model.config.name_or_path),
             has_config=self.layer_class_to_replicate is None,
+            config=self.gear_config,
+            calibration=None if self.calibration is None else self.calibration.digest,
+            choice=self.choice,
+            layers=[state_of(layer, index) for index, layer in enumerate(self.layers)],
         )
+        write_record(path, FORMAT, snapshot)
 
     @classmethod
     def load(
@@ -450,8 +454,7 @@ def resolve_form(
         backbone = BACKBONE
     check_calibrated(calibration, backbone, options)
     if backbone != BACKBONE:
-        nbits = _DEFAULT_NBITS if options["nbits"] is None else options["nbits"]
-        return GEARConfig.from_flat(backbone, {**options, "nbits": nbits}), None
+        return GEARConfig.from_options(backbone=backbone, **options), None
     is_asked_for = not by_default or calibration is not None
     found = resolve_calibration(calibration, model) if is_asked_for else _own_calibration(model)
     return transform_config(options, is_calibrated=found is not None), found

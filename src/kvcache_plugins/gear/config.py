@@ -1,6 +1,6 @@
 """Options of GEAR, validated once and immutable afterwards."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
@@ -17,12 +17,11 @@ _DEFAULT_GROUP_SIZE = 64
 # After a few nothing changes; without an end a forged file could keep a process busy for years
 _MAX_NUM_ITERATIONS = 1000
 _DEFAULT_DECODE_RANK = 2
-_DEFAULTS: dict[str, Any] = {
+# Of the options that keys and values may have of their own, and of the others
+_OF_SIDES: dict[str, Any] = {"nbits": 4, "backbone": None, "sparsity": 0.02, "rank": 4, "decode_rank": None}
+_OF_BOTH: dict[str, Any] = {
     "q_group_size": None,
     "residual_length": 64,
-    "sparsity": 0.02,
-    "rank": 4,
-    "decode_rank": None,
     "num_iterations": 3,
     "low_rank_recent_ratio": 1.0,
     "num_sink_tokens": 0,
@@ -103,65 +102,36 @@ class GEARConfig:
                     )
 
     @classmethod
-    def from_flat(cls, backbone: str | None, options: dict[str, Any]) -> "GEARConfig":
-        """Builds the config from the options of `GEARCache` by name, `None` where one was not given."""
+    def from_options(cls, **options: Any) -> "GEARConfig":
+        """
+        Builds the config from the options of `GEARCache`; `None` is what was not given, which a side has from the
+        option of both.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
         for name in ("quantizer", "recent_length", "recent_nbits"):
-            if options[name] is not None:
+            if name in given:
                 raise ValueError(f'`{name}` is an option of `backbone="transform"`, and has no meaning with others')
-        given = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
-        sides = {
-            side: {
-                name.removeprefix(f"{side}_"): given.pop(name) for name in list(given) if name.startswith(f"{side}_")
+
+        def side(name: str) -> SideConfig:
+            own = {
+                option: given.get(f"{name}_{option}", given.get(option, default))
+                for option, default in _OF_SIDES.items()
             }
-            for side in ("key", "value")
-        }
-        return cls.from_options(backbone=backbone, key_overrides=sides["key"], value_overrides=sides["value"], **given)
+            if own["backbone"] is None:
+                check_choice(f"{name}_nbits/nbits", own["nbits"], SUPPORTED_NBITS)
+                own["backbone"] = "kcvt" if own["nbits"] >= 4 else "kivi"
+            if own["decode_rank"] is None:
+                check_integer(f"{name}_rank/rank", own["rank"], 0)
+                own["decode_rank"] = min(_DEFAULT_DECODE_RANK, own["rank"])
+            return SideConfig(side=name, **own)
 
-    @classmethod
-    def from_options(
-        cls,
-        *,
-        nbits: int,
-        backbone: str | None,
-        sparsity: float,
-        rank: int,
-        decode_rank: int | None,
-        key_overrides: dict[str, Any],
-        value_overrides: dict[str, Any],
-        **shared: Any,
-    ) -> "GEARConfig":
-        """
-        Builds the config from the flat options of `GEARCache`; an override that is `None` falls back to the shared
-        option.
-        """
-
-        def side(name: str, overrides: dict[str, Any]) -> SideConfig:
-            options: dict[str, Any] = {
-                "nbits": nbits,
-                "backbone": backbone,
-                "sparsity": sparsity,
-                "rank": rank,
-                "decode_rank": decode_rank,
-            }
-            options |= {option: value for option, value in overrides.items() if value is not None}
-            if options["backbone"] is None:
-                check_choice(f"{name}_nbits/nbits", options["nbits"], SUPPORTED_NBITS)
-                options["backbone"] = "kcvt" if options["nbits"] >= 4 else "kivi"
-            if options["decode_rank"] is None:
-                check_integer(f"{name}_rank/rank", options["rank"], 0)
-                options["decode_rank"] = min(_DEFAULT_DECODE_RANK, options["rank"])
-            return SideConfig(side=name, **options)
-
-        return cls(key=side("key", key_overrides), value=side("value", value_overrides), **shared)
+        shared = {name: given.get(name, default) for name, default in _OF_BOTH.items()}
+        return cls(key=side("key"), value=side("value"), **shared)
 
     def to_options(self) -> dict[str, Any]:
         """The options of `GEARCache` that stand for this."""
-        sides = [
-            (f"{side.side}_{name}", getattr(side, name))
-            for side in (self.key, self.value)
-            for name in ("nbits", "backbone", "sparsity", "rank", "decode_rank")
-        ]
-        shared = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("key", "value")]
+        sides = [(f"{side.side}_{name}", getattr(side, name)) for side in (self.key, self.value) for name in _OF_SIDES]
+        shared = [(name, getattr(self, name)) for name in _OF_BOTH]
         return dict([*sides, *shared])
 
     @property

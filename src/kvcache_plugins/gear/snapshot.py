@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
-from kvcache_plugins.files.records import Format, read_record, write_record
+from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import DenseState, LayerState
 from kvcache_plugins.layers.static_layer import StaticLayer
@@ -52,30 +52,6 @@ class Snapshot:
     calibration: str | None
     choice: PresetChoice | None
     layers: list[LayerState | DenseState | None]
-
-
-def write_snapshot(
-    path: str | Path,
-    layers: Sequence[CacheLayerMixin],
-    config: GEARConfig | TransformConfig,
-    calibration: str | None,
-    choice: PresetChoice | None,
-    model: PreTrainedModel,
-    *,
-    has_config: bool,
-) -> None:
-    """Writes a cache; see `GEARCache.save`."""
-    snapshot = Snapshot(
-        model=fingerprint(model),
-        model_config=config_fingerprint(model.config),
-        model_name=str(model.config.name_or_path),
-        has_config=has_config,
-        config=config,
-        calibration=calibration,
-        choice=choice,
-        layers=[state_of(layer, index) for index, layer in enumerate(layers)],
-    )
-    write_record(path, FORMAT, snapshot)
 
 
 def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:

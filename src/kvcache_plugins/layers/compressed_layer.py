@@ -815,7 +815,11 @@ class CompressedLayer(PromptLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        held = [block for block in self.blocks if block.length]
+        held = []
+        for block in self.blocks:
+            if block.length:
+                keys, values = block.stored()
+                held.append(BlockState(block.start, block.length, keys, values, block.is_recent))
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -828,7 +832,7 @@ class CompressedLayer(PromptLayer):
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
-            blocks=[BlockState(each.start, each.length, *each.stored(), is_recent=each.is_recent) for each in held],
+            blocks=held,
             buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
             tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,

@@ -109,12 +109,14 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Starts to answer, token by token."""
-        return super().generate_streaming(self, processor, {**inputs, "gone": _GONE.get()}, *args, **options)
+        own: Any = self
+        return super().generate_streaming(own, processor, {**inputs, "gone": _GONE.get()}, *args, **options)
 
     async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Answers at once. A client that goes ends the wait; the thread ends by itself."""
+        own: Any = self
         inputs = {**inputs, "gone": _GONE.get()}
-        return await asyncio.shield(super().generate_non_streaming(self, processor, inputs, *args, **options))
+        return await asyncio.shield(super().generate_non_streaming(own, processor, inputs, *args, **options))
 
     def generate(self, input_ids: torch.Tensor, gone: threading.Event, streamer: Any = None, **options: Any) -> Any:
         """Generates in the model's place, `[1, prompt and answer]`, as Transformers calls `model.generate`."""
@@ -202,12 +204,14 @@ class BatchingManager(CBGenerateManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(cb_config=config)
         self._sampling, self._say, self.counters = sampling, say, Counter[str]()
-        made: Any = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=config)
+        made: Any = model.init_continuous_batching(  # type: ignore[operator]
+            generation_config=sampling, continuous_batching_config=config
+        )
         # Makes the pages: on the thread that is started, what is wrong with them would be the first request's matter
         made.warmup()
         self._register, self._cancel = made.register_result_handler, made.cancel_request
         made.register_result_handler, made.cancel_request = self._register_counted, self._cancel_counted
-        self._cb = made
+        self._cb = self._running = made
         made.start()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
@@ -220,17 +224,19 @@ class BatchingManager(CBGenerateManager):  # type: ignore[misc]
                     "start the server with `--temperature`, or without `--continuous-batching`"
                 )
 
-    async def generate_non_streaming(self, *args: Any, request_id: str, **options: Any) -> Any:
+    async def generate_non_streaming(  # type: ignore[override]
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
         """Answers at once, unless the client goes."""
         try:
-            return await super().generate_non_streaming(*args, request_id=request_id, **options)
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         except asyncio.CancelledError:
             self._cancel_counted(request_id)
             raise
 
     def free_share(self) -> float:
         """Tells how much of the pages neither requests hold nor beginnings that are kept for others."""
-        return float(self._cb.batch_processor.cache.compute_free_capacity())
+        return float(self._running.batch_processor.cache.compute_free_capacity())
 
     def _register_counted(self, request_id: str, callback: Callable[[Any], None]) -> None:
         def count(output: Any) -> None:
@@ -246,5 +252,5 @@ class BatchingManager(CBGenerateManager):  # type: ignore[misc]
         self.counters.update(requests=1, cancelled=1)
         self._say("the client has gone")
         self._cancel(request_id)
-        with self._cb.output_router._lock:
-            self._cb.output_router.result_handlers.pop(request_id, None)
+        with self._running.output_router._lock:
+            self._running.output_router.result_handlers.pop(request_id, None)

@@ -111,7 +111,8 @@ class CacheServer:
             )
             models, state = self._parts._model_manager, self._parts._generation_state
             ((_, loaded),) = models.loaded_models.items()
-            model, tokenizer = loaded.model, loaded.processor
+            model: Any = loaded.model
+            tokenizer: Any = loaded.processor
             if models.get_model_modality(model, processor=tokenizer).value != "LLM":
                 raise ValueError(f"`model` is `{name}`, but models of text alone are served")
             models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
@@ -128,7 +129,7 @@ class CacheServer:
             else:
                 self._manager = CachingManager(model, cache, options or {}, self._store, say)
             stack.callback(self._manager.stop)
-            state.get_manager = lambda model_id, use_cb=False: self._manager
+            state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
             self._add_routes(self._parts.server.config.app, name)
             self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
             self._open = stack.pop_all()

@@ -330,17 +330,3 @@ def packaged_cache(name, model, most=1.0e6):
     cache = create_cache("gear-c12", model)
     assert cache.calibration.digest == TransformCalibration.read(file).digest
     return cache
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_real_models_calibration_carries_over_to_another_text(smollm2, divergence):
-    """At the same bits the KL is far from what it is where prompts alone say how they are coded."""
-    model, tokenizer = smollm2
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("LICENSE", "CONTRIBUTING.md")]
-    known, other = (tokenizer(text, return_tensors="pt").input_ids[0] for text in texts)
-    calibrated = calibrate_transform(model, list(known[:1000].split(500)), num_draws=1)
-    window = other[:400]
-    coded = divergence(model, make_cache(model, calibrated, 2.25), window)
-    plain = divergence(model, GEARCache(model, backbone="transform", nbits=2.25), window)
-    assert 0 < coded < 0.75 * plain

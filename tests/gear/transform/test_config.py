@@ -58,14 +58,5 @@ def test_options_make_the_same_config():
     config = TransformConfig(key_nbits=2.375, value_nbits=2, residual_length=3, num_sink_tokens=0)
     assert GEARCache(**config.to_options()).gear_config == config
     assert config.shortest_prompt == 64
-
-
-def test_calibrated_options_make_the_same_config():
     config = TransformConfig(key_nbits=2.23, value_nbits=2.23, quantizer="trellis")
     assert GEARCache(**config.to_calibrated_options()).gear_config == config
-
-
-def test_quantizer_is_an_option_of_this_backbone_alone():
-    assert GEARCache(backbone="transform", quantizer="trellis").gear_config.quantizer == "trellis"
-    with pytest.raises(ValueError, match="quantizer"):
-        GEARCache(nbits=4, quantizer="trellis")

@@ -278,24 +278,6 @@ def test_memory_is_rows_tables_and_exact_tokens():
     assert parts["residual"] == NUM_HEADS * 4 * 64 * 2 * 2 and parts["spare"] == 0
 
 
-def test_forks_share_what_is_coded():
-    cache = GEARCache(backbone="transform", nbits=3)
-    layer = cache._next_layer()
-    cache.layers.append(layer)
-    feed(layer, *states(1, 300))
-    alone = measure_memory(cache).total_bytes
-    forks = cache.fork(3)
-    assert measure_memory([cache, *forks]).total_bytes == alone
-    expected = copy.deepcopy(layer)
-    for fork in forks:
-        for _ in range(3 * BUFFER):
-            feed(fork.layers[0], *states(1, 1))
-    assert torch.equal(layer.materialize("keys"), expected.materialize("keys"))
-    held = [fork.layers[0].materialize("values") for fork in forks]
-    assert not torch.equal(held[0], held[1])
-    assert torch.equal(held[0][:, :, :300], held[1][:, :, :300])
-
-
 def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     """A tile's positions go on where the one before ended."""
     layer = make_layer()

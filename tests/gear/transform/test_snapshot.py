@@ -66,15 +66,6 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
     assert layer.codec is not None and layer._pending_sequences is None
 
 
-def test_cropped_layers_go_on_exactly():
-    for length in (150, 68, 5, 3, 1):
-        layer = filled_layer((200, 199))
-        layer.crop(length - layer.get_seq_length())
-        twin = read(*written(layer))
-        for side in ("keys", "values"):
-            assert torch.equal(layer.materialize(side), twin.materialize(side))
-
-
 def test_nothing_but_rows_in_use_and_tables_is_written():
     layer = filled_layer((300,), num_decoded=9)
     document, tensors = written(layer)

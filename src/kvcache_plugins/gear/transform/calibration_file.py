@@ -49,11 +49,6 @@ class SideCalibration:
         if bool((torch.linalg.matrix_rank(self.basis.double()) < head_dim).any()):
             raise ValueError("bases have to be regular")
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them by name."""
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCalibration:

@@ -11,7 +11,7 @@ from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.gear.config import SLIDING
 from kvcache_plugins.layers.packed_tokens import DROP_STEP
 from kvcache_plugins.layers.packing import RowPacking
-from kvcache_plugins.option_checks import check_choice
+from kvcache_plugins.option_checks import check_choice, check_integer, check_number
 
 
 BACKBONE = "transform"
@@ -60,22 +60,11 @@ class TransformConfig:
     recent_nbits: int = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.quantizer, str) or self.quantizer not in QUANTIZERS:
-            names = " or ".join(f'"{name}"' for name in QUANTIZERS)
-            raise ValueError(f"`quantizer` has to be {names} but got {self.quantizer!r}")
-        most = self.max_width
+        check_choice("quantizer", self.quantizer, list(QUANTIZERS))
         for name in ("key_nbits", "value_nbits"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-                raise ValueError(
-                    f"`{name}`/`nbits` has to be a number above 0 and of at most {most} with the `transform` "
-                    f"backbone and the `{self.quantizer}` quantizer, but got {value!r}"
-                )
+            check_number(f"{name}/nbits", getattr(self, name), above=0, most=self.max_width)
         for name, least in (("residual_length", 1), ("num_sink_tokens", 0), ("recent_length", 0), ("recent_nbits", 0)):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise ValueError(f"`{name}` has to be an integer of at least {least} but got {number!r}")
-
+            check_integer(name, getattr(self, name), least)
         check_choice("sliding", self.sliding, SLIDING)
 
     def to_options(self) -> dict[str, Any]:
