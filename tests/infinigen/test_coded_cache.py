@@ -79,8 +79,8 @@ def test_a_copy_goes_on_alike(tiny_model) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"key_nbits": 9}, "`key_nbits`.* of at most 8"),
-        ({"value_nbits": 0}, "`value_nbits`.* above 0"),
+        ({"key_nbits": 9}, "`key_nbits`.* got 9"),
+        ({"value_nbits": 0}, "`value_nbits`.* got 0"),
         ({"scoring_nbits": 4}, "`scoring_nbits`"),
         ({"partial_ratio": 0.3}, "`partial_ratio`"),
         ({"max_fetch_ratio": 2}, "`max_fetch_ratio`"),

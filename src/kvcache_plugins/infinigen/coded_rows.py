@@ -68,11 +68,11 @@ class CodedRows(ScoringStates):
     def least_tokens(self) -> int:
         return 0 if self.is_fitted else self.packing.least_tokens
 
-    def needs_queries(self, length: int | None) -> bool:
-        """Tells whether queries of a prompt, or of a token that makes a sequence `length` long, are to be heard."""
+    def needs_queries(self, length: int) -> bool:
+        """Tells whether queries that make a sequence `length` long are to be heard: those of few tokens are not."""
         if self.is_fitted or not self.codec.layouts:
             return False
-        return length is None or length > self.packing.least_tokens - self.packing.num_heard
+        return length > self.packing.least_tokens - self.packing.num_heard
 
     def hear(self, query: torch.Tensor, num_heads: int, valid: torch.Tensor | None) -> None:
         """Adds queries `[B, H * G, Q, D]`, of which some count, to what the codec will be fitted to."""

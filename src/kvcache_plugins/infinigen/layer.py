@@ -283,7 +283,7 @@ class InfiniGenLayer(PromptLayer):
         scoring = self.scoring
         if not isinstance(scoring, CodedRows):
             return False
-        return scoring.needs_queries(None if self._pending is not None else self._length + 1)
+        return scoring.needs_queries(self._length + (self._pending is None))
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)
