@@ -43,7 +43,6 @@ TWO_LAYERS = llama(1000, 1024, 1024, 2, 8, 2, 4096)
 TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
-    "tests/triton_kernels/test_device_lengths.py",
     "tests/triton_kernels/test_static_steps.py",
     "tests/gear/transform/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
