@@ -39,6 +39,7 @@ ROOMS = {
     "baselines": Room(in_package("baselines"), 700, 1_230),
     "batching": Room(in_package("batching"), 900, 750),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_920),
+    "serving": Room(in_package("serving"), 400, 480),
     "cli": Room(in_package("cli", "console"), 1_600, 1_930),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_870),
     "all of src": Room(("src",), 20_000, 32_470),
