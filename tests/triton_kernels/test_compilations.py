@@ -22,8 +22,8 @@ MOST = {
     "gear-k4v3": _GROUPS | {"attend_kernel": 2},
     "gear-2bit": _GROUPS,
     "gear-4bit": _GROUPS,
-    # Of keys and of values
-    "gear-t25": {"attend_kernel": 1, "combine_kernel": 1, "code_rows_kernel": 2},
+    # Of keys and of values, and of both in recent rows, which are longer
+    "gear-t25": {"attend_kernel": 2, "combine_kernel": 1, "code_rows_kernel": 4},
 }
 # A layer of rows compiles attention over them when it first attends to them, which is the first decode step
 AT_FIRST_STEP = {"gear-t25": ["attend_kernel", "combine_kernel"]}

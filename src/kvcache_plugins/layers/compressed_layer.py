@@ -418,7 +418,7 @@ class CompressedLayer(PromptLayer):
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
         recent = self.blocks[-1]
-        block = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding)
+        block = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
         if self._is_older_open and len(self.blocks) > 1:
             self.blocks[-2].append(block, self._most_rows)
         else:

@@ -109,11 +109,13 @@ class RowBlock:
         self.start += count
         self.length -= count
 
-    def coded_anew(self, count: int, codec: Codec, other: Codec, padding: torch.Tensor | None) -> RowBlock:
-        """Returns the first `count` tokens, rows of a codec, as rows of another."""
+    def coded_anew(
+        self, count: int, codec: Codec, other: Codec, padding: torch.Tensor | None, dtype: torch.dtype
+    ) -> RowBlock:
+        """Returns the first `count` tokens, rows of a codec, as rows of another, as if they came in `dtype`."""
         positions = Positions(self.start, padding)
-        keys = codec.decode_keys(self.keys[:, :, :count], positions)
-        rows = other.encode(keys, codec.decode_values(self.values[:, :, :count]), positions)
+        keys = codec.decode_keys(self.keys[:, :, :count], positions).to(dtype)
+        rows = other.encode(keys, codec.decode_values(self.values[:, :, :count]).to(dtype), positions)
         return RowBlock(*rows, self.start, count)
 
     def map(self, function: TensorFunction) -> None:

@@ -48,10 +48,10 @@ class CacheServer:
         cache (`str`), options (`Mapping`, *optional*): a name of `list_caches()` and options of that cache.
         store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
         continuous_batching (`bool`, *optional*, defaults to `False`): answers requests together, from coded pages.
-        text (`str`, *optional*), temperature (`float`, *optional*), num_blocks (`int`, *optional*), max_batch_tokens
-            (`int`, *optional*): of continuous batching: what tables are made of for caches without a calibration; of
-            all requests, 0 for the likeliest token; dense blocks of 256 tokens in whose bytes pages stand; tokens of a
-            pass.
+        text (`str`, *optional*): with continuous batching, what tables are made of for caches without a calibration.
+        temperature (`float`, *optional*): with continuous batching, of all requests; 0 for the likeliest token.
+        num_blocks (`int`, *optional*): with continuous batching, dense blocks of 256 tokens whose bytes pages have.
+        max_batch_tokens (`int`, *optional*): with continuous batching, tokens of a pass.
         host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000):
             where it listens; 0 is any port that is free.
         device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
