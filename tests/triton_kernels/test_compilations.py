@@ -26,7 +26,10 @@ MOST = {
     "gear-t25": {"attend_kernel": 2, "combine_kernel": 1, "code_rows_kernel": 4},
 }
 # A layer of rows compiles attention over them when it first attends to them, which is the first decode step
-AT_FIRST_STEP = {"gear-t25": ["attend_kernel", "combine_kernel"]}
+# and recent rows when there are some
+AT_FIRST_STEP = {
+    "gear-t25": ["attend_kernel", "combine_kernel", "code_rows_kernel", "code_rows_kernel", "attend_kernel"]
+}
 
 
 def describe(key):
