@@ -134,7 +134,7 @@ class Requests(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What all blocks hold of one layer; the first dimension of every tensor is the block."""
+    """Holds what all blocks have of one layer; the first dimension of every tensor is the block."""
 
     key_rows: torch.Tensor
     value_rows: torch.Tensor

@@ -136,7 +136,7 @@ class PromptCodec(RowCodec):
 
     def _with(self, keys: RowTable, values: RowTable) -> PromptCodec:
         codec = copy.copy(self)
-        codec._tables, codec._finer = (keys, values), None
+        codec._tables, codec._finer = (keys, values), {}
         return codec
 
     def state(self) -> CodecState | None:

@@ -346,7 +346,7 @@ class RowCodec(Codec):
 
     def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables | None):
         self._tables = tables
-        self._finer: RowCodec | None = None
+        self._finer: dict[int, RowCodec] = {}
 
     @property
     def is_shared(self) -> bool:
@@ -360,10 +360,10 @@ class RowCodec(Codec):
 
     def finer(self, nbits: int) -> "RowCodec":
         """Returns the codec of rows with `nbits` more bits a number; the same one as long as tables are the same."""
-        if self._finer is None:
+        if nbits not in self._finer:
             keys, values = (table.finer(nbits) for table in self.tables())
-            self._finer = RowCodec(SharedTables(keys, values) if self.is_shared else (keys, values))
-        return self._finer
+            self._finer[nbits] = RowCodec(SharedTables(keys, values) if self.is_shared else (keys, values))
+        return self._finer[nbits]
 
     @property
     def rope(self) -> RotaryLayout:
@@ -420,8 +420,7 @@ class RowCodec(Codec):
     def tensors(self) -> Iterator[torch.Tensor]:
         if self._tables is not None and not self.is_shared:
             yield from (tensor for table in self.tables() for tensor in table.tensors())
-            if self._finer is not None:
-                yield from (table.widths for table in self._finer.tables())
+            yield from (table.widths for codec in self._finer.values() for table in codec.tables())
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
         if isinstance(self._tables, SharedTables):

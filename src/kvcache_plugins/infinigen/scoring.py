@@ -1,4 +1,4 @@
-"""What stays on the accelerator of the pool's tokens, so that scores can be told without fetching keys.
+"""Keeps on the accelerator what of the pool's tokens scores need, so that scores can be told without fetching keys.
 
 Two copies of exact keys, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes`
 has all columns in a few bits, `ScoringColumns` the paper's partial key cache. `coded_rows` has the keys themselves.

@@ -78,7 +78,7 @@ def _store() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What ranks have to agree on: digests of model and prompt, slices; and what is wrong on one of them alone."""
+    """Says what ranks have to agree on: digests of model and prompt, slices; and what is wrong on one alone."""
 
     model: str = ""
     dtype: str = ""

@@ -242,6 +242,8 @@ def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, 
 def test_a_layer_of_a_window_is_read_when_it_has_let_go_of_its_first_tokens(model, calibration, prompt, num_decoded):
     frequencies = rotary_frequencies(model.config, 0)
     config, codec = TransformConfig(key_nbits=3, value_nbits=3), calibration.codec(0, 3.0, "lloyd-max", frequencies)
+    more = [codec.finer(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1, 3)]
+    assert more[0] == more[2] == 3 * more[1] > 0
     layer, twin = (CompressedLayer(config.packing(frequencies, codec), 0, sliding_window=100) for _ in range(2))
 
     def attend(each, count, seed):
