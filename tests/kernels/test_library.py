@@ -2,20 +2,29 @@
 
 import ctypes
 import os
+import platform
+import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache_plugins.codecs.parts import DensePart
-from kvcache_plugins.kernels import library
+from kvcache_plugins.kernels import build, library
 from kvcache_plugins.kernels.compiled import AttentionCall
 from kvcache_plugins.kernels.structs import STRUCTURES, Array, check
 
 
 NUM_TASKS = 2000
+# What Linux calls the instructions of each level, beyond those of the one below
+FLAGS_OF_LEVELS = {
+    "avx2": {"avx", "avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni"},
+}
 needs_library = pytest.mark.skipif(library.why_missing() is not None, reason=library.why_missing() or "")
 
 
@@ -65,6 +74,27 @@ class TestLevels:
         accepted = f"has to be one of {', '.join(library.levels_here())}, but got 'mmx'"
         with pytest.raises(ValueError, match=f"`KVCACHE_PLUGINS_CPU_LEVEL` {accepted}"):
             library.function("attend")
+
+    @pytest.mark.skipif(
+        not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64 lists them"
+    )
+    @pytest.mark.parametrize("compiler", ["own", "zig"])
+    def test_is_what_the_system_says_whoever_compiled_it(self, tmp_path, compiler):
+        if compiler == "zig" and find_spec("ziglang") is None:
+            pytest.skip("needs `ziglang`, which wheels are made by")
+        command = [*build.zig(), "-mcpu=baseline"] if compiler == "zig" else build.compiler()
+        made = tmp_path / "level.so"
+        flags = [*build.FLAGS, "-fPIC", "-shared", *build.definitions("plain")]
+        subprocess.run([*command, *flags, str(build.SOURCES / "level.c"), "-o", str(made)], check=True)
+        highest = ctypes.CDLL(str(made)).kvc_level
+        highest.restype = ctypes.c_char_p
+
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = set(next(line for line in lines if line.startswith("flags")).split())
+        expected = "plain"
+        for level, needed in FLAGS_OF_LEVELS.items():
+            expected = level if needed <= flags else expected
+        assert highest().decode() == expected
 
 
 @pytest.fixture(params=["openmp", "python"])
