@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from kvcache_plugins.kernels.compiled import PreparedCall
-from kvcache_plugins.registry import create_cache
+from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 
 HEADS, GROUPS, DIM, PROMPT = 2, 3, 32, 70
-PRESETS = {"gear-k4v3": 100, "gear-2bit": 100, "gear": 50, "kcvt-4bit": 100}
+PRESETS = {"gear-k4v3": 100, "gear-2bit": 100, "gear": 100, "gear:recent_length=0": 50, "kcvt-4bit": 100}
 
 
 def make_layer(preset):
@@ -23,7 +23,8 @@ def make_layer(preset):
         num_key_value_heads=HEADS,
         head_dim=DIM,
     )
-    return create_cache(preset, config).layers[0]
+    name, options = parse_cache_spec(preset)
+    return create_cache(name, config, **options).layers[0]
 
 
 def tokens(count, dtype, batch_size=1):
@@ -211,3 +212,26 @@ def test_plain_tokens_are_there_for_whoever_asks(preset):
     wrong = [torch.randn(1, HEADS + 1, 1, DIM) for _ in range(2)]
     with pytest.raises(ValueError, match="another model"):
         layer.update(*wrong)
+
+
+@pytest.mark.parametrize("number", [float("nan"), 1e30])
+@torch.no_grad()
+def test_tokens_that_cannot_be_stored_are_refused_where_all_else_is_prepared(number):
+    layer = make_layer("gear")
+    attend(layer, *tokens(PROMPT, torch.float32))
+    for _ in range(20):
+        attend(layer, *tokens(1, torch.float32))
+    assert layer._prepared.coding is not None
+    length = layer.blocks[-1].length
+    held = [tensor[:, :, :length].clone() for tensor in layer.blocks[-1].tensors()]
+    query, keys, values = tokens(1, torch.float32)
+    values[0, 1, 0, 3] = number
+    attend(layer, query, keys, values)
+    with pytest.raises(ValueError, match="layer 0: "):
+        for _ in range(10):
+            attend(layer, *tokens(1, torch.float32))
+    now = [tensor[:, :, :length] for tensor in layer.blocks[-1].tensors()]
+    assert all(map(torch.equal, held, now))
+    layer.crop(-layer.buffer.length)
+    for _ in range(10):
+        attend(layer, *tokens(1, torch.float32))

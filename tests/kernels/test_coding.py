@@ -11,8 +11,9 @@ from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import RowTable
+from kvcache_plugins.codecs.rows import LAST_SCALE, RowCodec, RowTable
 from kvcache_plugins.kernels import library
+from kvcache_plugins.kernels.attention import prepare_coding
 from kvcache_plugins.kernels.compiled_tokens import decode_rows, encode_rows, measure_channels, turn_states
 
 
@@ -263,3 +264,82 @@ def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
     error = (table.decode(table.encode(states)) - states).square().mean()
     assert float(error) * 4**width < 1.05 * known
     assert float(error) == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)
+
+
+def make_codec(quantizer: str = "lloyd-max", batch_size: int = 2) -> RowCodec:
+    tables = (
+        make_table(quantizer, 48, is_key=is_key, batch_size=batch_size, rope=LAYOUT if is_key else None)
+        for is_key in (True, False)
+    )
+    return RowCodec(tuple(tables))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["", "padded"])
+def test_rows_go_behind_others_time_and_again(levels, dtype, padding):
+    codec = make_codec()
+    for _ in levels():
+        keys, values = torch.randn(2, 2, 2, 160, 48).to(dtype)
+        wide = torch.cat([keys, values], dim=3)
+        coding = prepare_coding(codec, keys, padding, 1e10)
+        rows = tuple(torch.full((2, 2, 170, table.row_size), 99, dtype=torch.uint8) for table in codec.tables())
+        done, first = 3, 40
+        for count in (1, 4, 4, 64, 1, 30):
+            tokens = slice(done, done + count)
+            # Strides of what is read may change, and so may the storage
+            states = (
+                (wide[:, :, tokens, :48], values[:, :, tokens])
+                if count == 4
+                else (keys[:, :, tokens], values[:, :, tokens])
+            )
+            if count == 30:
+                rows = tuple(each.clone() for each in rows)
+            assert coding.append(states, rows, done, first + done)
+            expected = codec.encode(*states, Positions(first + done, padding))
+            for own, new in zip(rows, expected, strict=True):
+                assert torch.equal(own[:, :, tokens], new)
+            done += count
+            assert all((each[:, :, :3] == 99).all() and (each[:, :, done:] == 99).all() for each in rows)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2e10, -2e10])
+def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
+    codec = make_codec()
+    for _ in levels():
+        for side in (0, 1):
+            states = torch.randn(2, 2, 2, 5, 48)
+            coding = prepare_coding(codec, states[0], None, 1e10)
+            rows = tuple(torch.zeros(2, 2, 9, table.row_size, dtype=torch.uint8) for table in codec.tables())
+            assert coding.append(tuple(states), rows, 0, 0)
+            states[side, 1, 0, 4, 47] = number
+            assert not coding.append(tuple(states), rows, 0, 0)
+            assert coding.append(tuple(states[:, :, :, :4]), rows, 0, 0)
+            # As far as scales go, and beyond
+            states[side, 1, 0, 4] = 1e9
+            assert not coding.append(tuple(states), rows, 0, 0)
+            assert rows[side][1, 0, 4, 0] == LAST_SCALE
+
+
+def test_rows_behind_others_are_within_their_storage():
+    codec, states = make_codec(), torch.randn(2, 2, 2, 5, 48)
+    coding = prepare_coding(codec, states[0], None, 1e10)
+    rows = tuple(torch.zeros(2, 2, 9, table.row_size, dtype=torch.uint8) for table in codec.tables())
+    for length in (-1, 5, 9):
+        with pytest.raises(ValueError, match=f"5 tokens .* behind {length} of 9 rows"):
+            coding.append(tuple(states), rows, length, 0)
+    with pytest.raises(ValueError, match="`rows` has to be"):
+        coding.append(tuple(states), tuple(each.transpose(0, 1) for each in rows), 0, 0)
+    with pytest.raises(ValueError, match="`rows` has to be"):
+        coding.append(tuple(states), tuple(each[..., 1:].contiguous() for each in rows), 0, 0)
+    with pytest.raises(ValueError, match="5 tokens"):
+        coding.append(tuple(each.transpose(2, 3).contiguous().transpose(2, 3) for each in states), rows, 0, 0)
+    with pytest.raises(ValueError, match="a table of 2 of 48"):
+        coding.append(tuple(states[..., :40]), rows, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "states", [torch.zeros(1, 2, 5, 48, device="meta"), torch.zeros(1, 2, 5, 48).double()], ids=["meta", "float64"]
+)
+def test_what_no_kernel_codes_is_not_prepared(states):
+    assert prepare_coding(make_codec(batch_size=1), states, None, 1e10) is None
+    assert prepare_coding(make_codec("trellis", 1), torch.zeros(1, 2, 5, 48), None, 1e10) is None

@@ -171,21 +171,26 @@ class RowTable:
         """Codes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
-        if self.is_rotated and self.mean is not None:
-            states = states.float() - self.mean.float()[:, :, None]
         kernel = choose_coding_kernel(states, self.head_dim)
+        if kernel == "compiled" or self.basis is None:
+            states = self.numbers(states, positions)
+        # Kernels are imported late: they import this module, and need packages that may not be there
         if kernel == "triton" and self.has_triton(states):
-            # Kernels are imported late: they import this module, and need packages that may not be there
             from kvcache_plugins.kernels.triton import encode
 
             return encode(states, self, positions)
         if kernel == "compiled":
             from kvcache_plugins.kernels.compiled_tokens import encode_rows
 
-            numbers = states if self.basis is None else self._transform(states, positions)
-            return encode_rows(numbers, self, positions)
+            return encode_rows(states, self, positions)
         parts = self._split(self._transform(states, positions))
         return torch.cat([self._encode(part) for part in parts], dim=2)
+
+    def numbers(self, states: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Computes what compiled kernels code of states `[B, H, T, D]`: `[B, H, T, K]`, in a basis if there is one."""
+        if self.is_rotated and self.mean is not None:
+            states = states.float() - self.mean.float()[:, :, None]
+        return states if self.basis is None else self._transform(states, positions)
 
     def decode(self, rows: torch.Tensor, positions: Positions | None = START) -> torch.Tensor:
         """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""

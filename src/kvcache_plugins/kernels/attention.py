@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.parts import DensePart, PagedPart, Part
+from kvcache_plugins.codecs.rows import RowCodec
 
-from .engine import choose_flash
+from .engine import choose_coding_kernel, choose_flash
 from .masks import slice_mask
-from .structs import MOST_CHANNELS
+from .structs import KINDS, MOST_CHANNELS
 
 
 if TYPE_CHECKING:
     from .compiled import PreparedCall
+    from .compiled_tokens import PreparedCoding
 
 
 def attend(
@@ -84,6 +87,24 @@ def prepare_tokens(
     if max(parts[0].head_dims) > MOST_CHANNELS:
         return None
     return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
+
+
+def prepare_coding(
+    codec: Codec, states: torch.Tensor, padding: torch.Tensor | None, limit: float
+) -> "PreparedCoding | None":
+    """
+    Prepares the coding of tokens to come, states `[B, H, any, D]`, as rows behind others; `None` if that is not for
+    compiled kernels. Numbers have to be below `limit`.
+    """
+    if not isinstance(codec, RowCodec) or states.dtype not in KINDS:
+        return None
+    tables = codec.tables(states.device)
+    heads = max(table.head_dim for table in tables)
+    if choose_coding_kernel(states, heads) != "compiled" or any(table.quantizer == "trellis" for table in tables):
+        return None
+    from .compiled_tokens import PreparedCoding
+
+    return PreparedCoding(codec, padding, limit)
 
 
 class OnlineAttention:

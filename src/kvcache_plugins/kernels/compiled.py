@@ -327,6 +327,7 @@ class PreparedCall:
         # Behind them there is only the exact part that grows
         self._rows = call.rows if len(parts) > 1 and parts[-2].kind in _ROW_KINDS else None
         self._rows_part = _as_numbers(parts[-2]) if self._rows is not None else None
+        self._grown: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if call.exact is not None:
             stored, exact = call.exact
             self._exact = _as_numbers(stored)
@@ -350,6 +351,9 @@ class PreparedCall:
             return False
         if not length <= keys.shape[2] == values.shape[2]:
             return False
+        if keys is self._grown[0] and values is self._grown[1]:
+            part[_LENGTH] = length
+            return True
         for side, states in ((rows.keys, keys), (rows.values, values)):
             known = {**self._sizes, "capacity": states.shape[2], "size": side.size}
             side.rows, side.capacity = check("rows", states, _ROWS_OF_SIDE, known), states.shape[2]

@@ -22,12 +22,12 @@ from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowTable, scale_of
+from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
 
 from .compiled import AttentionCall, angles_by_tile
 from .library import num_threads, run
-from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
+from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, check, make
 
 
 # As in `coding.h` and `coding.c`
@@ -51,7 +51,7 @@ def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = ST
     where the table has a basis, and without their mean if they are to be rotated.
     """
     rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
-    _code("encode_rows", states, rows, table, table.rope, positions)
+    run("encode_rows", *_coding("encode_rows", states, rows, table, table.rope, positions))
     return rows
 
 
@@ -62,7 +62,7 @@ def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None
     table has a basis, and without their mean if they were rotated.
     """
     states = torch.empty(*rows.shape[:3], table.num_coded)
-    _code("decode_rows", states, rows, table, table.rope, positions)
+    run("decode_rows", *_coding("decode_rows", states, rows, table, table.rope, positions))
     return states
 
 
@@ -70,7 +70,7 @@ def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None
 def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
     """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
     turned = torch.empty(keys.shape)
-    _code("turn_states", keys, None, None, layout, positions, result=turned, is_back=is_back)
+    run("turn_states", *_coding("turn_states", keys, None, None, layout, positions, result=turned, is_back=is_back))
     return turned
 
 
@@ -83,11 +83,87 @@ def measure_channels(
     means, variances = torch.empty(2, batch_size, num_heads, head_dim).unbind()
     valid = None if valid is None else valid.contiguous()
     own = {"valid": valid, "means": means, "variances": variances}
-    _code("measure_channels", states, None, None, layout, positions, **own)
+    run("measure_channels", *_coding("measure_channels", states, None, None, layout, positions, **own))
     return means, variances
 
 
-def _code(
+class PreparedCoding:
+    """
+    Codes tokens as rows in storage behind others, as often as a buffer is full: what stays the same is checked once.
+
+    Args:
+        codec (`RowCodec`): whose rows they are, of scalar quantizers.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): of the sequences.
+        limit (`float`): what all numbers have to be below.
+    """
+
+    def __init__(self, codec: RowCodec, padding: torch.Tensor | None, limit: float):
+        self.codec, self.padding = codec, padding
+        self._limit, self._sides = limit, [_CodingSide(table) for table in codec.tables()]
+
+    def append(
+        self,
+        states: tuple[torch.Tensor, torch.Tensor],
+        rows: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        start: int,
+    ) -> bool:
+        """
+        Codes keys and values behind the rows in use, and tells whether the codes stand for them: if not, no row in use
+        has changed, and `RowTable.encode` and whoever calls it say more.
+
+        Args:
+            states (two `torch.Tensor` of shape `[B, H, T, D]`): keys and values.
+            rows (two `torch.Tensor` of shape `[B, H, capacity, R]`, uint8): storage with `length` rows in use.
+            length, start (`int`): rows in use, and the index of the first token to be coded.
+        """
+        positions = Positions(start, self.padding)
+        return all(
+            side.append(own, to, length, positions, self._limit)
+            for side, own, to in zip(self._sides, states, rows, strict=True)
+        )
+
+
+class _CodingSide:
+    """Keeps what `PreparedCoding` has checked of keys or of values."""
+
+    __slots__ = ("address", "call", "kind", "most", "rows", "table")
+
+    def __init__(self, table: RowTable):
+        self.table, self.call = table, None
+
+    def append(
+        self, states: torch.Tensor, rows: torch.Tensor, length: int, positions: Positions, limit: float
+    ) -> bool:
+        table = self.table
+        numbers, count = table.numbers(states, positions), states.shape[2]
+        kind = numbers.shape[:2], numbers.shape[3], numbers.dtype, rows.shape[:2], rows.shape[3]
+        if self.call is None or kind != self.kind or positions.first + count >= self.most:
+            # Positions up to here have angles in it
+            self.most = 2 ** ((positions.first + count) // TILE).bit_length() * TILE
+            self.kind, self.rows = kind, None
+            self.call = _coding("encode_rows", numbers, rows, table, table.rope, positions, limit=limit)[0]
+        call, strides = self.call, numbers.stride()
+        if rows is not self.rows:
+            call.rows, call.capacity = (
+                check("rows", rows, call.arrays["rows"], {**call.given, "capacity": rows.shape[2]}),
+                rows.shape[2],
+            )
+            self.rows, self.address = rows, call.rows
+        if not 0 <= length <= rows.shape[2] - count or strides[3] != 1 or not numbers.is_cpu or count > TILE:
+            raise ValueError(
+                f"{count} tokens of {numbers.device}, strides {strides}, behind {length} of {rows.shape[2]} rows"
+            )
+        call.states, call.tokens, call.start = numbers.data_ptr(), count, positions.first
+        call.strides[0], call.strides[1], call.strides[2] = strides[:3]
+        call.rows = self.address + length * rows.shape[3]
+        call.tasks.next = call.tasks.ended = call.is_unfit = 0
+        call.tasks.count = numbers.shape[0] * numbers.shape[1]
+        run("encode_rows", call)
+        return not call.is_unfit
+
+
+def _coding(
     name: str,
     states: torch.Tensor,
     rows: torch.Tensor | None,
@@ -95,8 +171,11 @@ def _code(
     layout: RotaryLayout | None,
     positions: Positions | None,
     **others: Any,
-) -> None:
-    """Runs a kernel on states `[B, H, T, K]` and rows `[B, H, T, R]`, of which one is written."""
+) -> tuple[Structure, int | None]:
+    """
+    Describes states `[B, H, T, K]` and rows `[B, H, T, R]` to a kernel, which writes one of them. Returns the call,
+    and threads that there is scratch for.
+    """
     shape, threads = states.shape, None
     fields: dict[str, Any] = {"is_back": name != "decode_rows", **others}
     if name == "decode_rows":
@@ -107,6 +186,7 @@ def _code(
         states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
         fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
         fields["rows"] = rows
+    fields["capacity"] = 0 if rows is None else rows.shape[2]
     # In a basis keys are turned by themselves
     if positions is not None and layout is not None and layout.frequencies and (table is None or table.basis is None):
         head_dim = shape[3] if table is None else table.head_dim
@@ -132,11 +212,13 @@ def _code(
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
     call = make("Coding", fields, base=base, tokens=shape[2])
+    # A copy of them may be this call's alone
+    call.alive = call.alive, states
     # Of so many tokens, which are counted from the start of a tile; channels are measured of all
     call.tasks.count = shape[0] * shape[1]
     if name != "measure_channels":
         call.tasks.count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
-    run(name, call, threads)
+    return call, threads
 
 
 def _describe(table: RowTable, batch_size: int) -> Structure:

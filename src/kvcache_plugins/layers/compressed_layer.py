@@ -22,7 +22,7 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import DensePart
-from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
@@ -186,7 +186,7 @@ class CompressedLayer(PromptLayer):
             states = torch.cat((plain[0], key_states), dim=-2), torch.cat((plain[1], value_states), dim=-2)
             self._plain, self._length = states, self._length + 1
             return states if self._length <= self._first_heard else self._lazy(*states)
-        if prepared is None or buffer is None or buffer.length >= prepared.limit:
+        if prepared is None or buffer is None or (buffer.length >= prepared.limit and not self._code_again()):
             return super().update(key_states, value_states)
         newest = None
         if prepared.call is not None and buffer.left is None and buffer.length < buffer.capacity:
@@ -210,6 +210,45 @@ class CompressedLayer(PromptLayer):
             self._commit(self.buffer.keys, self.buffer.values, is_prompt=False)
         if not self.record_past:
             self._let_go()
+
+    @in_own_context
+    def _code_again(self) -> bool:
+        """
+        Codes what has waited in the buffer for long enough right behind the newest rows, and tells whether nothing
+        else was to be done: so it is, from one time to the next, while a sequence is decoded.
+        """
+        prepared, buffer, packing = self._prepared, self.buffer, self.packing
+        if prepared is None or prepared.call is None or self._stands_still or not self._is_open or buffer is None:
+            return False
+        block, start, count = self.blocks[-1], self._length - buffer.length, buffer.length - packing.num_kept
+        most = packing.recent_length or self._most_rows
+        if (
+            not isinstance(block, RowBlock)
+            or block.is_recent != bool(packing.recent_length)
+            or start != block.start + block.length
+            or start < self._prefix_stop
+            or (block.is_recent and block.length + count > packing.recent_length)
+            or self._valid_tokens(start, count) is not None
+        ):
+            return False
+        codec, coding = self._codec_of(block), prepared.coding
+        if coding is None or coding.codec is not codec or coding.padding is not self.padding:
+            coding = prepared.coding = prepare_coding(codec, buffer.keys, self.padding, packing.largest)
+        if coding is None:
+            return False
+        block.make_room(count, most)
+        keys, values = buffer.tensors()
+        tokens = keys[:, :, :count], values[:, :, :count]
+        if not coding.append(tokens, (block.keys, block.values), block.length, start):
+            return False
+        block.length += count
+        buffer.drop_first(count)
+        self._counters["tokens_compressed"] += count
+        self._counters["chunks_compressed"] += 1
+        if prepared.extend(block):
+            return True
+        self._prepared = None
+        return False
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.packing.residual_length or self.codec is None:

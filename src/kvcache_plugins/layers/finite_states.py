@@ -21,8 +21,13 @@ def check_finite(
         # Nothing is known of what has no data
         return
     # One answer is waited for, not one a side; what stands for padding may be anything, and seldom is
-    fits = _are_all_finite(keys, largest) & _are_all_finite(values, largest)
-    if bool(fits if is_beyond is None else fits & ~is_beyond):
+    fits = True if is_beyond is None else ~is_beyond
+    for states in (keys, values):
+        if states.numel():
+            # Read once, and nothing as large is written: NaN is the least and the largest of what it is among
+            least, most = states.aminmax()
+            fits = (least > -largest) & (most < largest) & fits
+    if bool(fits):
         return
     for name, states in (("keys", keys), ("values", values)):
         if not bool(_are_finite(states, valid, largest)):
@@ -37,14 +42,6 @@ def _raise_unstorable(reason: str, layer_idx: int) -> NoReturn:
         f"layer {layer_idx}: {reason}. What was compressed before is unharmed, but layers before this one already "
         "took the update in: `crop` the last tokens or `reset` the cache."
     )
-
-
-def _are_all_finite(states: torch.Tensor, largest: float) -> torch.Tensor:
-    """Read once, and nothing as large is written: NaN is the least and the largest of what it is among."""
-    if not states.numel():
-        return torch.ones((), dtype=torch.bool, device=states.device)
-    least, most = states.aminmax()
-    return (least > -largest) & (most < largest)
 
 
 def _are_finite(states: torch.Tensor, valid: torch.Tensor | None, largest: float) -> torch.Tensor:

@@ -26,6 +26,7 @@ from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
 
 if TYPE_CHECKING:
     from kvcache_plugins.kernels.compiled import PreparedCall
+    from kvcache_plugins.kernels.compiled_tokens import PreparedCoding
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
@@ -37,6 +38,8 @@ _SLOTS = "batch_size", "num_heads", "num_slots"
 # Shares of the rows held: of what is appended at most, that room for as much again is made, and that such room is at
 # least; little, as spare room is held too, and moving is cheap
 _MOST_REPEATED, _LEAST_ROOM = 64, 256
+# Recent rows that there is room for at a time
+_RECENT_STEP = 8
 _PART_NAMES = {
     "codes": "codes",
     "scale": "scales",
@@ -77,15 +80,21 @@ class RowBlock:
 
     def append(self, block: RowBlock, most: int | None) -> None:
         """Adds the rows of a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
-        count = block.length
+        total = self.length + block.length
+        self.make_room(block.length, most)
+        self.keys[:, :, self.length : total] = block.keys
+        self.values[:, :, self.length : total] = block.values
+        self.length = total
+
+    def make_room(self, count: int, most: int | None) -> None:
+        """Grows the capacity, if it is too little for `count` more tokens, as `append` says."""
         total = self.length + count
         if total > self.capacity:
             is_repeated = count <= self.length // _MOST_REPEATED
             capacity = total + (max(count, self.length // _LEAST_ROOM // count * count) if is_repeated else 0)
+            if self.is_recent:
+                capacity = -(-total // _RECENT_STEP) * _RECENT_STEP
             self.reserve(max(total, capacity if most is None else min(capacity, most)))
-        self.keys[:, :, self.length : total] = block.keys
-        self.values[:, :, self.length : total] = block.values
-        self.length = total
 
     def reserve(self, num_tokens: int) -> None:
         """Moves to storage of its own for `num_tokens` in all, and no less than are in use."""
@@ -404,14 +413,16 @@ class PreparedParts:
         parts (`list`): those.
         limit (`int`): tokens that the buffer may hold before anything changes.
         call (`PreparedCall`, *optional*): attention over them and the buffer.
+        coding (`PreparedCoding`, *optional*): how tokens of the buffer become rows of the newest block.
         is_tried (`bool`): whether there is a call, if there can be one.
     """
 
-    __slots__ = ("call", "is_tried", "limit", "parts")
+    __slots__ = ("call", "coding", "is_tried", "limit", "parts")
 
     def __init__(self, parts: list[Any], limit: int):
         self.parts, self.limit = parts, limit
         self.call: PreparedCall | None = None
+        self.coding: PreparedCoding | None = None
         self.is_tried = False
 
     def extend(self, block: Block) -> bool:

@@ -75,6 +75,10 @@ class ResidualBuffer:
         keys, values = self.keys[:, :, count:], self.values[:, :, count:]
         self.length = keys.shape[2]
         capacity = min(-(-max(self.length, 1) // _STEP) * _STEP, max(self.limit, self.length))
+        if capacity == self.capacity and self.length <= count:
+            for stored, states in zip(self.storage, (keys, values), strict=True):
+                stored.narrow(2, 0, self.length).copy_(states)
+            return
         self._store(_with_room(keys, capacity), _with_room(values, capacity))
 
     def released(self) -> "ResidualBuffer | None":

@@ -132,7 +132,8 @@ typedef struct {
     const void *states;             /* [batch, heads, tokens, dim], read; numbers of a token follow each other */
     int64_t strides[3];             /* of its batch, heads and tokens, in numbers */
     float *result;                  /* [batch, heads, tokens, dim]; written */
-    uint8_t *rows;                  /* [batch, heads, tokens, row_size] */
+    uint8_t *rows;                  /* [batch, heads, capacity, row_size] */
+    int64_t capacity;
     const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
     int64_t order_size;
     const uint16_t *mean;           /* [batch, heads, dim]; or 0 */
@@ -150,6 +151,8 @@ typedef struct {
     float *means, *variances;       /* each [batch, heads, dim]; of channels, written */
     float *scratch;                 /* [threads, scratch_size]; of trellises */
     int64_t threads, scratch_size, entered;
+    double limit;                   /* where numbers are too large to be coded, if that is to be told */
+    int64_t is_unfit;               /* told: whether a token has NaN, such a number, or the last scale */
 } Coding;
 
 /* ---- tokens of which some are chosen ---- */

@@ -290,7 +290,7 @@ static vf code_paths(
 }
 static void write_rows(const Coding *c, const Head *head, Group g, vu stored, Bits bits) {
     for (int t = 0; t < g.count; t++) {
-        uint8_t *row = c->rows + (g.matrix * c->tokens + g.first + t) * c->row_size, *end = row + c->row_size;
+        uint8_t *row = c->rows + (g.matrix * c->capacity + g.first + t) * c->row_size, *end = row + c->row_size;
         *row++ = (uint8_t)stored[t];
         for (int v = 0; v < head->blocks; v++) {
             int width = head->widths[v];
@@ -314,7 +314,7 @@ INLINE uint64_t word_at(const uint8_t *row, int64_t place, int64_t size) {
     return word;
 }
 static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
-    const uint8_t *rows = c->rows + (g.matrix * c->tokens + g.first) * c->row_size;
+    const uint8_t *rows = c->rows + (g.matrix * c->capacity + g.first) * c->row_size;
     ALIGNED Bits bits;
     vu stored;
     for (int t = 0; t < L; t++) {
@@ -341,12 +341,15 @@ static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
     }
 }
 
-static void encode_group(const Coding *c, const Head *head, Group g, const Grids grids, const float *factors, float *scratch) {
+static void encode_group(Coding *c, const Head *head, Group g, const Grids grids, const float *factors, float *scratch) {
     ALIGNED vf x[MOST_CHANNELS], normal[MOST_CHANNELS];
     Bits bits;
     vf energy;
     vu stored = {0};
     load_tokens(c, g, x);
+    vi fits = ~(vi){0};
+    /* NaN is not below anything */
+    for (int d = 0; c->limit > 0 && d < c->dim; d++) fits &= (x[d] < (float)c->limit) & (x[d] > -(float)c->limit);
     if (c->rotary) turn_tokens(c, g, x);
     if (c->rotation > 1) rotate_tokens(c, x);
     vf found = normalize(c, head, x, normal, &energy);
@@ -361,6 +364,8 @@ static void encode_group(const Coding *c, const Head *head, Group g, const Grids
         for (int t = 0; t < L; t++) is_settled &= found[t] == scale[t];
         if (is_settled) break;
     }
+    for (int t = 0; c->limit > 0 && t < g.count; t++)
+        if (!fits[t] || stored[t] == LAST_SCALE) __atomic_store_n(&c->is_unfit, 1, __ATOMIC_RELAXED);
     write_rows(c, head, g, stored, bits);
 }
 /* What numbers are multiplied by to be searched for at every width, and the points in the same steps */
