@@ -22,6 +22,11 @@ PLATFORMS ?= manylinux_2_17_x86_64 manylinux_2_17_aarch64 macosx_11_0_x86_64 mac
 # Processes that share the tests, one thread each; 0 is none but pytest's own.
 TEST_PROCESSES ?= auto
 
+# Where `make test-oldest` installs, and the tests that need no newer Transformers (serving and batching need 5.23)
+OLDEST_VENV ?= .venv-oldest
+OLDEST_TESTS ?= $(addprefix tests/,advice baselines codecs contract gear infinigen kv_runahead layers models prompt_store reports) \
+	tests/test_registry.py tests/test_custom_generate.py
+
 # Threads that wait for work sleep instead of spinning. On two cores that something else is using too, a tiny model was
 # measured to be nearly twenty times faster for it (1.6 s for a test that took 30 s).
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -38,10 +43,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long sanitize wheels weight promises bench notebooks check style types docs format clean
+.PHONY: help demo test test-long test-oldest sanitize wheels weight promises bench notebooks check style types docs format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.kernels  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
@@ -53,6 +58,13 @@ test: $(VENV)/.kernels  ## all tests but those of `make test-long`
 
 test-long: $(VENV)/.kernels  ## tests that repeat on real models, or at full size, what others show in small
 	$(PYTEST) -m long $(PYTEST_ARGS)
+
+# In an environment of its own: what is developed with stays as it is
+test-oldest:  ## fast tests with the oldest Transformers (and `TORCH=`) that pyproject.toml admits
+	$(MAKE) VENV=$(OLDEST_VENV) $(OLDEST_VENV)/.kernels
+	$(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile \
+		"transformers==$$(sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
+	$(OLDEST_VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) -m "not long and not slow" $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.kernels  ## the tests of the C kernels, under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m pytest --numprocesses 0 tests/kernels/test_sanitizers.py

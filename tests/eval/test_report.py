@@ -111,7 +111,7 @@ def test_trellis_codes_and_parts_are_in_tables_alone():
 def test_what_was_not_measured_is_left_open():
     row = {"cache": "gear-c16", "what": "calibrated", "kv_percent": 15.1, "kv_percent_with_shared": 16.9}
     row |= {"kl": 0.006, "kl_decoded": None, "speed_against_dynamic": None}
-    assert "| `gear-c16` | calibrated | 15.1 (16.9) | 0.0060 | - | - |" in RENDERERS["overview"]([row])
+    assert "| `gear-c16` | calibrated | 15.1 (16.9) | - | 0.0060 | - |" in RENDERERS["overview"]([row])
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"

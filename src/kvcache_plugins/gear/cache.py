@@ -217,7 +217,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         self.gear_config, self.calibration = resolve_form(backbone, options, calibration, model)
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
-        self._given_mask, self.max_cache_len = attention_mask, max_cache_len
+        self._given_mask, self._max_cache_len = attention_mask, max_cache_len
         if max_cache_len is not None:
             check_static(max_cache_len, self.gear_config, config)
         self._init_layers(config)
@@ -238,8 +238,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if self.calibration is not None and (window is None or index in self.calibration.layers):
             codec = self.calibration.codec(index, options.key_nbits, options.quantizer, frequencies)
         packing = options.packing(frequencies, codec)
-        if window is None and options.quantizer == "lloyd-max" and (self.max_cache_len or has_gpu_kernels()):
-            return StaticLayer(packing, index, self._given_mask, self.max_cache_len)
+        if window is None and options.quantizer == "lloyd-max" and (self._max_cache_len or has_gpu_kernels()):
+            return StaticLayer(packing, index, self._given_mask, self._max_cache_len)
         return CompressedLayer(packing, index, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
