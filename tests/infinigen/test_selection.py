@@ -6,7 +6,7 @@ import torch
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
-from kvcache_plugins.infinigen.selection import Ends, select_tokens
+from kvcache_plugins.infinigen.selection import select_tokens
 
 
 NOTHING = torch.empty(1, 1, 1, 0)
@@ -185,7 +185,7 @@ def test_compiled_choice_is_the_same(sizes, num_resident, options, num_threads, 
         scores.transpose(1, 2).contiguous().transpose(1, 2),
         resident,
         None,
-        Ends(config.sink, num_tokens - config.recent),
+        None,
         num_tokens,
         num_tokens,
         config,

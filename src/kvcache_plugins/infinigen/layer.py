@@ -29,6 +29,7 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
@@ -41,7 +42,7 @@ from .coded_rows import CodedRows
 from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
-from .selection import Ends, Selection, always_attended, attended_columns, count_hits, most_chosen, select_tokens
+from .selection import Selection, always_attended, attended_columns, bounds_of, count_hits, most_chosen, select_tokens
 from .staging import StagedRows, TransferTimes, start_fetch
 
 
@@ -124,6 +125,8 @@ class InfiniGenLayer(PromptLayer):
         self.scoring: ScoringStates | None = None
         self.num_pooled = 0
         self._fetch: Fetch | None = None
+        # A step over the pool as it is now, chosen by the layer's own query
+        self._call: ChoosingCall | None = None
         # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
@@ -187,6 +190,26 @@ class InfiniGenLayer(PromptLayer):
         window = self.window
         return None if self.pool is not None or window is None else (window.keys, window.values)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PromptLayer.update`: a token like the last one is left for the kernel that attends to write."""
+        call, window = self._call, self.window
+        if (
+            call is None
+            or window is None
+            or window.left is not None
+            or window.length >= min(window.capacity, window.limit)
+            or self._num_new != 1
+            or torch.compiler.is_dynamo_compiling()
+            or torch.is_grad_enabled()
+            or not call.takes(key_states, value_states)
+        ):
+            return super().update(key_states, value_states)
+        window.left, window.length = (key_states, value_states), window.length + 1
+        self._length += 1
+        return self._lazy(None, None)
+
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.window is None or self._is_window_full:
             return None
@@ -228,7 +251,7 @@ class InfiniGenLayer(PromptLayer):
             MemoryError: if the host has no memory for them.
             ValueError: if they cannot be stored in this form.
         """
-        config, pool, position = self.config, self.pool, self.num_pooled
+        config, pool, position, self._call = self.config, self.pool, self.num_pooled, None
         limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
         scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
         encoded, parts = scoring.encode(keys, values, count, position)
@@ -286,6 +309,7 @@ class InfiniGenLayer(PromptLayer):
         return scoring.needs_queries(self._length + (self._pending is None))
 
     def on_exact_attention(self, call: AttentionCall) -> None:
+        self._call = None
         self._learn_padding(call.mask)
         # Queries of what is projected are of other heads
         if call.project is None:
@@ -360,7 +384,7 @@ class InfiniGenLayer(PromptLayer):
         else:
             columns = self._valid_tokens(0, length)
         allowed: torch.Tensor | None = None
-        forced: torch.Tensor | Ends = Ends(config.sink, length - config.recent)
+        forced: torch.Tensor | None = None
         resident = query @ window.keys.float().transpose(2, 3)
         num_tokens: torch.Tensor | int = length
         if columns is not None:
@@ -434,7 +458,47 @@ class InfiniGenLayer(PromptLayer):
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
         self._note(fetch.selection, rows, scale)
+        if kernel == "compiled" and call.mask is None and call.is_plain:
+            self._prepare_call(rows, scale)
         return output.reshape(*query.shape[:3], -1)
+
+    def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
+        """Describes the next steps at once, if they will be like one by queries `[B, H, G, D]` without a mask."""
+        pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
+        is_known = isinstance(scoring, ScoringCodes) and config.min_weight is not None and query.is_cpu
+        if not is_known or self.padding is not None or config.track_hits or config.speculates_on(query.device):
+            return
+        assert pool is not None and window is not None and isinstance(scoring, ScoringCodes)
+        if pool.usage is None and pool.disk is None and pool.num_slots:
+            codes, scales = scoring.rows["codes"], scoring.rows["scale"]
+            self._call = ChoosingCall(
+                query,
+                scale,
+                codes,
+                scales,
+                scoring.spread,
+                scoring.length,
+                scoring.nbits,
+                pool.pages,
+                window.tensors(),
+            )
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        call, window = self._call, self.window
+        if call is None or window is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
+            return None
+        bounds = bounds_of(self.config, num_tokens, self.num_pooled)
+        output = call.attend(query, scale, window.storage, window.length, window.left, bounds)
+        if output is not None:
+            # It has been written
+            window.left = None
+            counters, num_rows = self._counters, self.batch_size * self._shapes["keys"][1]
+            counters["attend_calls"] += 1
+            counters["selected_calls"] += 1
+            counters["fused_calls"] += 1
+            counters["tokens_fetchable"] += num_tokens * num_rows
+            counters["tokens_fetched"] += call.num_chosen
+        return output
 
     def attend_selection(
         self,
@@ -524,7 +588,8 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch, left = None, self._length - count
+        self._fetch = self._call = None
+        left = self._length - count
         if self.window is not None:
             self.window.drop_last(min(count, self.window.length))
         if left < self.num_pooled:
@@ -534,7 +599,7 @@ class InfiniGenLayer(PromptLayer):
             self.scoring.truncate(self.pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = None
+        self._fetch = self._call = None
         for stored in (self.pool, self.scoring, self.window):
             if stored is not None:
                 stored.map(function)

@@ -9,11 +9,10 @@ Legend: B batch, H key/value heads, G query heads a key/value head, N slots of t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from kvcache_plugins.kernels.compiled_tokens import choose_heaviest
+from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, choose_heaviest
 from kvcache_plugins.kernels.engine import choose_token_kernel
 from kvcache_plugins.kernels.tokens import largest
 
@@ -44,19 +43,6 @@ class Selection:
         return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
 
 
-class Ends(NamedTuple):
-    """
-    Slots at both ends of a pool whose slots are in the order of their tokens.
-
-    Attributes:
-        first (`int`): those before it.
-        newest (`int`): those from it on.
-    """
-
-    first: int
-    newest: int
-
-
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
     """Marks which of `length` tokens the last query of a mask attends to, `[B, length]`, bool."""
     row = attn_mask.expand(batch_size, *attn_mask.shape[1:3], length)[:, 0, -1]
@@ -74,7 +60,7 @@ def select_tokens(
     scores: torch.Tensor,
     resident_scores: torch.Tensor,
     allowed: torch.Tensor | None,
-    forced: torch.Tensor | Ends,
+    forced: torch.Tensor | None,
     num_tokens: torch.Tensor | int,
     most_tokens: int,
     config: InfiniGenConfig,
@@ -89,8 +75,9 @@ def select_tokens(
             The same of the tokens that are attended to anyway; R may be 0, padding -inf.
         allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
             Which slots may be chosen: no padding, nothing that a mask excludes.
-        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, or `Ends`):
-            Which of those are chosen whatever their score: `config.sink + config.recent` at most.
+        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
+            Which of those are chosen whatever their score: `config.sink + config.recent` at most. By default the first
+            and the newest slots, which then stand in the order of their tokens.
         num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all sequences have the same):
             Real tokens cached, which shares are shares of.
         most_tokens (`int`):
@@ -100,14 +87,11 @@ def select_tokens(
     """
     num_slots = scores.shape[3]
     limit = most_chosen(config, most_tokens, num_slots)
-    if isinstance(forced, Ends):
+    if forced is None:
         if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
-            assert config.min_weight is not None
-            least = min(config.min_weight / num_tokens, _FORCED)
-            most = max(int(num_tokens * config.max_fetch_ratio), 1)
-            return Selection(*choose_heaviest(scores, resident_scores, forced, least, most, limit))
+            return Selection(*choose_heaviest(scores, resident_scores, bounds_of(config, num_tokens, num_slots)))
         slots = torch.arange(num_slots, device=scores.device)
-        forced = (slots < forced.first) | (slots >= forced.newest)
+        forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
         forced = forced & allowed
@@ -130,6 +114,14 @@ def select_tokens(
 def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
     """Tells whether the rule is one that is compiled, and there is something to choose of."""
     return config.min_weight is not None and scores.shape[3] > 0 and choose_token_kernel(scores)[0] == "compiled"
+
+
+def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
+    """Tells what the rule of a least weight chooses of a pool in order when there are so many tokens."""
+    assert config.min_weight is not None
+    least, cap = min(config.min_weight / num_tokens, _FORCED), max(int(num_tokens * config.max_fetch_ratio), 1)
+    limit = most_chosen(config, num_tokens, num_slots)
+    return ChoiceBounds(config.sink, num_tokens - config.recent, least, cap, limit)
 
 
 def most_chosen(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:
