@@ -58,6 +58,30 @@ def test_rules(options: dict[str, object], expected: list[int]) -> None:
     assert chosen(WEIGHTS, **options) == expected
 
 
+@pytest.mark.parametrize(
+    ("mass", "ratio", "num_resident"), [(0.5, 1.0, 0), (0.9, 0.3, 4), (0.97, 0.1, 0), (1.0, 1.0, 3)]
+)
+def test_a_mass_is_reached_within_the_cap_or_said_to_be_short(mass: float, ratio: float, num_resident: int) -> None:
+    scores, resident = (2 * torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(0)) for size in (60, 4))
+    resident = resident[..., :num_resident]
+    config = InfiniGenConfig(mass=mass, max_fetch_ratio=ratio, sink=1, recent=1)
+    forced = torch.arange(60)[None, None] == 7
+    found = select_tokens(scores, resident, None, forced, 60, 60, config)
+    weights = torch.cat([scores, resident], dim=3).double().softmax(dim=3).mean(dim=2)
+    assert found.is_short is not None
+    for item, head in [(item, head) for item in range(2) for head in range(3)]:
+        own = weights[item, head]
+        order = [7, *(slot for slot in own[:60].argsort(descending=True).tolist() if slot != 7)]
+        wanted, reached = [], float(own[60:].sum())
+        while len(wanted) < max(1, int(60 * ratio)) and reached < mass - 1e-6 * (mass == 1) and len(wanted) < 60:
+            wanted.append(order[len(wanted)])
+            reached += float(own[wanted[-1]])
+        count = int(found.count[item, head])
+        assert abs(count - len(wanted)) <= (mass == 1.0)
+        assert found.slots[item, head, :count].tolist() == order[:count]
+        assert bool(found.is_short[item, head]) is (reached < mass - 1e-5)
+
+
 def test_group_of_heads_shares_by_average_weight() -> None:
     """Two query heads of very different scale: scores could not be averaged, weights can."""
     scores = torch.tensor([[[[9.0, 0.0, 0.0, 8.0], [0.0, 0.1, 0.3, 0.0]]]])

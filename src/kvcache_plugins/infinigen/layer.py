@@ -104,6 +104,8 @@ class InfiniGenLayer(PromptLayer):
         "tokens_evicted",
         "hits",
         "hits_possible",
+        "choices",
+        "choices_short",
         "prompts_without_mask",
     )
 
@@ -275,8 +277,8 @@ class InfiniGenLayer(PromptLayer):
             self._refit(scoring)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        if "tokens_fetched" not in self._sums:
-            self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
+        for name in ("tokens_fetched", *(("choices_short",) if config.mass is not None else ())):
+            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -498,6 +500,7 @@ class InfiniGenLayer(PromptLayer):
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * num_rows
             counters["tokens_fetched"] += call.num_chosen
+            counters["choices"] += num_rows
         return output
 
     def attend_selection(
@@ -557,6 +560,9 @@ class InfiniGenLayer(PromptLayer):
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
+        self._counters["choices"] += self.batch_size * pool.num_heads
+        if selection.is_short is not None:
+            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:

@@ -8,7 +8,7 @@ All of it is computed where the scores are, and the host asks for none of it: on
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,8 @@ from .config import InfiniGenConfig
 # Added to the weight, a probability, of a token that is fetched whatever its weight
 _FORCED = 2.0
 _NEVER = -1.0
+# Of a sum of probabilities
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,10 +34,12 @@ class Selection:
     Attributes:
         slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): their slots, those that matter most first.
         count (`torch.Tensor` of shape `[B, H]`, int64): how many of them each head takes; the others are filling.
+        is_short (`torch.Tensor` of shape `[B, H]`, bool, *optional*): where the cap ended a choice before `mass`.
     """
 
     slots: torch.Tensor
     count: torch.Tensor
+    is_short: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:
@@ -108,7 +112,11 @@ def select_tokens(
     weights = torch.where(is_forced, top - _FORCED, top)
     wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], held)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
-    return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    selection = Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    if config.mass is None:
+        return selection
+    reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
+    return replace(selection, is_short=reached < config.mass - _ROUNDING)
 
 
 def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
