@@ -285,13 +285,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
         """
-        Raises a `ValueError` if all positions of new tokens are among those of the tokens that are held.
-
-        Args:
-            position_ids (`torch.Tensor` of shape `[batch_size, new tokens]`, *optional*):
-                Positions of the new tokens. Of another shape they do not count tokens.
-            attention_mask (`torch.Tensor` of shape `[batch_size, heads or 1, new tokens, all tokens]`, *optional*):
-                Tokens that it hides from the newest one are in no position.
+        Raises a `ValueError` if `position_ids` `[batch_size, new tokens]` are all among those of held tokens; of
+        another shape they do not count tokens, and what `attention_mask` `[batch_size, heads or 1, new tokens, all
+        tokens]` hides from the newest is in no position.
         """
         layer = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there

@@ -55,12 +55,8 @@ _NUM_QUERIES = 256
 @dataclass(frozen=True, eq=False, slots=True)
 class Fetch:
     """
-    Tokens that were chosen for one step.
-
-    Attributes:
-        selection (`Selection`): which.
-        length (`int`): tokens of the sequence at that step, the new one included.
-        staged (`StagedRows`, *optional*): their rows on the way to a GPU.
+    Tokens chosen for one step, when the sequence had `length` tokens with the new one; `staged` are rows on the way to
+    a GPU.
     """
 
     selection: Selection
@@ -242,16 +238,8 @@ class InfiniGenLayer(PromptLayer):
 
     def _move(self, keys: torch.Tensor, values: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> None:
         """
-        Moves tokens into the pool that follow those held there, as a whole or not at all.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, tokens, D or E]`): states of all tokens that are not there.
-            count (`int`): how many of the first of them move.
-            queries (`torch.Tensor` of shape `[B, H * G, tokens, D]`, *optional*): of their prompt.
-
-        Raises:
-            MemoryError: if the host has no memory for them.
-            ValueError: if they cannot be stored in this form.
+        Moves the first `count` of all tokens `[B, H, tokens, D or E]` that are not in the pool there, as a whole or
+        not at all (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
         """
         config, pool, position, self._call = self.config, self.pool, self.num_pooled, None
         limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
@@ -363,12 +351,8 @@ class InfiniGenLayer(PromptLayer):
     @in_own_context
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """
-        Starts to fetch for the next token.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H * G, 1, D]`): what it is expected to ask with.
-            attn_mask (`torch.Tensor`, *optional*): mask over all tokens with the next one, as attention will get it.
-            scale (`float`): factor of the scores.
+        Starts to fetch for the next token, which is expected to ask with `query` `[B, H * G, 1, D]` under a mask over
+        all tokens with that one.
         """
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
@@ -514,21 +498,11 @@ class InfiniGenLayer(PromptLayer):
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, str | None, bool]:
         """
-        Attention of one new token over the tokens that were chosen for it and the window.
+        Attention of one new token's queries `[B, H, G, D]` over the tokens that were chosen for it and the window.
 
-        Args:
-            query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-            selection (`Selection`): which tokens were chosen.
-            staged (`StagedRows`, *optional*): their rows, if they are brought to a GPU.
-            mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): rows of the mask, boolean or
-                added to the scores.
-            scale (`float`): factor of the scores.
-            softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
-                `AttentionCall`.
-
-        Returns:
-            The output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
-            whether that is not the one that was wanted, otherwise `None` and `False`.
+        The mask is `[B, H or 1, G or 1, tokens]`, boolean or added to the scores; sinks are `[B or 1, H, G, 1]`.
+        Returns the output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
+        whether that is not the one that was wanted, otherwise `None` and `False`.
         """
         pool, window, scoring = self.pool, self.window, self.scoring
         assert pool is not None and window is not None and scoring is not None

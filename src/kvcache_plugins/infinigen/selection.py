@@ -29,12 +29,9 @@ _ROUNDING = 1e-5
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """
-    Tokens of the pool for one step.
-
-    Attributes:
-        slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): their slots, those that matter most first.
-        count (`torch.Tensor` of shape `[B, H]`, int64): how many of them each head takes; the others are filling.
-        is_short (`torch.Tensor` of shape `[B, H]`, bool, *optional*): where the cap ended a choice before `mass`.
+    Tokens of the pool for one step: slots `[B, H, tokens]`, int64, those that matter most first, and how many of them
+    each head takes, `[B, H]`, int64; the others are filling. `is_short` `[B, H]` is where the cap ended a choice
+    before `mass`.
     """
 
     slots: torch.Tensor
@@ -151,14 +148,9 @@ def _num_wanted(
     num_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Counts the tokens that the rule wants, `[B, H]` or broadcast to it.
-
-    Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`): the scores, -inf where not allowed.
-        keys (`torch.Tensor` of shape `[B, H, tokens]`): what the candidates are sorted by, the forced ones first.
-        weights (`torch.Tensor` of shape `[B, H, tokens]`): their weights.
-        resident_weights (`torch.Tensor` of shape `[B, H, R]`): weights of what is attended to anyway.
-        num_tokens (`torch.Tensor` of shape `[B]` or `[1]`): real tokens cached.
+    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`,
+    with `weights` `[B, H, tokens]` beside those `[B, H, R]` of what is attended to anyway; scores are -inf where not
+    allowed.
     """
     if config.share is not None:
         return _share_of(num_tokens, config.share)
