@@ -145,11 +145,7 @@ def test_other_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
     damaged, other = tmp_path / "damaged", tmp_path / "other"
     damaged.write_bytes(b"no safetensors")
     save_file({"weight": torch.zeros(2)}, str(other))
-    for path, message in (
-        (damaged, "damaged"),
-        (other, "none that this"),
-        (tmp_path / "missing", "no file"),
-    ):
+    for path, message in ((damaged, "damaged"), (other, "none that this"), (tmp_path / "missing", "no file")):
         with pytest.raises(ValueError, match=f"`calibration`.*{message}"):
             Calibration.load(path, model)
 
