@@ -186,9 +186,6 @@ class CodedRows(ScoringStates):
         )
         return keys, values
 
-    def can_attend(self, pool: TokenPool) -> bool:
-        return pool.is_in_order
-
     def attend(
         self,
         query: torch.Tensor,
@@ -198,7 +195,9 @@ class CodedRows(ScoringStates):
         start: int,
         mask: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        if not pool.is_in_order:
+            return None
         newest = window.keys, window.values
         with pool.reading():
             return attend_chosen(

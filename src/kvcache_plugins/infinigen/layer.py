@@ -451,23 +451,11 @@ class InfiniGenLayer(PromptLayer):
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
         """Describes the next steps at once, if they will be like one by queries `[B, H, G, D]` without a mask."""
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
-        is_known = isinstance(scoring, ScoringCodes) and config.min_weight is not None and query.is_cpu
-        if not is_known or self.padding is not None or config.track_hits or config.speculates_on(query.device):
-            return
-        assert pool is not None and window is not None and isinstance(scoring, ScoringCodes)
-        if pool.usage is None and pool.disk is None and pool.num_slots:
-            codes, scales = scoring.rows["codes"], scoring.rows["scale"]
-            self._call = ChoosingCall(
-                query,
-                scale,
-                codes,
-                scales,
-                scoring.spread,
-                scoring.length,
-                scoring.nbits,
-                pool.pages,
-                window.tensors(),
-            )
+        is_alike = config.min_weight is not None and self.padding is None and not config.track_hits
+        if is_alike and not config.speculates_on(query.device):
+            assert pool is not None and window is not None and scoring is not None
+            if pool.usage is None and pool.disk is None:
+                self._call = scoring.prepare(query, scale, pool, window.tensors())
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         call, window = self._call, self.window
@@ -510,10 +498,11 @@ class InfiniGenLayer(PromptLayer):
         if staged is None:
             kernel, is_fallback = choose_rows_kernel(query, window.values.shape[3], window.keys.dtype)
             is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
-            if kernel == "compiled" and is_plain and scoring.can_attend(pool):
+            if kernel == "compiled" and is_plain:
                 own = None if mask is None else mask[:, 0, 0]
                 output = scoring.attend(query, selection, pool, window, self.num_pooled, own, scale)
-                return output, kernel, is_fallback
+                if output is not None:
+                    return output, kernel, is_fallback
             kernel = "torch"
         slots, count = selection.slots, selection.count
         positions = None if mask is None else pool.positions_of(slots)

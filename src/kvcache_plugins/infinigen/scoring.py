@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.kernels.compiled_tokens import attend_rows
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows
 from kvcache_plugins.kernels.tokens import code_scores
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
@@ -62,9 +62,11 @@ class ScoringStates:
         keys, values = rows.split(pool.dims, dim=3)
         return keys, values
 
-    def can_attend(self, pool: TokenPool) -> bool:
-        """Tells whether `attend` can go over the pool as it is now."""
-        return True
+    def prepare(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
+    ) -> ChoosingCall | None:
+        """Describes steps with queries like these `[B, H, G, D]` over the pool as it is; `None` if no kernel does."""
+        return None
 
     def attend(
         self,
@@ -75,11 +77,11 @@ class ScoringStates:
         start: int,
         mask: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """
         Attends with the queries `[B, H, G, D]` of one new token to the tokens chosen of the pool and to the window,
         whose first token has position `start`, by the kernel that reads both where they stand; `mask` `[B, tokens]` is
-        the token's row.
+        the token's row. `None` if the kernel cannot.
         """
         slots, count, pages = selection.slots, selection.count, pool.pages
         positions = None if mask is None else pool.positions_of(slots)
@@ -195,6 +197,12 @@ class ScoringCodes(ScoringStates):
         scale = scale.clamp(min=_TINY).half()
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
+
+    def prepare(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
+    ) -> ChoosingCall:
+        codes, scales = self.rows["codes"], self.rows["scale"]
+        return ChoosingCall(query, scale, codes, scales, self.spread, self.length, self.nbits, pool.pages, window)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
