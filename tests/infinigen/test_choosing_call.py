@@ -82,8 +82,20 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
 def test_other_rules_and_pools_prepare_nothing(options) -> None:
     layer = filled(InfiniGenConfig(**options), 100)
     with torch.no_grad():
-        attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+        for _ in range(3):
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
     assert layer._call is None
+
+
+def test_beams_that_are_reordered_in_each_step_prepare_nothing() -> None:
+    layer = filled(InfiniGenConfig(), 100)
+    with torch.no_grad():
+        for is_reordered in (True, True, True, False, False):
+            assert layer._call is None
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+            if is_reordered:
+                layer.reorder_cache(torch.tensor([0]))
+    assert layer._call is not None
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -105,7 +117,8 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
     layer = filled(InfiniGenConfig(), 100)
     new = tuple(torch.randn(1, 3, 1, 16) for _ in range(3))
     with torch.no_grad():
-        attend(layer, new, None)
+        for _ in range(2):
+            attend(layer, new, None)
     call, window = layer._call, layer.window
     assert isinstance(call, ChoosingCall)
     bounds, query = ChoiceBounds(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
@@ -122,6 +135,12 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
         {"newest": (new[1].double(), new[2])},
         {"newest": new[1:], "length": 0},
     ]
+    made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.spread
+    for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
+        with pytest.raises(ValueError, match="window"):
+            ChoosingCall(*made, layer.scoring.length, 4, layer.pool.pages, other)
+    with pytest.raises(ValueError, match="`length` has to be from 1"):
+        ChoosingCall(*made, 0, 4, layer.pool.pages, layer.window.storage)
     for changed in wrong:
         with pytest.raises(ValueError, match="window|tokens in use"):
             call.attend(query, **{**given, **changed}, bounds=bounds)

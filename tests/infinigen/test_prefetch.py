@@ -124,11 +124,12 @@ def test_rows_that_are_held_are_not_overwritten(prefetcher, transfers):
     selections = [make_selection(pool, 12, seed=number) for number in range(3)]
     staged = [prefetcher.start(pool, selection) for selection in selections]
     for each, selection in zip(staged, selections, strict=True):
-        assert_staged(each.wait(), pool, selection)
+        assert_staged(each.__enter__(), pool, selection)
     assert len(prefetcher._stagings) == 3
-    with pytest.raises(AssertionError):
-        staged[0].release()
-        staged[0].wait()
+    with staged[0]:
+        pass
+    with pytest.raises(AssertionError), staged[0]:
+        pass
 
 
 def test_rows_that_nobody_asks_for_give_their_buffer_back(prefetcher, transfers):
@@ -231,7 +232,7 @@ def test_a_device_has_one_prefetcher_whose_bytes_are_told(cuda, transfers, monke
     prefetch._PREFETCHERS[device] = Prefetcher(CPU)
     prefetch.prefetcher_of(device).start(pool, make_selection(pool, 8))
     assert prefetch.staging_bytes(device) > 0
-    prefetch.free_staging()
+    prefetch._PREFETCHERS.clear()
     assert prefetch.staging_bytes(device) == 0
 
 

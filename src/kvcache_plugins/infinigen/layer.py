@@ -123,11 +123,15 @@ class InfiniGenLayer(PromptLayer):
         self.scoring: ScoringStates | None = None
         self.num_pooled = 0
         self._fetch: Fetch | None = None
-        # A step over the pool as it is now, chosen by the layer's own query
-        self._call: ChoosingCall | None = None
+        self._forget_call()
         # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
+
+    def _forget_call(self) -> None:
+        # A step over the pool as it is now, chosen by the layer's own query; and whether one like it was the last
+        self._call: ChoosingCall | None = None
+        self._was_alike = False
 
     def _start_counting(self) -> None:
         # Sums of integers that only the device knows
@@ -241,7 +245,8 @@ class InfiniGenLayer(PromptLayer):
         Moves the first `count` of all tokens `[B, H, tokens, D or E]` that are not in the pool there, as a whole or
         not at all (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
         """
-        config, pool, position, self._call = self.config, self.pool, self.num_pooled, None
+        self._forget_call()
+        config, pool, position = self.config, self.pool, self.num_pooled
         limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
         scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
         encoded, parts = scoring.encode(keys, values, count, position)
@@ -299,7 +304,7 @@ class InfiniGenLayer(PromptLayer):
         return scoring.needs_queries(self._length + (self._pending is None))
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        self._call = None
+        self._forget_call()
         self._learn_padding(call.mask)
         # Queries of what is projected are of other heads
         if call.project is None:
@@ -449,13 +454,17 @@ class InfiniGenLayer(PromptLayer):
         return output.reshape(*query.shape[:3], -1)
 
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
-        """Describes the next steps at once, if they will be like one by queries `[B, H, G, D]` without a mask."""
+        """
+        Describes the next steps at once, if they will be like the second in a row by queries `[B, H, G, D]` without a
+        mask: beams that are reordered in each step would have it made for each.
+        """
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
         is_alike = config.min_weight is not None and self.padding is None and not config.track_hits
         if is_alike and not config.speculates_on(query.device):
             assert pool is not None and window is not None and scoring is not None
-            if pool.usage is None and pool.disk is None:
+            if pool.usage is None and pool.disk is None and self._was_alike:
                 self._call = scoring.prepare(query, scale, pool, window.tensors())
+            self._was_alike = True
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         call, window = self._call, self.window
@@ -557,8 +566,8 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._fetch = self._call = None
-        left = self._length - count
+        self._forget_call()
+        self._fetch, left = None, self._length - count
         if self.window is not None:
             self.window.drop_last(min(count, self.window.length))
         if left < self.num_pooled:
@@ -568,7 +577,8 @@ class InfiniGenLayer(PromptLayer):
             self.scoring.truncate(self.pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._fetch = self._call = None
+        self._forget_call()
+        self._fetch = None
         for stored in (self.pool, self.scoring, self.window):
             if stored is not None:
                 stored.map(function)

@@ -89,7 +89,9 @@ def select_tokens(
     num_slots = scores.shape[3]
     limit = most_chosen(config, most_tokens, num_slots)
     if forced is None:
-        if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
+        is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
+        if is_plain and choose_token_kernel(scores)[0] == "compiled":
+            assert isinstance(num_tokens, int)
             return Selection(*choose_heaviest(scores, resident_scores, bounds_of(config, num_tokens, num_slots)))
         slots = torch.arange(num_slots, device=scores.device)
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
@@ -114,11 +116,6 @@ def select_tokens(
         return selection
     reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
     return replace(selection, is_short=reached < config.mass - _ROUNDING)
-
-
-def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
-    """Tells whether the rule is one that is compiled, and there is something to choose of."""
-    return config.min_weight is not None and scores.shape[3] > 0 and choose_token_kernel(scores)[0] == "compiled"
 
 
 def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:

@@ -76,7 +76,7 @@ def _timed(times: TransferTimes | None, name: str, stream: torch.cuda.Stream) ->
 class StagedRows:
     """
     Rows of chosen tokens that are on their way to the GPU. Used in a `with` statement, which waits for them and, at
-    its end, gives their buffer back; or by `wait` and `release`.
+    its end, gives their buffer back.
 
     What is copied of it, with the cache that it was started for or into a file, is `None`: a copy starts its own.
     """
@@ -86,10 +86,10 @@ class StagedRows:
         # Whoever drops this object without releasing it gives the buffer back all the same
         staging.owner = weakref.ref(self)
 
-    def wait(self) -> torch.Tensor:
+    def __enter__(self) -> torch.Tensor:
         """
         Has the current stream wait for the rows, not the host. Returns `[B, H, K, R]`, of each head as many rows as
-        were chosen; what stands behind those may be anything, NaN among it. Not to be used after `release`.
+        were chosen; what stands behind those may be anything, NaN among it. Not to be used behind the statement.
         """
         assert self._staging.owner is not None and self._staging.owner() is self
         stream = torch.cuda.current_stream(self._rows.device)
@@ -99,16 +99,10 @@ class StagedRows:
         self._rows.record_stream(stream)
         return self._rows
 
-    def release(self) -> None:
-        """Gives the buffer back. What the current stream has been given so far may still read it."""
+    def __exit__(self, *error: object) -> None:
+        # What the current stream has been given so far may still read it
         self._staging.read.record(torch.cuda.current_stream(self._rows.device))
         self._staging.owner = None
-
-    def __enter__(self) -> torch.Tensor:
-        return self.wait()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def __reduce__(self) -> tuple[object, ...]:
         return _nothing, ()
@@ -245,8 +239,3 @@ def expected_staging_bytes(num_bytes: int, num_layers: int, *, speculate: bool) 
     fetches while another one attends if they speculate.
     """
     return int(_GROWTH * num_bytes) * (min(num_layers, 2) if speculate else 1)
-
-
-def free_staging() -> None:
-    """Gives the buffers of all devices back; what fetches next makes new ones."""
-    _PREFETCHERS.clear()

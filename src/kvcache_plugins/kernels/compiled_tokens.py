@@ -376,10 +376,13 @@ class ChoosingCall:
         _check_codes(nbits, sizes["key_dim"], codes.shape[3])
         if not 0 < length <= codes.shape[2]:
             raise ValueError(f"`length` has to be from 1 to {codes.shape[2]}, but got {length}")
-        if pages[0].dtype is not dtype:
-            raise ValueError(f"`pages` of {pages[0].dtype} and a window of {dtype}")
+        own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], value_dim, dtype, True)
+        if pages[0].dtype is not dtype or tuple(map(kind_of_tokens, window)) != own:
+            raise ValueError(
+                f"`pages` of {pages[0].dtype} and a window of {[kind_of_tokens(each) for each in window]}"
+            )
         self._shape, self._value_dim, self._length, self._units = query.shape, value_dim, length, units
-        self._dtype, self._kind = dtype, [kind_of_tokens(states) for states in window]
+        self._dtype, self._kind = dtype, own
         self._tokens = tuple(torch.Size((*query.shape[:2], 1, states.shape[3])) for states in window)
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
         self._capacity, self._scale, self._origin = 0, scale, _threads_now()
@@ -510,13 +513,9 @@ class ChoosingCall:
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
     def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
-        keys, values = window
-        if (
-            [kind_of_tokens(states) for states in window] != self._kind
-            or not keys.shape[2] == values.shape[2]
-            or not (keys.is_cpu and values.is_cpu)
-        ):
-            raise ValueError(f"the window has to be {self._kind}, as when the call was made")
+        (keys, values), found = window, tuple(map(kind_of_tokens, window))
+        if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
+            raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
         for structure in self._alive[1:]:
             own = structure.window
             own.kind, own.keys, own.values = KINDS[self._dtype], keys.data_ptr(), values.data_ptr()
