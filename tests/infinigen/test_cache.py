@@ -124,6 +124,9 @@ def test_rules_fetch_few_tokens_and_stay_near(llama: PreTrainedModel, rule: dict
         stats = cache.stats()
         assert 0.01 < stats["tokens_fetched"] / stats["tokens_fetchable"] <= 0.2
         assert (stats["speculated_calls"] > 0) is speculate
+        # Random heads are broad: a fifth of the tokens is too few for most of the mass
+        assert stats["choices"] == 2 * stats["selected_calls"]
+        assert (0 < stats["choices_short"] <= stats["choices"]) is ("mass" in rule)
         errors[speculate] = ((logits - expected).norm() / expected.norm()).item()
     assert errors[False] < 0.4
 
@@ -230,19 +233,6 @@ def test_hooks_leave_other_caches_alone(llama: PreTrainedModel) -> None:
     with InfiniGenCache(llama) as cache:
         assert torch.equal(decode_logits(llama, DynamicCache(config=llama.config), prompt, steps), expected)
     assert cache.get_seq_length() == 0
-
-
-def test_another_model_is_refused(llama: PreTrainedModel) -> None:
-    cache, other = InfiniGenCache(llama), make_model()
-    with torch.no_grad():
-        llama(tokens(50), past_key_values=cache)
-        with pytest.raises(ValueError, match="made for another model"):
-            other(tokens(1), past_key_values=cache)
-        # Nothing of it was stored
-        assert cache.get_seq_length() == 50
-        llama(tokens(1), past_key_values=cache)
-    assert cache.get_seq_length() == 51
-    cache.detach()
 
 
 @pytest.mark.parametrize(

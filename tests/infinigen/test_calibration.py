@@ -1,6 +1,7 @@
 """Calibration: what it measures, what it fits, and the file that it writes."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ def model(tiny_model) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def calibration(model: PreTrainedModel, random_windows) -> Calibration:
     return calibrate(model, random_windows(6, 400), rank=48, min_recall=0.1)
+
+
+@pytest.fixture
+def path(calibration: Calibration, tmp_path) -> Path:
+    calibration.save(tmp_path / "calibration.safetensors")
+    return tmp_path / "calibration.safetensors"
 
 
 def test_corrections_bring_the_guess_nearer_to_the_truth(calibration: Calibration) -> None:
@@ -64,9 +71,7 @@ def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibra
     assert cache.memory().parts["correction"] == corrections > 0
 
 
-def test_file_keeps_everything(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
-    path = tmp_path / "calibration.safetensors"
-    calibration.save(path)
+def test_file_keeps_everything(model: PreTrainedModel, calibration: Calibration, path: Path) -> None:
     loaded = Calibration.load(path, model)
     assert loaded.reports == calibration.reports
     for index, factors in calibration.corrections.items():
@@ -75,17 +80,13 @@ def test_file_keeps_everything(model: PreTrainedModel, calibration: Calibration,
     InfiniGenCache(model, calibration=path).detach()
 
 
-def test_file_of_another_model_is_refused(tiny_model, calibration: Calibration, tmp_path) -> None:
-    path = tmp_path / "calibration.safetensors"
-    calibration.save(path)
+def test_file_of_another_model_is_refused(tiny_model, path: Path) -> None:
     with pytest.raises(ValueError, match="another model"):
         InfiniGenCache(tiny_model("llama", seed=1, **SIZES), calibration=path)
 
 
-def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
-    path, rng = tmp_path / "calibration.safetensors", random.Random(0)
-    calibration.save(path)
-    content = path.read_bytes()
+def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Calibration, path: Path) -> None:
+    content, rng = path.read_bytes(), random.Random(0)
     assert calibration.corrections
     for _ in range(300):
         place = rng.randrange(len(content) if rng.random() < 0.5 else 3000)
@@ -94,50 +95,42 @@ def test_every_changed_byte_is_refused(model: PreTrainedModel, calibration: Cali
             Calibration.load(path, model)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer_idx": 99}, "tells of layer 99"),
-        ({"oracle": 0}, "oracle"),
-        ({"by_input": 3}, "by_input"),
-        ({"choice": "more"}, "choice"),
-        ({"more": 1}, "unknown"),
-        ({"corrected": "x"}, "finite number"),
-    ],
-)
-def test_forged_reports_are_refused(model, calibration: Calibration, tmp_path, change, message) -> None:
-    path = tmp_path / "calibration.safetensors"
-    calibration.save(path)
-    content = read_content(path, FORMAT)
-    content["reports"][0] |= change
-    write_tensors(path, FORMAT.stamp(content), load_file(path))
-    with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
-        Calibration.load(path, model)
+def forged_factors(change):
+    """Changes the factors of the first correction."""
+
+    def forge(content, tensors) -> None:
+        names = "corrections.0.down", "corrections.0.up"
+        tensors |= dict(zip(names, (each.contiguous() for each in change(*map(tensors.get, names))), strict=True))
+
+    return forge
 
 
-def test_forged_corrections_are_refused(model: PreTrainedModel, calibration: Calibration, tmp_path) -> None:
-    path = tmp_path / "calibration.safetensors"
-    calibration.save(path)
+FORGED = {
+    "tells of layer 99": lambda content, tensors: content["reports"][0].update(layer_idx=99),
+    "oracle": lambda content, tensors: content["reports"][0].update(oracle=0),
+    "by_input": lambda content, tensors: content["reports"][0].update(by_input=3),
+    "choice": lambda content, tensors: content["reports"][0].update(choice="more"),
+    "unknown": lambda content, tensors: content["reports"][0].update(more=1),
+    "finite number": lambda content, tensors: content["reports"][0].update(corrected="x"),
+    "shape": forged_factors(lambda down, up: (down[1:], up)),
+    "of shape": forged_factors(lambda down, up: (down, up[1:])),
+    "torch.int32": forged_factors(lambda down, up: (down.int(), up.int())),
+    "finite": forged_factors(lambda down, up: (down * torch.inf, up)),
+    "channels": forged_factors(lambda down, up: (down[1:], up[:, 1:])),
+    "one dtype": forged_factors(lambda down, up: (down.double(), up)),
+    "corrections.77.down` is unknown": lambda content, tensors: tensors.update(
+        {"corrections.77.down": tensors["corrections.0.down"].clone()}
+    ),
+    "have to be of layers": lambda content, tensors: content["corrections"][0].update(layer_idx=0),
+}
+
+
+@pytest.mark.parametrize("message", FORGED)
+def test_what_is_forged_is_refused(model: PreTrainedModel, path: Path, message: str) -> None:
     content, tensors = read_content(path, FORMAT), load_file(path)
-    down, up = tensors["corrections.0.down"], tensors["corrections.0.up"]
-    for factors, message in (
-        ((down[1:], up), "shape"),
-        ((down, up[1:]), "shape"),
-        ((down.int(), up.int()), "torch.int32"),
-        ((down * torch.inf, up), "finite"),
-        ((down[1:], up[:, 1:]), "channels"),
-        ((down.double(), up), "one dtype"),
-    ):
-        forged = {"corrections.0.down": factors[0].contiguous(), "corrections.0.up": factors[1].contiguous()}
-        write_tensors(path, FORMAT.stamp(content), tensors | forged)
-        with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
-            Calibration.load(path, model)
-    write_tensors(path, FORMAT.stamp(content), tensors | {"corrections.77.down": down})
-    with pytest.raises(ValueError, match="corrections.77.down` is unknown"):
-        Calibration.load(path, model)
-    content["corrections"][0]["layer_idx"] = 0
+    FORGED[message](content, tensors)
     write_tensors(path, FORMAT.stamp(content), tensors)
-    with pytest.raises(ValueError, match="have to be of layers"):
+    with pytest.raises(ValueError, match=f"`calibration`: {path} is damaged: .*{message}"):
         Calibration.load(path, model)
 
 
@@ -145,11 +138,7 @@ def test_other_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
     damaged, other = tmp_path / "damaged", tmp_path / "other"
     damaged.write_bytes(b"no safetensors")
     save_file({"weight": torch.zeros(2)}, str(other))
-    for path, message in (
-        (damaged, "damaged"),
-        (other, "none that this"),
-        (tmp_path / "missing", "no file"),
-    ):
+    for path, message in ((damaged, "damaged"), (other, "none that this"), (tmp_path / "missing", "no file")):
         with pytest.raises(ValueError, match=f"`calibration`.*{message}"):
             Calibration.load(path, model)
 

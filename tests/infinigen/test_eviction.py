@@ -18,33 +18,27 @@ def fetch(record: UsageRecord, *slots: int) -> None:
     record.touch(chosen, torch.ones_like(chosen, dtype=torch.bool))
 
 
-def test_fifo_evicts_the_oldest_but_no_sinks() -> None:
-    record = filled("fifo", num_protected=2)
-    fetch(record, 2, 3)
-    assert record.replace(3, 8, None).tolist() == [[[2, 3, 4]] * 2]
-    # The new tokens are the newest now
-    assert record.replace(2, 11, None)[0, 0].tolist() == [5, 6]
-    assert record.positions[0, 1].tolist() == [0, 1, 8, 9, 10, 11, 12, 7]
+# By policy: attention sinks, what is fetched step by step, and victims of so many tokens at a time
+VICTIMS = {
+    "fifo": (2, [[2, 3]], [[2, 3, 4], [5, 6]]),
+    "lru": (0, [[0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 7], [1]], [[3, 5], [0, 2]]),
+    "counter": (0, [[0, 1, 2, 3, 4, 5]] * 3 + [[6]], [[7, 6]]),
+}
 
 
-def test_lru_evicts_what_was_fetched_longest_ago() -> None:
-    record = filled("lru")
-    fetch(record, 0, 1, 2, 3, 4, 5, 6, 7)
-    fetch(record, 0, 2, 4, 6, 7)
-    fetch(record, 1)
-    assert record.replace(2, 8, None)[0, 0].tolist() == [3, 5]
-    assert record.replace(2, 10, None)[0, 0].tolist() == [0, 2]
-
-
-def test_counter_evicts_what_was_fetched_least_often() -> None:
-    record = filled("counter")
-    for _ in range(3):
-        fetch(record, 0, 1, 2, 3, 4, 5)
-    fetch(record, 6)
-    assert record.replace(2, 8, None)[0, 0].tolist() == [7, 6]
+@pytest.mark.parametrize("policy", VICTIMS)
+def test_a_policy_chooses_its_victims(policy: str) -> None:
+    num_protected, fetched, victims = VICTIMS[policy]
+    record, position, expected = filled(policy, num_protected), 8, list(range(8))
+    for slots in fetched:
+        fetch(record, *slots)
+    for slots in victims:
+        assert record.replace(len(slots), position, None).tolist() == [[slots] * 2]
+        for slot in slots:
+            expected[slot], position = position, position + 1
+    assert record.positions.tolist() == [[expected] * 2]
     # A new token starts with the average, so that it is not the next victim
-    assert record.usage is not None
-    assert record.usage[0, 0, 7] > 0
+    assert policy != "counter" or record.usage[0, 0, 7] > 0
 
 
 def test_filling_of_a_selection_is_not_counted() -> None:

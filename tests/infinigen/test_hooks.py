@@ -7,13 +7,10 @@ import pickle
 
 import pytest
 import torch
+from decoding import tokens
 from transformers import PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
-
-
-def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 97, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -32,15 +29,19 @@ def test_pickling_is_refused_and_copying_is_not(tiny_model) -> None:
     assert torch.equal(logits(model, cache, tokens(1)), logits(model, copied, tokens(1)))
 
 
-def test_another_model_that_caches_listen_to_is_refused(tiny_model) -> None:
+@pytest.mark.parametrize("others_listen", [False, True])
+def test_another_model_is_refused(tiny_model, others_listen: bool) -> None:
     own, other = (tiny_model("llama", num_hidden_layers=4, seed=seed) for seed in (1, 2))
-    cache, others = InfiniGenCache(own), InfiniGenCache(other)
+    cache, others = InfiniGenCache(own), [InfiniGenCache(other)] * others_listen
     logits(own, cache, tokens(150))
-    logits(other, others, tokens(150))
+    for each in others:
+        logits(other, each, tokens(150))
     with pytest.raises(ValueError, match="made for another model than the one"):
         logits(other, cache, tokens(1))
+    # Nothing of it was stored
     assert cache.get_seq_length() == 150
     logits(own, cache, tokens(1))
+    assert cache.get_seq_length() == 151
     del own
     gc.collect()
     with pytest.raises(ValueError, match="made for another model than the one"):

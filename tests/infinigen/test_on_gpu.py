@@ -13,10 +13,7 @@ from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.staging import prefetcher_of
 
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 # Clock cycles, a tenth of a second or so: the host is far ahead of what it then asks for
 _LONG = 200_000_000
 

@@ -53,20 +53,19 @@ def assert_staged(rows, pool, selection):
     assert torch.equal(rows[valid], pool.gather(selection.slots)[valid])
 
 
-@pytest.mark.parametrize("num_chosen", [1, 63, 129])
-def test_rows_are_staged(prefetcher, transfers, num_chosen):
-    pool = make_pool()
-    selection = make_selection(pool, num_chosen)
+def fetch(prefetcher, pool, selection):
     with prefetcher.start(pool, selection) as rows:
         assert_staged(rows, pool, selection)
 
 
-def test_one_page_none_chosen_and_nothing_to_choose(prefetcher, transfers):
+def test_rows_are_staged(prefetcher, transfers):
+    """Of several pages and of one, with none chosen and nothing to choose."""
+    pool, none = make_pool(), torch.zeros(2, 3, dtype=torch.int64)
+    for num_chosen in (1, 63, 129):
+        fetch(prefetcher, pool, make_selection(pool, num_chosen))
     pool = make_pool(num_tokens=20, dtype=torch.float16)
-    none = torch.zeros(2, 3, dtype=torch.int64)
     for selection in (make_selection(pool, 7), make_selection(pool, 7, none), make_selection(pool, 0, none)):
-        with prefetcher.start(pool, selection) as rows:
-            assert_staged(rows, pool, selection)
+        fetch(prefetcher, pool, selection)
 
 
 def test_pages_that_are_added_or_replaced_are_found(prefetcher, transfers):
@@ -75,9 +74,7 @@ def test_pages_that_are_added_or_replaced_are_found(prefetcher, transfers):
     for change in (None, lambda: pool.append(more, 30, None), lambda: pool.map(lambda page: -page)):
         if change is not None:
             change()
-        selection = make_selection(pool, 30)
-        with prefetcher.start(pool, selection) as rows:
-            assert_staged(rows, pool, selection)
+        fetch(prefetcher, pool, make_selection(pool, 30))
 
 
 def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, prefetcher, transfers):
@@ -127,11 +124,12 @@ def test_rows_that_are_held_are_not_overwritten(prefetcher, transfers):
     selections = [make_selection(pool, 12, seed=number) for number in range(3)]
     staged = [prefetcher.start(pool, selection) for selection in selections]
     for each, selection in zip(staged, selections, strict=True):
-        assert_staged(each.wait(), pool, selection)
+        assert_staged(each.__enter__(), pool, selection)
     assert len(prefetcher._stagings) == 3
-    with pytest.raises(AssertionError):
-        staged[0].release()
-        staged[0].wait()
+    with staged[0]:
+        pass
+    with pytest.raises(AssertionError), staged[0]:
+        pass
 
 
 def test_rows_that_nobody_asks_for_give_their_buffer_back(prefetcher, transfers):
@@ -162,9 +160,7 @@ def test_buffers_made_in_inference_mode_are_written_to_outside_of_it(prefetcher,
     pool = make_pool()
     for context in (torch.inference_mode, torch.no_grad):
         with context():
-            selection = make_selection(pool, 8)
-            with prefetcher.start(pool, selection) as rows:
-                assert_staged(rows, pool, selection)
+            fetch(prefetcher, pool, make_selection(pool, 8))
 
 
 def test_the_host_waits_only_where_it_gathers(cuda, prefetcher, transfers, request):
@@ -190,8 +186,7 @@ def test_a_copy_of_a_pool_is_fetched_from_its_own_pages(prefetcher, transfers):
     prefetcher.start(pool, selection)
     copied = copy.deepcopy(pool)
     copied.map(torch.neg)
-    with prefetcher.start(copied, selection) as rows:
-        assert_staged(rows, copied, selection)
+    fetch(prefetcher, copied, selection)
 
 
 def test_pages_that_are_not_locked_are_locked_or_gathered_by_the_host(cuda, prefetcher, monkeypatch):
@@ -208,8 +203,7 @@ def test_pages_that_are_not_locked_are_locked_or_gathered_by_the_host(cuda, pref
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     pool = make_pool()
     selection = make_selection(pool, 8)
-    with prefetcher.start(pool, selection) as rows:
-        assert_staged(rows, pool, selection)
+    fetch(prefetcher, pool, selection)
     assert len(cuda.synchronized) == 1
     pool.pin_memory = True
     with prefetcher.start(pool, selection) as rows:
@@ -238,7 +232,7 @@ def test_a_device_has_one_prefetcher_whose_bytes_are_told(cuda, transfers, monke
     prefetch._PREFETCHERS[device] = Prefetcher(CPU)
     prefetch.prefetcher_of(device).start(pool, make_selection(pool, 8))
     assert prefetch.staging_bytes(device) > 0
-    prefetch.free_staging()
+    prefetch._PREFETCHERS.clear()
     assert prefetch.staging_bytes(device) == 0
 
 

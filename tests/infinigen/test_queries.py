@@ -93,11 +93,7 @@ REFUSED = {
     "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4}, "`MptAttention` .*ALiBi"),
     "falcon-alibi": ("falcon", {**FALCON, "alibi": True}, "ALiBi"),
     # Takes its angles since 5.24, and turns queries and keys each by itself
-    "gptj": (
-        "gptj",
-        {**GPT2, "rotary_dim": 8},
-        "looks up positions itself|no function `apply_rotary_pos_emb`",
-    ),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 8}, "looks up positions itself|no function `apply_rotary_pos_emb`"),
     "gpt-oss": ("gpt_oss", {**ROTARY, **EXPERTS}, "`sinks`"),
     "gemma2": ("gemma2", {**ROTARY, "attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` .* 50.0"),
     "ministral3": ("ministral3", ROTARY, "by their positions"),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import kl_to_dense
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import H2OCache, InfiniGenCache
@@ -56,32 +57,17 @@ def test_everything_fetched_says_the_same(name: str, lengths: tuple[int, ...], r
     assert stats["dense_reads"] == 0
 
 
-@torch.no_grad()
-def kl_to_dense(model, token_ids: torch.Tensor, num_steps: int, cache) -> float:
-    """Mean KL(dense || cache) of single steps after a prompt through the cache."""
-    prompt, steps = token_ids[None, :-num_steps], token_ids[None, -num_steps:]
-    kl = []
-    dense = DynamicCache(config=model.config)
-    for each in (dense, cache):
-        model(prompt, past_key_values=each, logits_to_keep=1)
-    for step in steps.split(1, dim=1):
-        expected, found = (
-            model(step, past_key_values=each).logits[0, -1].double().log_softmax(dim=0) for each in (dense, cache)
-        )
-        kl.append(float((expected.exp() * (expected - found)).sum()))
-    return sum(kl) / len(kl)
-
-
 @pytest.mark.long
 def test_a_tenth_of_the_tokens_is_enough(smollm2) -> None:
     model, tokenizer = smollm2
-    token_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0, :1300]
+    token_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :1300]
+    parts = token_ids[:, :-32], token_ids[:, -32:]
     with InfiniGenCache(model, max_fetch_ratio=0.15, track_hits=True) as cache:
-        kl = kl_to_dense(model, token_ids, 32, cache)
+        kl = kl_to_dense(model, cache, *parts)
     stats = cache.stats()
     share = stats["tokens_fetched"] / stats["tokens_fetchable"]
     assert 0.05 < share < 0.12
     # Expected queries choose what the true ones would have chosen
     assert stats["hits"] > 0.7 * stats["hits_possible"]
-    h2o = kl_to_dense(model, token_ids, 32, H2OCache(model.config, heavy_ratio=share / 2, recent_ratio=share / 2))
+    h2o = kl_to_dense(model, H2OCache(model.config, heavy_ratio=share / 2, recent_ratio=share / 2), *parts)
     assert kl < min(0.03, h2o / 3)

@@ -6,7 +6,7 @@ import torch
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
-from kvcache_plugins.infinigen.selection import Ends, select_tokens
+from kvcache_plugins.infinigen.selection import select_tokens
 
 
 NOTHING = torch.empty(1, 1, 1, 0)
@@ -56,6 +56,30 @@ WEIGHTS = [0.02, 0.4, 0.08, 0.3, 0.15, 0.05]
 )
 def test_rules(options: dict[str, object], expected: list[int]) -> None:
     assert chosen(WEIGHTS, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("mass", "ratio", "num_resident"), [(0.5, 1.0, 0), (0.9, 0.3, 4), (0.97, 0.1, 0), (1.0, 1.0, 3)]
+)
+def test_a_mass_is_reached_within_the_cap_or_said_to_be_short(mass: float, ratio: float, num_resident: int) -> None:
+    scores, resident = (2 * torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(0)) for size in (60, 4))
+    resident = resident[..., :num_resident]
+    config = InfiniGenConfig(mass=mass, max_fetch_ratio=ratio, sink=1, recent=1)
+    forced = torch.arange(60)[None, None] == 7
+    found = select_tokens(scores, resident, None, forced, 60, 60, config)
+    weights = torch.cat([scores, resident], dim=3).double().softmax(dim=3).mean(dim=2)
+    assert found.is_short is not None
+    for item, head in [(item, head) for item in range(2) for head in range(3)]:
+        own = weights[item, head]
+        order = [7, *(slot for slot in own[:60].argsort(descending=True).tolist() if slot != 7)]
+        wanted, reached = [], float(own[60:].sum())
+        while len(wanted) < max(1, int(60 * ratio)) and reached < mass - 1e-6 * (mass == 1) and len(wanted) < 60:
+            wanted.append(order[len(wanted)])
+            reached += float(own[wanted[-1]])
+        count = int(found.count[item, head])
+        assert abs(count - len(wanted)) <= (mass == 1.0)
+        assert found.slots[item, head, :count].tolist() == order[:count]
+        assert bool(found.is_short[item, head]) is (reached < mass - 1e-5)
 
 
 def test_group_of_heads_shares_by_average_weight() -> None:
@@ -185,7 +209,7 @@ def test_compiled_choice_is_the_same(sizes, num_resident, options, num_threads, 
         scores.transpose(1, 2).contiguous().transpose(1, 2),
         resident,
         None,
-        Ends(config.sink, num_tokens - config.recent),
+        None,
         num_tokens,
         num_tokens,
         config,

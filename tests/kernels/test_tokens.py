@@ -129,7 +129,8 @@ class TestLargest:
     def test_the_heaviest_are_those_of_pytorch(self, length, level):
         scores, resident = torch.randn(2, 3, 2, length), torch.randn(2, 3, 2, 5)
         weights = torch.cat([scores, resident], dim=3).softmax(dim=3).mean(dim=2)[..., :length]
-        slots, count = compiled.choose_heaviest(scores, resident, (0, length), 0.5 / length, length, length)
+        bounds = compiled.ChoiceBounds(first=0, newest=length, least=0.5 / length, cap=length, limit=length)
+        slots, count = compiled.choose_heaviest(scores, resident, bounds)
         assert torch.equal(count, (weights >= 0.5 / length).sum(dim=2))
         assert torch.equal(slots[0, 0, : count[0, 0]], weights[0, 0].argsort(descending=True)[: count[0, 0]])
 

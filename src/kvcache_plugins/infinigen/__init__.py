@@ -25,12 +25,7 @@ __getattr__, __dir__ = lazy_attributes(
 _CACHE = "kvcache_plugins.infinigen.cache:InfiniGenCache"
 _CHECK = "kvcache_plugins.infinigen.config:check_options"
 
-register_cache(
-    "infinigen",
-    _CACHE,
-    check=_CHECK,
-    summary="InfiniGen: in host memory, important tokens fetched",
-)
+register_cache("infinigen", _CACHE, check=_CHECK, summary="InfiniGen: in host memory, important tokens fetched")
 register_cache(
     "infinigen-paper",
     _CACHE,

@@ -77,7 +77,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         share (`float`, *optional*):
             Rule 3: every head fetches this share of the tokens.
         mass (`float`, *optional*):
-            Rule 4: every head fetches as many tokens as weigh this much together. One rule can be given.
+            Rule 4, a budget that follows the scores: every head fetches as many tokens as weigh this much together
+            with those attended to anyway, within `max_fetch_ratio`; `stats()` tells how often that was too few
+            (`choices_short`). One rule can be given.
         max_fetch_ratio (`float`, *optional*, defaults to 0.2):
             The most that a head fetches, as a share of the tokens.
         scoring_nbits (`int`, *optional*, defaults to 4):
@@ -283,13 +285,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
         """
-        Raises a `ValueError` if all positions of new tokens are among those of the tokens that are held.
-
-        Args:
-            position_ids (`torch.Tensor` of shape `[batch_size, new tokens]`, *optional*):
-                Positions of the new tokens. Of another shape they do not count tokens.
-            attention_mask (`torch.Tensor` of shape `[batch_size, heads or 1, new tokens, all tokens]`, *optional*):
-                Tokens that it hides from the newest one are in no position.
+        Raises a `ValueError` if `position_ids` `[batch_size, new tokens]` are all among those of held tokens; of
+        another shape they do not count tokens, and what `attention_mask` `[batch_size, heads or 1, new tokens, all
+        tokens]` hides from the newest is in no position.
         """
         layer = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
@@ -380,9 +378,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
             `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
-            `hits_possible` (with `track_hits`), `dense_reads` (times a side of a layer was made dense for something
-            other than `sdpa`) and `prompts_without_mask` (prompts stored without having seen a mask). With
-            `track_times`, seconds on GPUs: `transfer_s` (of transfers), `stalled_s` (that attention waited for them),
+            `hits_possible` (with `track_hits`), `choices` (of a sequence and key/value head in a step) and, of those,
+            `choices_short` (that `max_fetch_ratio` ended before they had the rule's `mass`), `dense_reads` (times a
+            side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask` (prompts stored
+            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s` (of transfers), `stalled_s`
+            (that attention waited for them),
             and `hidden_share`, the share of the first that was not waited for, 0 if there was no transfer.
         """
         layers = [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]

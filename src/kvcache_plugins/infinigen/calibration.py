@@ -114,13 +114,8 @@ class _Content:
 @dataclass(frozen=True, eq=False, slots=True)
 class Calibration:
     """
-    What `calibrate` found out about a model.
-
-    Attributes:
-        model (`str`): fingerprint of the model.
-        reports (`tuple[LayerReport, ...]`): layer by layer.
-        corrections (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): by layer, factors `[hidden size, rank]` and
-            `[rank, hidden size]` of what is added to its expected attention input.
+    What `calibrate` found out about a model: its fingerprint, reports layer by layer, and by layer the factors
+    `[hidden size, rank]` and `[rank, hidden size]` of what is added to its expected attention input.
     """
 
     model: str
@@ -155,10 +150,8 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Calibration:
         """
-        Reads a calibration that `save` wrote.
-
-        Raises:
-            ValueError: naming the file, if it is damaged, of another version, or of another model.
+        Reads a calibration that `save` wrote; a `ValueError` names a file that is damaged, or of another version or
+        model.
         """
         with refusals("calibration", path):
             content = read_record(path, FORMAT, _Content)
@@ -228,12 +221,8 @@ def observe(
 
 def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Factors of the ridge regression with these moments, cut to the directions in which what it predicts varies most.
-
-    Args:
-        own (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with themselves.
-        cross (`torch.Tensor` of shape `[hidden size, hidden size]`): of the regressors with what is predicted.
-        rank (`int`): columns of the first factor, rows of the second.
+    Factors of the ridge regression with moments `[hidden size, hidden size]` of the regressors with themselves (`own`)
+    and with what is predicted (`cross`), cut to the `rank` directions in which what it predicts varies most.
     """
     own, cross = own.double(), cross.double()
     ridge = _RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype, device=own.device)
@@ -342,10 +331,8 @@ def calibrate(
 
 def resolve_calibration(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
     """
-    What a cache was given as `calibration`, read if it is a file, where the model is and in its dtype.
-
-    Raises:
-        ValueError: if it is neither, or was made for another model.
+    What a cache was given as `calibration`, read if it is a file, where the model is and in its dtype; a `ValueError`
+    if it is neither, or was made for another model.
     """
     if calibration is None:
         return None
@@ -358,10 +345,8 @@ def resolve_calibration(calibration: Calibration | str | Path | None, model: Pre
 
 def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration | None, num_layers: int) -> set[int]:
     """
-    Layers that stay whole: those asked for, those that the calibration names, or the first ones.
-
-    Raises:
-        ValueError: if one that is asked for is not among the model's `num_layers`.
+    Layers that stay whole: those asked for (a `ValueError` if one is not among the model's `num_layers`), those that
+    the calibration names, or the first ones.
     """
     if asked_for is not None:
         wrong = [index for index in asked_for if not isinstance(index, int) or not 0 <= index < num_layers]

@@ -37,16 +37,10 @@ from .selection import Selection
 
 class CodedRows(ScoringStates):
     """
-    Key rows of a layer, its exact first tokens, and the codec of keys and values.
+    Key rows of a layer, its exact first tokens, and the codec of keys and values, which a packing makes for head dims
+    D, E.
 
-    Args:
-        packing (`RowPacking`): makes the codec, and says how many first tokens stay exact.
-        head_dims (two `int`): D and E.
-        layer_idx (`int`): index of the layer, named in errors.
-        padding (`LeftPadding`): of the layer.
-
-    Attributes:
-        moments (`QueryMoments`, *optional*): of the queries that the codec will be fitted to.
+    `moments` are of the queries that the codec will be fitted to, if any were heard.
     """
 
     growth = (1 + 1 / 64, 32)
@@ -116,11 +110,8 @@ class CodedRows(ScoringStates):
         self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int, number: torch.Tensor
     ) -> Codec:
         """
-        Returns a codec that knows all sequences of which tokens are coded from now on.
-
-        Args:
-            keys, values, count, start: as in `encode`.
-            number (`torch.Tensor` of shape `[B, T]`): numbers of the tokens in their sequences, below 0 for padding.
+        Returns a codec that knows all sequences of which tokens are coded from now on; as `encode`, with the tokens'
+        `number` `[B, T]` in their sequences, below 0 for padding.
         """
         codec: Codec = self.codec
         sinks = self.packing.num_sink_tokens
@@ -195,9 +186,6 @@ class CodedRows(ScoringStates):
         )
         return keys, values
 
-    def can_attend(self, pool: TokenPool) -> bool:
-        return pool.is_in_order
-
     def attend(
         self,
         query: torch.Tensor,
@@ -207,7 +195,9 @@ class CodedRows(ScoringStates):
         start: int,
         mask: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        if not pool.is_in_order:
+            return None
         newest = window.keys, window.values
         with pool.reading():
             return attend_chosen(

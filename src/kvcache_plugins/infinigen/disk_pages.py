@@ -39,13 +39,7 @@ _PIECE = 1 << 17
 
 class DiskPages:
     """
-    Makes pages in a folder, reads rows of them, and has the system read ahead.
-
-    Args:
-        folder (`Path`): where the files are. It has to be there.
-
-    Attributes:
-        has_waited (`bool`): whether a read has had to wait for the disk since all that was expected was in memory.
+    Makes pages in a folder, reads rows of them, and has the system read ahead once a read `has_waited` for the disk.
     """
 
     def __init__(self, folder: Path):
@@ -53,12 +47,7 @@ class DiskPages:
         self.has_waited = False
 
     def new_page(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """
-        A tensor of zeros whose bytes are a file's.
-
-        Raises:
-            MemoryError: if the disk has no room for it.
-        """
+        """A tensor of zeros whose bytes are a file's; a `MemoryError` if the disk has no room for it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -89,12 +78,8 @@ class DiskPages:
 
     def expect(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> None:
         """
-        Has the system read what will be asked for soon, if it may be missing.
-
-        Args:
-            pages (`Sequence[torch.Tensor]`): `[B, H, tokens of a page, row]` each.
-            slots (`torch.Tensor` of shape `[B, H, K]`): which rows of all pages one behind the other.
-            count (`torch.Tensor` of shape `[B, H]`): how many of the slots of each head, the first ones.
+        Asks for blocks ahead that are not in memory, of rows in the first `count` `[B, H]` of slots `[B, H, K]` of
+        each head, once a read had to wait.
         """
         if self.has_waited:
             asked = [_read_ahead(*each) for each in zip(pages, _wanted_blocks(pages, slots, count), strict=True)]

@@ -17,20 +17,11 @@ _FREE_RANK, _PADDING_RANK = -2, -1
 
 class UsageRecord:
     """
-    Positions of the tokens in a pool's slots, and what is known of their use.
+    Positions of the tokens in a pool's slots `[B, H, slots]`, -1 where there is none, and what is known of their use.
 
-    Args:
-        policy (`str`):
-            `"counter"` (the token that was fetched least often; all counts of a head are halved when one saturates),
-            `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest.
-        num_protected (`int`):
-            First tokens of every item that are never evicted: attention sinks.
-        batch_size, num_heads, num_slots (`int`):
-            B, H and the slots of a full pool.
-
-    Attributes:
-        positions (`torch.Tensor` of shape `[B, H, slots]`, int32): position of every slot's token, -1 where there is
-            none.
+    The policy is `"counter"` (out goes the token that was fetched least often; all counts of a head are halved when
+    one saturates), `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest.
+    The first `num_protected` tokens of every item, attention sinks, stay.
     """
 
     def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
@@ -53,10 +44,8 @@ class UsageRecord:
 
     def replace(self, count: int, position: int, padding: torch.Tensor | None) -> torch.Tensor:
         """
-        Chooses victims for `count` tokens from `position` on and notes the new tokens in their slots.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, count]`: distinct slots, those of the oldest victims first.
+        Chooses victims for `count` tokens from `position` on and notes the new tokens in their slots; returns these,
+        distinct, `[B, H, count]`, those of the oldest victims first.
         """
         num_slots = self.positions.shape[2]
         first = 0 if padding is None else padding.to("cpu")[:, None, None]
@@ -88,13 +77,7 @@ class UsageRecord:
         return self.usage[:, :, :num_slots].float().mean(dim=2, keepdim=True).round().to(torch.uint8)
 
     def touch(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
-        """
-        Notes that tokens were fetched.
-
-        Args:
-            slots (`torch.Tensor` of shape `[B, H, tokens]`): slots, each once where valid.
-            valid (`torch.Tensor` of shape `[B, H, tokens]`): which of them were fetched.
-        """
+        """Notes that tokens in those slots `[B, H, tokens]` that are valid were fetched; valid slots are distinct."""
         self.num_steps += 1
         if self.usage is None:
             return

@@ -55,12 +55,8 @@ class ModelReference(weakref.ref[PreTrainedModel]):
 
 class AttentionInputs:
     """
-    What an attention module was called with.
-
-    Attributes:
-        hidden_states (`torch.Tensor` of shape `[B, tokens, hidden size]`): its input.
-        position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosine and sine.
-        attention_mask (`torch.Tensor`, *optional*): its mask, as attention gets it.
+    What an attention module was called with: hidden states `[B, tokens, hidden size]`; cosine and sine, and its mask,
+    if any.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -75,10 +71,8 @@ class ForwardNotes(threading.local):
     What the hooks of a model have noted of the forward pass that a thread is in: every thread has its own, as several
     may generate with one model. A copy has none.
 
-    Attributes:
-        keeps_streams (`bool`): whether residual streams are kept in any pass, not in decode steps only.
-        streams (`dict[int, torch.Tensor]`): by layer, the residual stream before the module that norms it.
-        rotary (`dict[str, tuple]`): by layer type, position embeddings, in models whose types have their own.
+    `streams` are residual streams by layer, before the module that norms it; of passes of several tokens only where
+    `keeps_streams`. `rotary` are position embeddings by layer type, in models whose types have their own.
     """
 
     def __init__(self) -> None:
@@ -100,31 +94,17 @@ class AttentionListener:
 
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         """
-        Called before the attention of a layer.
-
-        Args:
-            attachment (`Attachment`): what is known of the model.
-            layer_idx (`int`): the layer.
-            inputs (`AttentionInputs`): what its attention module was called with.
+        Called before the attention of a layer, with what is known of the model and what its module was called with.
         """
         raise NotImplementedError
 
 
 class Attachment:
     """
-    The hooks of one model, and what they know of it.
+    The hooks of one model, for all caches that listen, and what they know of it.
 
-    Args:
-        model (`PreTrainedModel`): any decoder.
-
-    Attributes:
-        model (`ModelReference`): the model.
-        projections (`dict[int, QueryProjection]`): how layers make their queries, where that is known.
-        unknown (`dict[int, str]`): why it is not, by layer; -1 stands for all.
-        listeners (`weakref.WeakSet`): caches that were made for the model and not detached.
-        checked (`set[int]`): layers whose queries were found to be the model's own.
-        notes (`ForwardNotes`): of the forward pass that a thread is in.
-        heard (`frozenset[int]`): layers whose attention listeners are told of.
+    `projections` are by layer how queries are made, `unknown` why that is not known (-1 stands for all), `heard` the
+    layers whose attention listeners are told of, `checked` those whose queries were found to be the model's own.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -206,16 +186,8 @@ class Attachment:
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
     ) -> torch.Tensor:
         """
-        What a layer's attention is expected to be given, told at the attention of an earlier one.
-
-        Args:
-            target (`int`): the layer that is asked about.
-            source (`int`): the layer whose attention is about to run.
-            inputs (`AttentionInputs`): what that is called with.
-            device (`torch.device`): where the target's layer is.
-
-        Returns:
-            `torch.Tensor` of shape `[B, tokens, hidden size]`, on that device.
+        What the attention of layer `target` is expected to be given, `[B, tokens, hidden size]` on its `device`, told
+        when that of the earlier layer `source` is about to run with `inputs`.
         """
         stream, norm = self.notes.streams.get(source), self._norms.get(target)
         if stream is None or norm is None:
@@ -227,10 +199,8 @@ class Attachment:
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
         """
-        Cosine and sine of a layer's queries, told at the attention of another one; `None` if it gets none.
-
-        Raises:
-            LookupError: if the layer gets embeddings of its own and they have not been seen.
+        Cosine and sine of a layer's queries, told at the attention of another one; `None` if it gets none, a
+        `LookupError` if it gets some of its own that have not been seen.
         """
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings

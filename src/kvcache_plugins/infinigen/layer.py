@@ -29,6 +29,7 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
@@ -41,7 +42,7 @@ from .coded_rows import CodedRows
 from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
-from .selection import Ends, Selection, always_attended, attended_columns, count_hits, most_chosen, select_tokens
+from .selection import Selection, always_attended, attended_columns, bounds_of, count_hits, most_chosen, select_tokens
 from .staging import StagedRows, TransferTimes, start_fetch
 
 
@@ -54,12 +55,8 @@ _NUM_QUERIES = 256
 @dataclass(frozen=True, eq=False, slots=True)
 class Fetch:
     """
-    Tokens that were chosen for one step.
-
-    Attributes:
-        selection (`Selection`): which.
-        length (`int`): tokens of the sequence at that step, the new one included.
-        staged (`StagedRows`, *optional*): their rows on the way to a GPU.
+    Tokens chosen for one step, when the sequence had `length` tokens with the new one; `staged` are rows on the way to
+    a GPU.
     """
 
     selection: Selection
@@ -103,6 +100,8 @@ class InfiniGenLayer(PromptLayer):
         "tokens_evicted",
         "hits",
         "hits_possible",
+        "choices",
+        "choices_short",
         "prompts_without_mask",
     )
 
@@ -124,9 +123,15 @@ class InfiniGenLayer(PromptLayer):
         self.scoring: ScoringStates | None = None
         self.num_pooled = 0
         self._fetch: Fetch | None = None
+        self._forget_call()
         # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
         self.check_queries: Callable[[torch.Tensor], None] | None = None
+
+    def _forget_call(self) -> None:
+        # A step over the pool as it is now, chosen by the layer's own query; and whether one like it was the last
+        self._call: ChoosingCall | None = None
+        self._was_alike = False
 
     def _start_counting(self) -> None:
         # Sums of integers that only the device knows
@@ -187,6 +192,26 @@ class InfiniGenLayer(PromptLayer):
         window = self.window
         return None if self.pool is not None or window is None else (window.keys, window.values)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PromptLayer.update`: a token like the last one is left for the kernel that attends to write."""
+        call, window = self._call, self.window
+        if (
+            call is None
+            or window is None
+            or window.left is not None
+            or window.length >= min(window.capacity, window.limit)
+            or self._num_new != 1
+            or torch.compiler.is_dynamo_compiling()
+            or torch.is_grad_enabled()
+            or not call.takes(key_states, value_states)
+        ):
+            return super().update(key_states, value_states)
+        window.left, window.length = (key_states, value_states), window.length + 1
+        self._length += 1
+        return self._lazy(None, None)
+
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.window is None or self._is_window_full:
             return None
@@ -217,17 +242,10 @@ class InfiniGenLayer(PromptLayer):
 
     def _move(self, keys: torch.Tensor, values: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> None:
         """
-        Moves tokens into the pool that follow those held there, as a whole or not at all.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, tokens, D or E]`): states of all tokens that are not there.
-            count (`int`): how many of the first of them move.
-            queries (`torch.Tensor` of shape `[B, H * G, tokens, D]`, *optional*): of their prompt.
-
-        Raises:
-            MemoryError: if the host has no memory for them.
-            ValueError: if they cannot be stored in this form.
+        Moves the first `count` of all tokens `[B, H, tokens, D or E]` that are not in the pool there, as a whole or
+        not at all (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
         """
+        self._forget_call()
         config, pool, position = self.config, self.pool, self.num_pooled
         limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
         scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
@@ -252,8 +270,8 @@ class InfiniGenLayer(PromptLayer):
             self._refit(scoring)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        if "tokens_fetched" not in self._sums:
-            self._sums["tokens_fetched"] = torch.zeros((), dtype=torch.int64, device=self.device)
+        for name in ("tokens_fetched", *(("choices_short",) if config.mass is not None else ())):
+            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -286,6 +304,7 @@ class InfiniGenLayer(PromptLayer):
         return scoring.needs_queries(self._length + (self._pending is None))
 
     def on_exact_attention(self, call: AttentionCall) -> None:
+        self._forget_call()
         self._learn_padding(call.mask)
         # Queries of what is projected are of other heads
         if call.project is None:
@@ -337,12 +356,8 @@ class InfiniGenLayer(PromptLayer):
     @in_own_context
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """
-        Starts to fetch for the next token.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H * G, 1, D]`): what it is expected to ask with.
-            attn_mask (`torch.Tensor`, *optional*): mask over all tokens with the next one, as attention will get it.
-            scale (`float`): factor of the scores.
+        Starts to fetch for the next token, which is expected to ask with `query` `[B, H * G, 1, D]` under a mask over
+        all tokens with that one.
         """
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
@@ -360,7 +375,7 @@ class InfiniGenLayer(PromptLayer):
         else:
             columns = self._valid_tokens(0, length)
         allowed: torch.Tensor | None = None
-        forced: torch.Tensor | Ends = Ends(config.sink, length - config.recent)
+        forced: torch.Tensor | None = None
         resident = query @ window.keys.float().transpose(2, 3)
         num_tokens: torch.Tensor | int = length
         if columns is not None:
@@ -434,7 +449,40 @@ class InfiniGenLayer(PromptLayer):
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
         self._note(fetch.selection, rows, scale)
+        if kernel == "compiled" and call.mask is None and call.is_plain:
+            self._prepare_call(rows, scale)
         return output.reshape(*query.shape[:3], -1)
+
+    def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
+        """
+        Describes the next steps at once, if they will be like the second in a row by queries `[B, H, G, D]` without a
+        mask: beams that are reordered in each step would have it made for each.
+        """
+        pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
+        is_alike = config.min_weight is not None and self.padding is None and not config.track_hits
+        if is_alike and not config.speculates_on(query.device):
+            assert pool is not None and window is not None and scoring is not None
+            if pool.usage is None and pool.disk is None and self._was_alike:
+                self._call = scoring.prepare(query, scale, pool, window.tensors())
+            self._was_alike = True
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        call, window = self._call, self.window
+        if call is None or window is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
+            return None
+        bounds = bounds_of(self.config, num_tokens, self.num_pooled)
+        output = call.attend(query, scale, window.storage, window.length, window.left, bounds)
+        if output is not None:
+            # It has been written
+            window.left = None
+            counters, num_rows = self._counters, self.batch_size * self._shapes["keys"][1]
+            counters["attend_calls"] += 1
+            counters["selected_calls"] += 1
+            counters["fused_calls"] += 1
+            counters["tokens_fetchable"] += num_tokens * num_rows
+            counters["tokens_fetched"] += call.num_chosen
+            counters["choices"] += num_rows
+        return output
 
     def attend_selection(
         self,
@@ -447,21 +495,11 @@ class InfiniGenLayer(PromptLayer):
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, str | None, bool]:
         """
-        Attention of one new token over the tokens that were chosen for it and the window.
+        Attention of one new token's queries `[B, H, G, D]` over the tokens that were chosen for it and the window.
 
-        Args:
-            query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
-            selection (`Selection`): which tokens were chosen.
-            staged (`StagedRows`, *optional*): their rows, if they are brought to a GPU.
-            mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): rows of the mask, boolean or
-                added to the scores.
-            scale (`float`): factor of the scores.
-            softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
-                `AttentionCall`.
-
-        Returns:
-            The output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
-            whether that is not the one that was wanted, otherwise `None` and `False`.
+        The mask is `[B, H or 1, G or 1, tokens]`, boolean or added to the scores; sinks are `[B or 1, H, G, 1]`.
+        Returns the output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
+        whether that is not the one that was wanted, otherwise `None` and `False`.
         """
         pool, window, scoring = self.pool, self.window, self.scoring
         assert pool is not None and window is not None and scoring is not None
@@ -469,10 +507,11 @@ class InfiniGenLayer(PromptLayer):
         if staged is None:
             kernel, is_fallback = choose_rows_kernel(query, window.values.shape[3], window.keys.dtype)
             is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
-            if kernel == "compiled" and is_plain and scoring.can_attend(pool):
+            if kernel == "compiled" and is_plain:
                 own = None if mask is None else mask[:, 0, 0]
                 output = scoring.attend(query, selection, pool, window, self.num_pooled, own, scale)
-                return output, kernel, is_fallback
+                if output is not None:
+                    return output, kernel, is_fallback
             kernel = "torch"
         slots, count = selection.slots, selection.count
         positions = None if mask is None else pool.positions_of(slots)
@@ -493,6 +532,9 @@ class InfiniGenLayer(PromptLayer):
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
+        self._counters["choices"] += self.batch_size * pool.num_heads
+        if selection.is_short is not None:
+            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:
@@ -524,6 +566,7 @@ class InfiniGenLayer(PromptLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
+        self._forget_call()
         self._fetch, left = None, self._length - count
         if self.window is not None:
             self.window.drop_last(min(count, self.window.length))
@@ -534,6 +577,7 @@ class InfiniGenLayer(PromptLayer):
             self.scoring.truncate(self.pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._forget_call()
         self._fetch = None
         for stored in (self.pool, self.scoring, self.window):
             if stored is not None:

@@ -70,26 +70,15 @@ class TokenPool:
     Rows of a layer's tokens, `[B, H, slots, R]`, in host memory.
 
     Args:
-        parts (`Sequence[torch.Tensor]`, each of shape `[B, H, any, any]`):
-            Parts that rows consist of, whose shapes, dtype and device the pool takes over; none of them is stored.
-        max_tokens (`int`, *optional*):
-            Tokens that every head holds at most.
-        eviction (`str`, *optional*, defaults to `"counter"`):
-            Whose slot a token takes when the pool is full; see `UsageRecord`.
-        num_protected (`int`, *optional*, defaults to 0):
-            First tokens of every sequence that are never evicted.
-        folder (`Path`, *optional*):
-            Where the pages are files, which are mapped into memory. Not for a GPU, whose pages are page-locked.
+        parts: parts that rows consist of, whose shapes, dtype and device the pool takes over; none of them is stored.
+        max_tokens, eviction, num_protected: a limit of slots a head, and who gives way there: see `UsageRecord`.
+        folder: where pages are files; by default they are in memory.
 
     Attributes:
-        pages (`list[torch.Tensor]`): `[B, H, PAGE_TOKENS, R]` each, page-locked with `pin_memory`; without, a page
-            that is alone may be shorter.
-        device (`torch.device`): where the rows come from and are attended to.
-        pin_memory (`bool`): whether that is a GPU.
-        pending (`PendingWork`): what GPUs may still do with the pages.
-        num_slots (`int`): slots in use.
-        usage (`UsageRecord`, *optional*): which token each slot holds, where there is a limit. Without one slot and
-            position are the same.
+        pages: `[B, H, PAGE_TOKENS, R]` each, page-locked with `pin_memory`; without, a page that is alone may be
+            shorter.
+        pending: what GPUs may still do with the pages.
+        usage: which token each slot holds, where there is a limit. Without one slot and position are the same.
     """
 
     def __init__(
@@ -139,19 +128,12 @@ class TokenPool:
 
     def append(self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None) -> list[torch.Tensor]:
         """
-        Stores tokens that follow those held, as a whole or, without memory, not at all.
+        Stores parts `[B, H, tokens, any]` of rows that follow those held, as a whole or, with a `MemoryError`, not at
+        all.
 
-        Args:
-            parts (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens, any]`): parts of their rows.
-            position (`int`): position of the first of them.
-            padding (`torch.Tensor` of shape `[B]`, *optional*): padding tokens at the start of each sequence.
-
-        Returns:
-            `list[torch.Tensor]`: for the tokens that did not go behind those held, the slots that they took in order,
-            `[B, H, tokens]` each. A slot may have been taken more than once, then the later token is in it.
-
-        Raises:
-            MemoryError: if the host has no memory for further pages; what is held stays as it is.
+        Returns for the tokens that did not go behind those held the slots `[B, H, tokens]` that they took, in order. A
+        slot may have been taken more than once, then the later token is in it. Padding at the start of sequences,
+        `[B]`, goes first.
         """
         count = parts[0].shape[2]
         free = self.free_slots(count)
@@ -231,11 +213,8 @@ class TokenPool:
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
         """
-        Lists where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`; `None` if they cannot be
-        used.
-
-        Args:
-            states (`torch.Tensor`): what comes from the pages or goes there, on the device that does it.
+        Lists where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`, if what comes from the pages
+        or goes there is on the device of `states`; `None` if they cannot be used.
         """
         if choose_copy_kernel(states) != "triton":
             return None

@@ -57,23 +57,12 @@ class UnknownQueriesError(ValueError):
 class QueryProjection:
     """
     Makes, from the input of an attention module, the queries that the module hands to
-    `torch.nn.functional.scaled_dot_product_attention`.
+    `torch.nn.functional.scaled_dot_product_attention`, with the module's own parameters and submodules.
 
-    It computes with the module's own parameters and submodules, copies and changes none. Autograd and devices are its
-    caller's business: hidden states and position embeddings have to be on the module's device.
-
-    Args:
-        module (`torch.nn.Module`): a self-attention module, see `find_attention_modules`.
-        config (`PreTrainedConfig`): the config of the model it belongs to.
-
-    Attributes:
-        num_heads, num_key_value_heads (`int`): number of query heads, and of the heads that a cache is given.
-        head_dim (`int`): size of a query head.
-        has_rotary (`bool`): whether queries depend on the position embeddings.
-        scaling (`float`): what attention multiplies the products of these queries and keys by.
-
-    Raises:
-        ValueError: if the module's queries cannot be made from its input and position embeddings alone.
+    Autograd and devices are its caller's business: hidden states and position embeddings have to be on the module's
+    device. `has_rotary` says whether queries depend on position embeddings, `scaling` what attention multiplies their
+    products with keys by. A `ValueError` says why a module's queries cannot be made from its input and position
+    embeddings alone.
     """
 
     def __init__(self, module: nn.Module, config: PreTrainedConfig):
@@ -124,14 +113,9 @@ class QueryProjection:
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
         """
-        The queries of every token, `[batch_size, num_heads, tokens, head_dim]`.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `[batch_size, tokens, hidden_size]`):
-                What the attention module gets: the hidden states after the layer's input norm.
-            position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
-                Cosine and sine of the tokens' positions, as this module gets them; layers may get different ones.
-                `None` where the model gives none.
+        The queries of every token, `[batch_size, num_heads, tokens, head_dim]`, of what the attention module gets:
+        hidden states `[batch_size, tokens, hidden_size]` after the layer's input norm, and cosine and sine of
+        positions, `None` where the model gives none.
         """
         states = self._normed("projected", self._project(hidden_states))  # [B, T, H * D]
         if self._clip is not None:
@@ -147,13 +131,9 @@ class QueryProjection:
         self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None, query: torch.Tensor
     ) -> None:
         """
-        Makes sure that the projection makes the queries that attention was given, to rounding in their dtype.
-
-        Several tokens should be given: the first position's rotary embedding changes nothing.
-
-        Args:
-            hidden_states, position_embeddings: as the attention module got them.
-            query (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): as attention got it.
+        Makes sure that the projection makes the queries `[batch_size, num_heads, tokens, head_dim]` that attention was
+        given, to rounding in their dtype. Several tokens should be given: the first position's rotary embedding
+        changes nothing.
 
         Raises:
             UnknownQueriesError: if the queries differ.
@@ -273,13 +253,8 @@ def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     The self-attention modules of a model's text decoder by their `layer_idx`, in that order.
 
     Layers of hybrid models that have no attention, or a linear one, are not in it. That a module is found does not say
-    that `QueryProjection` takes it.
-
-    Args:
-        model (`PreTrainedModel`): a decoder model, or a multimodal one that has a decoder.
-
-    Raises:
-        ValueError: if the model is an encoder-decoder, has no such modules, or several with the same index.
+    that `QueryProjection` takes it. A `ValueError` says that the model is an encoder-decoder, has no such modules, or
+    several with the same index.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
-from kvcache_plugins.kernels.compiled_tokens import attend_rows
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows
 from kvcache_plugins.kernels.tokens import code_scores
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
@@ -32,12 +32,9 @@ Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
 
 class ScoringStates:
     """
-    Base of all: rows `[B, H, capacity, ...]` that grow, and are written anew where tokens are replaced. The pool's
-    rows are keys and values as they are, side by side, unless a subclass says otherwise.
-
-    Attributes:
-        length (`int`): rows in use.
-        rows (`dict[str, torch.Tensor]`): the rows, with spare ones behind those in use.
+    Base of all: rows `[B, H, capacity, ...]` by name, the first `length` in use, that grow and are written anew where
+    tokens are replaced. The pool's rows are keys and values as they are, side by side, unless a subclass says
+    otherwise.
     """
 
     # By which factor, and how many rows beside, capacity grows that is used up
@@ -51,12 +48,8 @@ class ScoringStates:
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
         """
-        Makes what is stored of tokens, and stores nothing.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D or E]`): all exact tokens there are.
-            count (`int`): the first of them, which are to be stored.
-            start (`int`): position of the first.
+        Makes what is stored of the first `count` of all exact tokens `[B, H, T, D or E]` there are, the first of them
+        at position `start`, and stores nothing.
         """
         return self.encode_keys(keys[:, :, :count]), (keys[:, :, :count], values[:, :, :count])
 
@@ -69,9 +62,11 @@ class ScoringStates:
         keys, values = rows.split(pool.dims, dim=3)
         return keys, values
 
-    def can_attend(self, pool: TokenPool) -> bool:
-        """Tells whether `attend` can go over the pool as it is now."""
-        return True
+    def prepare(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
+    ) -> ChoosingCall | None:
+        """Describes steps with queries like these `[B, H, G, D]` over the pool as it is; `None` if no kernel does."""
+        return None
 
     def attend(
         self,
@@ -82,16 +77,11 @@ class ScoringStates:
         start: int,
         mask: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """
-        Attends to chosen tokens of the pool, and the window, by the kernel that reads both where they stand.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H, G, D]`): the queries of one new token.
-            selection, pool, window: tokens that were chosen, where they are, and those behind them.
-            start (`int`): position of the window's first token.
-            mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
-            scale (`float`): factor of the scores.
+        Attends with the queries `[B, H, G, D]` of one new token to the tokens chosen of the pool and to the window,
+        whose first token has position `start`, by the kernel that reads both where they stand; `mask` `[B, tokens]` is
+        the token's row. `None` if the kernel cannot.
         """
         slots, count, pages = selection.slots, selection.count, pool.pages
         positions = None if mask is None else pool.positions_of(slots)
@@ -102,14 +92,8 @@ class ScoringStates:
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """
-        Products of queries and keys but for what is the same for all keys.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
-            pool (`TokenPool`): the tokens.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, G, N]`, float32.
+        Products `[B, H, G, N]` of queries `[B, H, G, D]` and the pool's keys but for what is the same for all keys,
+        float32.
         """
         raise NotImplementedError
 
@@ -163,10 +147,6 @@ class ScoringCodes(ScoringStates):
     codes around zero and one scale. The mean adds the same to every score of a query and drops out of the softmax; the
     spread goes into the query. So a key needs no zero point, and its row can be written anew when another token takes
     its slot.
-
-    Args:
-        nbits (`int`): bits a code.
-        keys, valid: what `fit` takes.
     """
 
     fitted_names = ("mean", "spread")
@@ -182,11 +162,8 @@ class ScoringCodes(ScoringStates):
 
     def fit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         """
-        Takes mean and spread of every channel from the first tokens of each sequence.
-
-        Args:
-            keys (`torch.Tensor` of shape `[B, H, tokens, D]`): the first keys.
-            valid (`torch.Tensor` of shape `[B, tokens]`, *optional*): which of them are no padding.
+        Takes mean and spread of every channel from the first keys `[B, H, tokens, D]` of each sequence that are valid
+        `[B, tokens]`, which is no padding.
         """
         keys = keys.float()
         if valid is None:
@@ -221,26 +198,24 @@ class ScoringCodes(ScoringStates):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
+    def prepare(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
+    ) -> ChoosingCall:
+        codes, scales = self.rows["codes"], self.rows["scale"]
+        return ChoosingCall(query, scale, codes, scales, self.spread, self.length, self.nbits, pool.pages, window)
+
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
 
 
 class ScoringColumns(ScoringStates):
     """
-    Some columns of the keys, turned before where skewing is asked for, in the keys' own dtype: the paper's partial key
-    cache.
+    The paper's partial key cache: a share of the keys' columns, in their own dtype.
 
-    Args:
-        keys (`torch.Tensor` of shape `[B, H, tokens, D]`):
-            The first keys.
-        queries (`torch.Tensor` of shape `[B, H * G, prompt length, D]`, *optional*):
-            Queries of the prompt. Without them the columns are those in which keys are large, and nothing is turned.
-        valid (`torch.Tensor` of shape `[B, prompt length]`, *optional*):
-            Which tokens of the prompt are no padding.
-        partial_ratio (`float`):
-            Share of the columns that is kept.
-        skewing (`str`):
-            `"none"`, or `"query-svd"`: columns of the right singular vectors of a group's queries.
+    They are the columns in which the prompt's queries `[B, H * G, prompt length, D]` and the first keys are large,
+    where `valid` says that they are no padding; with the skewing `"query-svd"` after both were turned to the right
+    singular vectors of a group's queries. Without queries the columns are those in which keys are large, and nothing
+    is turned.
     """
 
     fitted_names = ("turn",)

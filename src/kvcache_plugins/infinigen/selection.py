@@ -8,12 +8,11 @@ All of it is computed where the scores are, and the host asks for none of it: on
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvcache_plugins.kernels.compiled_tokens import choose_heaviest
+from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, choose_heaviest
 from kvcache_plugins.kernels.engine import choose_token_kernel
 from kvcache_plugins.kernels.tokens import largest
 
@@ -23,38 +22,26 @@ from .config import InfiniGenConfig
 # Added to the weight, a probability, of a token that is fetched whatever its weight
 _FORCED = 2.0
 _NEVER = -1.0
+# Of a sum of probabilities
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """
-    Tokens of the pool for one step.
-
-    Attributes:
-        slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): their slots, those that matter most first.
-        count (`torch.Tensor` of shape `[B, H]`, int64): how many of them each head takes; the others are filling.
+    Tokens of the pool for one step: slots `[B, H, tokens]`, int64, those that matter most first, and how many of them
+    each head takes, `[B, H]`, int64; the others are filling. `is_short` `[B, H]` is where the cap ended a choice
+    before `mass`.
     """
 
     slots: torch.Tensor
     count: torch.Tensor
+    is_short: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:
         """Marks slots that are no filling, `[B, H, tokens]`."""
         return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
-
-
-class Ends(NamedTuple):
-    """
-    Slots at both ends of a pool whose slots are in the order of their tokens.
-
-    Attributes:
-        first (`int`): those before it.
-        newest (`int`): those from it on.
-    """
-
-    first: int
-    newest: int
 
 
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
@@ -74,7 +61,7 @@ def select_tokens(
     scores: torch.Tensor,
     resident_scores: torch.Tensor,
     allowed: torch.Tensor | None,
-    forced: torch.Tensor | Ends,
+    forced: torch.Tensor | None,
     num_tokens: torch.Tensor | int,
     most_tokens: int,
     config: InfiniGenConfig,
@@ -89,8 +76,9 @@ def select_tokens(
             The same of the tokens that are attended to anyway; R may be 0, padding -inf.
         allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
             Which slots may be chosen: no padding, nothing that a mask excludes.
-        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, or `Ends`):
-            Which of those are chosen whatever their score: `config.sink + config.recent` at most.
+        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
+            Which of those are chosen whatever their score: `config.sink + config.recent` at most. By default the first
+            and the newest slots, which then stand in the order of their tokens.
         num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all sequences have the same):
             Real tokens cached, which shares are shares of.
         most_tokens (`int`):
@@ -100,14 +88,13 @@ def select_tokens(
     """
     num_slots = scores.shape[3]
     limit = most_chosen(config, most_tokens, num_slots)
-    if isinstance(forced, Ends):
-        if allowed is None and isinstance(num_tokens, int) and _is_compiled(scores, config):
-            assert config.min_weight is not None
-            least = min(config.min_weight / num_tokens, _FORCED)
-            most = max(int(num_tokens * config.max_fetch_ratio), 1)
-            return Selection(*choose_heaviest(scores, resident_scores, forced, least, most, limit))
+    if forced is None:
+        is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
+        if is_plain and choose_token_kernel(scores)[0] == "compiled":
+            assert isinstance(num_tokens, int)
+            return Selection(*choose_heaviest(scores, resident_scores, bounds_of(config, num_tokens, num_slots)))
         slots = torch.arange(num_slots, device=scores.device)
-        forced = (slots < forced.first) | (slots >= forced.newest)
+        forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
         forced = forced & allowed
@@ -124,12 +111,19 @@ def select_tokens(
     weights = torch.where(is_forced, top - _FORCED, top)
     wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], held)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
-    return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    selection = Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    if config.mass is None:
+        return selection
+    reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
+    return replace(selection, is_short=reached < config.mass - _ROUNDING)
 
 
-def _is_compiled(scores: torch.Tensor, config: InfiniGenConfig) -> bool:
-    """Tells whether the rule is one that is compiled, and there is something to choose of."""
-    return config.min_weight is not None and scores.shape[3] > 0 and choose_token_kernel(scores)[0] == "compiled"
+def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
+    """Tells what the rule of a least weight chooses of a pool in order when there are so many tokens."""
+    assert config.min_weight is not None
+    least, cap = min(config.min_weight / num_tokens, _FORCED), max(int(num_tokens * config.max_fetch_ratio), 1)
+    limit = most_chosen(config, num_tokens, num_slots)
+    return ChoiceBounds(config.sink, num_tokens - config.recent, least, cap, limit)
 
 
 def most_chosen(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:
@@ -151,14 +145,9 @@ def _num_wanted(
     num_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Counts the tokens that the rule wants, `[B, H]` or broadcast to it.
-
-    Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`): the scores, -inf where not allowed.
-        keys (`torch.Tensor` of shape `[B, H, tokens]`): what the candidates are sorted by, the forced ones first.
-        weights (`torch.Tensor` of shape `[B, H, tokens]`): their weights.
-        resident_weights (`torch.Tensor` of shape `[B, H, R]`): weights of what is attended to anyway.
-        num_tokens (`torch.Tensor` of shape `[B]` or `[1]`): real tokens cached.
+    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`,
+    with `weights` `[B, H, tokens]` beside those `[B, H, R]` of what is attended to anyway; scores are -inf where not
+    allowed.
     """
     if config.share is not None:
         return _share_of(num_tokens, config.share)

@@ -76,7 +76,7 @@ def _timed(times: TransferTimes | None, name: str, stream: torch.cuda.Stream) ->
 class StagedRows:
     """
     Rows of chosen tokens that are on their way to the GPU. Used in a `with` statement, which waits for them and, at
-    its end, gives their buffer back; or by `wait` and `release`.
+    its end, gives their buffer back.
 
     What is copied of it, with the cache that it was started for or into a file, is `None`: a copy starts its own.
     """
@@ -86,13 +86,10 @@ class StagedRows:
         # Whoever drops this object without releasing it gives the buffer back all the same
         staging.owner = weakref.ref(self)
 
-    def wait(self) -> torch.Tensor:
+    def __enter__(self) -> torch.Tensor:
         """
-        Has the current stream wait for the rows, not the host.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, K, R]`: of each head as many rows as were chosen. What stands behind those
-            is left from before and may be anything, NaN among it. Not to be used after `release`.
+        Has the current stream wait for the rows, not the host. Returns `[B, H, K, R]`, of each head as many rows as
+        were chosen; what stands behind those may be anything, NaN among it. Not to be used behind the statement.
         """
         assert self._staging.owner is not None and self._staging.owner() is self
         stream = torch.cuda.current_stream(self._rows.device)
@@ -102,16 +99,10 @@ class StagedRows:
         self._rows.record_stream(stream)
         return self._rows
 
-    def release(self) -> None:
-        """Gives the buffer back. What the current stream has been given so far may still read it."""
+    def __exit__(self, *error: object) -> None:
+        # What the current stream has been given so far may still read it
         self._staging.read.record(torch.cuda.current_stream(self._rows.device))
         self._staging.owner = None
-
-    def __enter__(self) -> torch.Tensor:
-        return self.wait()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def __reduce__(self) -> tuple[object, ...]:
         return _nothing, ()
@@ -154,12 +145,7 @@ class Staging:
 
 
 class Prefetcher:
-    """
-    What fetches rows to a GPU, for all layers and caches there: see `prefetcher_of`.
-
-    Args:
-        device (`torch.device`): the GPU, with its index.
-    """
+    """What fetches rows to a GPU, for all layers and caches there: see `prefetcher_of`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -174,13 +160,9 @@ class Prefetcher:
 
     def start(self, pool: TokenPool, selection: Selection, times: TransferTimes | None = None) -> StagedRows:
         """
-        Starts to fetch tokens. The host waits for nothing, unless there is no kernel for it.
-
-        Args:
-            pool (`TokenPool`): the tokens. What the current stream was told to write into it is written before.
-            selection (`Selection`): which, on the GPU, as the current stream computes it.
-            times (`TransferTimes`, *optional*): where the transfer is noted as `transfer_s`, and the time that the
-                computing stream waits for it as `stalled_s`.
+        Starts to fetch the tokens of a pool that the GPU has chosen, as the current stream computes it; what that was
+        told to write into the pool is written before. The host waits for nothing, unless there is no kernel for it.
+        Times are noted as `transfer_s` and, of the computing stream that waits, `stalled_s`.
         """
         addresses = pool.addresses_for(selection.slots)
         # A third buffer is made only when somebody holds two
@@ -253,16 +235,7 @@ def staging_bytes(device: torch.device) -> int:
 
 def expected_staging_bytes(num_bytes: int, num_layers: int, *, speculate: bool) -> int:
     """
-    Predicts the bytes of a GPU's buffers once a step has fetched there.
-
-    Args:
-        num_bytes (`int`): the most that is fetched for a layer.
-        num_layers (`int`): layers that fetch.
-        speculate (`bool`): whether one layer fetches while another one attends.
+    Predicts the bytes of a GPU's buffers after a step of layers that fetch `num_bytes` at most each, where one layer
+    fetches while another one attends if they speculate.
     """
     return int(_GROWTH * num_bytes) * (min(num_layers, 2) if speculate else 1)
-
-
-def free_staging() -> None:
-    """Gives the buffers of all devices back; what fetches next makes new ones."""
-    _PREFETCHERS.clear()

@@ -8,9 +8,11 @@ codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the wi
 """
 
 import mmap
+import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +27,9 @@ from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
 
-from .compiled import AttentionCall, angles_by_tile
-from .library import num_threads, run
-from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, check, make
+from .compiled import AttentionCall, angles_by_tile, kind_of_tokens
+from .library import find_threads, function, num_threads, run
+from .structs import KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, check, make
 
 
 # As in `coding.h` and `coding.c`
@@ -362,14 +364,31 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[tor
     return values.view(*numbers.shape[:-1], limit), places.view(*numbers.shape[:-1], limit)
 
 
+def _choice_scratch(length: int, num_resident: int = 0, groups: int = 0) -> int:
+    """Counts bytes of two rows of floats in whole vectors, two of pairs, and scores of a window; in whole words."""
+    return 8 * (length + _MOST_LANES) + 16 * (length + 1) + 8 * (-(-num_resident * groups // 2))
+
+
+class ChoiceBounds(NamedTuple):
+    """
+    What is chosen in a step by weight; see `choose_heaviest`.
+
+    Attributes:
+        first, newest (`int`): tokens before the first number, and from the second on, are chosen in any case.
+        least (`float`): the least weight of others.
+        cap, limit (`int`): the most that are chosen unless more are forced, and that there is room for.
+    """
+
+    first: int
+    newest: int
+    least: float
+    cap: int
+    limit: int
+
+
 @torch.compiler.disable
 def choose_heaviest(
-    scores: torch.Tensor,
-    resident_scores: torch.Tensor,
-    forced: tuple[int, int],
-    least: float,
-    cap: int,
-    limit: int,
+    scores: torch.Tensor, resident_scores: torch.Tensor, bounds: ChoiceBounds
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
@@ -377,31 +396,231 @@ def choose_heaviest(
     Args:
         scores (`torch.Tensor` of shape `[B, H, G, N]`): scores of the tokens, float32.
         resident_scores (`torch.Tensor` of shape `[B, H, G, any]`): of tokens that are attended to anyway, if any.
-        forced (`tuple[int, int]`): tokens before the first number, and from the second on, are chosen in any case.
-        least (`float`): the least weight of others.
-        cap (`int`): the most that are chosen, unless more are forced.
-        limit (`int`): the most that there is room for.
+        bounds (`ChoiceBounds`): what is chosen.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
         most, with zeros behind them; and how many they are, `[B, H]`, int64.
     """
-    batch_size, num_heads, groups, length = scores.shape
+    (batch_size, num_heads, groups, length), limit = scores.shape, bounds.limit
     slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64)
     count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64), num_threads()
-    # Two rows of floats in whole vectors, two of pairs
-    scratch_size = 8 * (length + _MOST_LANES) + 16 * (length + 1)
+    scratch_size = _choice_scratch(length)
     call = make(
         "Choice",
         {"batch": batch_size, "heads": num_heads, "groups": groups, "length": length, "most_threads": threads},
-        {"num_resident": resident_scores.shape[3], "first": max(forced[0], 0), "newest": max(forced[1], 0)},
-        {"cap": cap, "limit": limit, "least": least, "slots": slots, "counts": count, "scratch_size": scratch_size},
+        {"num_resident": resident_scores.shape[3], "first": max(bounds.first, 0), "newest": max(bounds.newest, 0)},
+        {
+            "cap": bounds.cap,
+            "limit": limit,
+            "least": bounds.least,
+            "slots": slots,
+            "counts": count,
+            "scratch_size": scratch_size,
+        },
         {"scores": scores.contiguous(), "resident": resident_scores.contiguous()},
         scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
     )
     call.tasks.count = batch_size * num_heads
     run("choose_heaviest", call, threads)
     return slots, count
+
+
+class ChoosingCall:
+    """
+    A step over tokens that stay what they are, described once: scores of their codes, the choice, and attention over
+    what was chosen and a window that grows. What does not change is checked here, and only addresses of queries,
+    results and the window are written for each step.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries like those to come, on the CPU.
+        scale (`float`): factor of the scores.
+        codes, code_scales, length, nbits: as of `code_scores`.
+        spread (`torch.Tensor` of shape `[B, H, 1, D]`): factors of the queries' channels, float32.
+        pages: as of `attend_rows`.
+        window (two `torch.Tensor` of shape `[B, H, any, D or E]`): keys and values behind them, contiguous.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        scale: float,
+        codes: torch.Tensor,
+        code_scales: torch.Tensor,
+        spread: torch.Tensor,
+        length: int,
+        nbits: int,
+        pages: Sequence[torch.Tensor],
+        window: tuple[torch.Tensor, torch.Tensor],
+    ):
+        sizes, value_dim, dtype = _sizes_of(query), window[1].shape[3], window[0].dtype
+        units, runs = sizes["batch"] * sizes["heads"], -(-length // _TOKENS_PER_TASK)
+        _check_codes(nbits, sizes["key_dim"], codes.shape[3])
+        if not 0 < length <= codes.shape[2]:
+            raise ValueError(f"`length` has to be from 1 to {codes.shape[2]}, but got {length}")
+        own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], value_dim, dtype, True)
+        if pages[0].dtype is not dtype or tuple(map(kind_of_tokens, window)) != own:
+            raise ValueError(
+                f"`pages` of {pages[0].dtype} and a window of {[kind_of_tokens(each) for each in window]}"
+            )
+        self._shape, self._value_dim, self._length, self._units = query.shape, value_dim, length, units
+        self._dtype, self._kind = dtype, own
+        self._tokens = tuple(torch.Size((*query.shape[:2], 1, states.shape[3])) for states in window)
+        self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capacity, self._scale, self._origin = 0, scale, _threads_now()
+        self._threads = num_threads()
+        scores = make(
+            "CodeScores",
+            {**{name: sizes[name] for name in ("batch", "heads", "groups")}, "dim": sizes["key_dim"]},
+            {"fields": 8 // nbits, "width": codes.shape[3], "capacity": codes.shape[2], "length": length},
+            {"runs": runs, "run_tokens": _TOKENS_PER_TASK, "codes": codes.contiguous(), "by": scale},
+            {"scale": code_scales.contiguous(), "spread": spread[:, :, 0].contiguous()},
+        )
+        choice = make(
+            "Choice",
+            {**sizes, "value_dim": value_dim, "length": length, "most_threads": self._threads, "scale": scale},
+        )
+        rows = make(
+            "Gathered",
+            {**sizes, "value_dim": value_dim, "kind": KINDS[dtype], "scale": scale},
+            {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
+        )
+        for call, count in ((scores, units * runs), (choice, units), (rows, _num_units(query))):
+            call.tasks.count = count
+        names = "code_scores", "choose_heaviest", "attend_gathered"
+        self._calls = [
+            (function(name), call.address, min(self._threads, call.tasks.count))
+            for name, call in zip(names, (scores, choice, rows), strict=True)
+        ]
+        self._alive = scores, choice, rows
+        self._scores, self._choice, self._rows = (memoryview(call).cast("B").cast("q") for call in self._alive)
+        self._choice_floats = memoryview(choice).cast("B").cast("d")
+        # Of a step before
+        self.num_chosen = 0
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a layer makes its own: addresses in a call are of what was copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def takes(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Tells whether `attend` can write key and value `[B, H, 1, D or E]` of a token into the window."""
+        return (
+            (key.shape, value.shape) == self._tokens
+            and key.dtype is value.dtype is self._dtype
+            and key.is_contiguous()
+            and value.is_contiguous()
+            and key.is_cpu
+            and value.is_cpu
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        window: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+        bounds: ChoiceBounds,
+    ) -> torch.Tensor | None:
+        """
+        Attends with the queries of one new token.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, H * G, 1, D]`, or another of so many numbers): queries.
+            scale (`float`, *optional*): factor of the scores.
+            window (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): the window's storage now.
+            length (`int`): W, its tokens in use, with the newest.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
+                written there, as `takes` took it.
+            bounds (`ChoiceBounds`): what is chosen.
+
+        Returns:
+            `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are others than those
+            that the call was made for. `num_chosen` is then how many tokens were chosen, of all heads.
+
+        Raises:
+            ValueError: if the window is not of the dtype and sizes that the call was made for.
+        """
+        shape, channels = query.shape, self._shape[3]
+        if (
+            shape[0] != self._shape[0]
+            or shape[3] != channels
+            or shape[1] * shape[2] != self._shape[1] * self._shape[2]
+            or not query.is_cpu
+            or (channels**-0.5 if scale is None else scale) != self._scale
+            or _threads_now() != self._origin
+        ):
+            return None
+        if window is not self._storage:
+            self._take_window(window)
+        if not 0 <= length <= self._capacity or (newest is not None and not (length and self.takes(*newest))):
+            raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
+        own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
+        result = own.new_empty((*shape[:3], self._value_dim))
+        limit, groups, units = bounds.limit, self._shape[2], self._units
+        scratch_size = _choice_scratch(self._length, length, groups)
+        slots_size, counts_size, own_size = 8 * units * limit, 8 * units, self._threads * scratch_size
+        memory = torch.empty(
+            slots_size + counts_size + own_size + 4 * units * groups * self._length, dtype=torch.uint8
+        )
+        slots = memory.data_ptr()
+        counts, scratch = slots + slots_size, slots + slots_size + counts_size
+        scores, address = scratch + own_size, own.data_ptr()
+        numbers = self._scores
+        numbers[_AT_SCORES.next], numbers[_AT_SCORES.query], numbers[_AT_SCORES.scores] = 0, address, scores
+        numbers = self._choice
+        numbers[_AT_CHOICE.next] = numbers[_AT_CHOICE.threads] = numbers[_AT_CHOICE.chosen] = 0
+        numbers[_AT_CHOICE.first], numbers[_AT_CHOICE.newest] = max(bounds.first, 0), max(bounds.newest, 0)
+        numbers[_AT_CHOICE.cap], numbers[_AT_CHOICE.limit] = bounds.cap, limit
+        self._choice_floats[_AT_CHOICE.least] = bounds.least
+        numbers[_AT_CHOICE.scores], numbers[_AT_CHOICE.query], numbers[_AT_CHOICE.slots] = scores, address, slots
+        numbers[_AT_CHOICE.counts], numbers[_AT_CHOICE.scratch] = counts, scratch
+        numbers[_AT_CHOICE.scratch_size], numbers[_AT_CHOICE.num_resident] = scratch_size, length
+        key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
+        numbers[_AT_CHOICE.newest_key], numbers[_AT_CHOICE.newest_value] = key, value
+        numbers[_AT_CHOICE.window_length] = length
+        numbers = self._rows
+        numbers[_AT_ROWS.next], numbers[_AT_ROWS.num_slots], numbers[_AT_ROWS.window_length] = 0, limit, length
+        numbers[_AT_ROWS.query], numbers[_AT_ROWS.result] = address, result.data_ptr()
+        numbers[_AT_ROWS.slots] = numbers[_AT_ROWS.columns] = slots
+        numbers[_AT_ROWS.counts] = counts
+        for kernel, structure, threads in self._calls:
+            if threads == 1:
+                kernel(structure)
+            else:
+                find_threads()(kernel, structure, threads)
+        self.num_chosen = self._choice[_AT_CHOICE.chosen]
+        return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+    def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
+        (keys, values), found = window, tuple(map(kind_of_tokens, window))
+        if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
+            raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
+        for structure in self._alive[1:]:
+            own = structure.window
+            own.kind, own.keys, own.values = KINDS[self._dtype], keys.data_ptr(), values.data_ptr()
+            for strides, states in ((own.key_strides, keys), (own.value_strides, values)):
+                strides[0], strides[1] = (stride * states.element_size() for stride in states.stride()[:2])
+        self._storage, self._capacity = window, keys.shape[2]
+
+
+def _threads_now() -> tuple[int, int]:
+    return torch.get_num_threads(), os.getpid()
+
+
+def _places(name: str) -> SimpleNamespace:
+    """Finds the words of a structure that its fields are, `next` of its tasks and `window_length` among them."""
+    kind = STRUCTURES[name]
+    places = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
+    places["next"] = places["tasks"]
+    if "window" in places:
+        places["window_length"] = places["window"]
+    return SimpleNamespace(**places)
+
+
+_AT_SCORES, _AT_CHOICE, _AT_ROWS = map(_places, ("CodeScores", "Choice", "Gathered"))
 
 
 @torch.compiler.disable

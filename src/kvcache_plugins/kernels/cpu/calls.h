@@ -228,6 +228,8 @@ typedef struct {
     const float *query;             /* [batch, heads, groups, dim] */
     const uint8_t *codes;           /* [batch, heads, capacity, width] */
     const uint16_t *scale;          /* [batch, heads, capacity] */
+    const float *spread;            /* [batch, heads, dim]; queries are multiplied with it and `by` before, or 0 */
+    double by;
     float *scores;                  /* [batch, heads, groups, length] */
 } CodeScores;
 
@@ -253,6 +255,12 @@ typedef struct {
     const float *resident;          /* [batch, heads, groups, num_resident] */
     int64_t *slots;                 /* [batch, heads, limit] */
     int64_t *counts;                /* [batch, heads] */
-    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs */
+    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
     int64_t scratch_size;
+    /* Instead of `resident`: a window and the queries that it is scored with. What is chosen is counted */
+    int64_t key_dim, value_dim, chosen;
+    double scale;
+    const float *query;             /* [batch, heads, groups, key_dim]; or 0 */
+    const char *newest_key, *newest_value; /* of the window's last token, to be written there, or 0 */
+    Window window;
 } Choice;

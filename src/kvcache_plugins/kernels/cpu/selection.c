@@ -16,6 +16,8 @@ static void score_run(const CodeScores *call, int64_t head, int64_t start) {
         int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
         for (int r = 0; r < rows; r++)
             read_numbers(call->query, FLOATS, (head * groups + first + r) * dim, dim, padded(dim), query[r]);
+        for (int r = 0; r < rows && call->spread; r++)
+            for (int d = 0; d < dim; d++) query[r][d] = query[r][d] * (float)call->by * call->spread[head * dim + d];
         round_queries(&by, rows, query);
         for (int64_t t = start; t < stop; t += TILE) {
             int tokens = (int)(stop - t < TILE ? stop - t : TILE);
@@ -127,12 +129,42 @@ static float exponentials(const Choice *call, const float *scores, const float *
     float total = sum_of(sum);
     return total > 0 ? 1 / total : 0;
 }
-static void choose_for_head(const Choice *call, int64_t head, float *mean, float *weights, Pair *pairs, Pair *spare) {
+/* Writes the newest token of a head into the window, and scores of its tokens into `resident` [groups, num_resident] */
+static void score_window(const Choice *call, int64_t head, float *resident) {
+    const Window *window = &call->window;
+    Unit unit = {.matrix = head, .batch = head / call->heads, .head = head % call->heads};
+    int dim = (int)call->key_dim, kind = (int)window->kind;
+    size_t key = size_of_kind(kind) * (size_t)dim, value = size_of_kind(kind) * (size_t)call->value_dim;
+    if (call->newest_key) {
+        int64_t last = window->length - 1;
+        memcpy((char *)window_key(window, unit, (int64_t)key, last), call->newest_key + (size_t)head * key, key);
+        memcpy((char *)window_value(window, unit, (int64_t)value, last), call->newest_value + (size_t)head * value, value);
+    }
+    ALIGNED float scores[ROWS][TILE];
+    ALIGNED Queries query;
+    State state;
+    Places places = {.key_dim = dim};
+    for (; unit.row < call->groups; unit.row += ROWS) {
+        unit.rows = call->groups - unit.row < ROWS ? (int)(call->groups - unit.row) : ROWS;
+        start_unit(call->query + head * call->groups * dim, call->scale, dim, 0, unit, query, &state);
+        for (int64_t start = 0; start < window->length; start += TILE) {
+            places.tokens = places.known = (int)(window->length - start < TILE ? window->length - start : TILE);
+            for (int t = 0; t < places.tokens; t++) places.keys[t] = window_key(window, unit, (int64_t)key, start + t);
+            score_places(&places, kind, unit.rows, query, scores);
+            for (int r = 0; r < unit.rows; r++)
+                memcpy(resident + (unit.row + r) * window->length + start, scores[r], sizeof(float) * (size_t)places.tokens);
+        }
+    }
+}
+static void choose_for_head(Choice *call, int64_t head, float *mean, float *weights, Pair *pairs, Pair *spare) {
     int64_t length = call->length, forced = 0;
     uint32_t ends[DIGITS][BINS];
+    const float *resident = call->query ? (float *)(spare + length + 1) : call->resident + head * call->groups * call->num_resident;
+    if (call->query) score_window(call, head, (float *)(spare + length + 1));
     memset(mean, 0, sizeof(float) * (size_t)length);
-    for (int64_t g = head * call->groups; g < (head + 1) * call->groups; g++) {
-        float factor = exponentials(call, call->scores + g * length, call->resident + g * call->num_resident, weights);
+    for (int64_t g = 0; g < call->groups; g++) {
+        const float *scores = call->scores + (head * call->groups + g) * length;
+        float factor = exponentials(call, scores, resident + g * call->num_resident, weights);
         factor /= (float)call->groups;
         for (int64_t n = 0; n < length; n += L) store(mean + n, load(mean + n) + load(weights + n) * factor);
     }
@@ -145,6 +177,7 @@ static void choose_for_head(const Choice *call, int64_t head, float *mean, float
     if (found > most) found = most;
     for (int64_t i = 0; i < call->limit; i++) call->slots[head * call->limit + i] = i < found ? sorted[i].place : 0;
     call->counts[head] = found;
+    __atomic_fetch_add(&call->chosen, found, __ATOMIC_RELAXED);
 }
 EXPORT(choose_heaviest)(Choice *call) {
     int64_t room = (call->length + L) / L * L;

@@ -1,0 +1,146 @@
+"""Steps of a layer by its own query as one prepared call: what the kernels of the single steps compute."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoding import assert_same, decode_logits, make_model, tokens
+
+from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, ChoosingCall
+
+
+def filled(config: InfiniGenConfig, count: int, dims=(16, 16), batch_size=1, dtype=torch.float32) -> InfiniGenLayer:
+    """A layer of three heads that holds random tokens."""
+    layer = InfiniGenLayer(config, 0)
+    layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
+    layer.settle_prompt()
+    return layer
+
+
+def attend(layer: InfiniGenLayer, new: tuple[torch.Tensor, ...], scale: float | None) -> torch.Tensor:
+    """A step as a model makes it: attention of queries to what `update` returns of a key and a value."""
+    query, *states = new
+    return F.scaled_dot_product_attention(query, *layer.update(*states), scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("count", "options", "shape"),
+    [
+        # Pages are crossed, and tokens move into the pool on the way
+        (1050, {}, {}),
+        (90, {"scoring_nbits": 2, "min_weight": 1.5, "scale": 0.3}, {"dims": (16, 24), "batch_size": 2}),
+        (200, {"scoring_nbits": 8, "recent": 3, "sink": 0}, {"groups": 5, "dtype": torch.bfloat16}),
+        (150, {"max_fetch_ratio": 0.02, "recent": 70}, {"groups": 1, "dims": (18, 10), "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode, monkeypatch) -> None:
+    options, shape = dict(options), dict(shape)
+    scale, groups = options.pop("scale", None), shape.pop("groups", 3)
+    prepared = filled(InfiniGenConfig(**options), count, **shape)
+    single = copy.deepcopy(prepared)
+    monkeypatch.setattr(single, "_prepare_call", lambda *given: None)
+    size, dtype = prepared.batch_size, prepared.dtype
+    dims = [prepared.states_shape(side)[3] for side in ("keys", "keys", "values")]
+    with mode():
+        for step in range(45):
+            heads = 3 * groups, 3, 3
+            new = tuple(torch.randn(size, *each, dtype=dtype) for each in zip(heads, (1, 1, 1), dims, strict=True))
+            torch.testing.assert_close(attend(prepared, new, scale), attend(single, new, scale), atol=1e-5, rtol=1e-3)
+            if step == 20:
+                # Addresses in a call are of what was copied, and of tokens that are dropped nothing is left
+                prepared = copy.deepcopy(prepared)
+                for layer in (prepared, single):
+                    layer.crop_tokens(5)
+    assert prepared.stats() == single.stats()
+    # Not of one that never prepares a call, however often it is told
+    assert prepared._call is not None and single._call is None
+    for side in ("keys", "values"):
+        assert torch.equal(prepared.materialize(side), single.materialize(side))
+
+
+def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
+    layer = filled(InfiniGenConfig(), 100)
+    with torch.no_grad():
+        for _ in range(3):
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+        key, value = torch.randn(2, 1, 3, 1, 16)
+        keys, values = layer.update(key, value)
+    assert layer.window.left is not None
+    assert torch.equal(keys[:, :, -1:], key) and torch.equal(values[:, :, -1:], value)
+    assert layer.window.left is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"pool_tokens": 60}, {"share": 0.1}, {"mass": 0.5}, {"track_hits": True}, {"speculate": True}], ids=str
+)
+def test_other_rules_and_pools_prepare_nothing(options) -> None:
+    layer = filled(InfiniGenConfig(**options), 100)
+    with torch.no_grad():
+        for _ in range(3):
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+    assert layer._call is None
+
+
+def test_beams_that_are_reordered_in_each_step_prepare_nothing() -> None:
+    layer = filled(InfiniGenConfig(), 100)
+    with torch.no_grad():
+        for is_reordered in (True, True, True, False, False):
+            assert layer._call is None
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+            if is_reordered:
+                layer.reorder_cache(torch.tensor([0]))
+    assert layer._call is not None
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_make_no_difference(num_threads: int) -> None:
+    model, prompt, steps = make_model(), tokens(2100), tokens(6, seed=1)
+    logits, before = [], torch.get_num_threads()
+    for count in (1, num_threads):
+        try:
+            torch.set_num_threads(count)
+            cache = InfiniGenCache(model, full_layers=())
+            logits.append(decode_logits(model, cache, prompt, steps))
+        finally:
+            torch.set_num_threads(before)
+    assert cache.layers[0]._call is not None
+    assert_same(*logits)
+
+
+def test_a_call_refuses_what_it_was_not_made_for() -> None:
+    layer = filled(InfiniGenConfig(), 100)
+    new = tuple(torch.randn(1, 3, 1, 16) for _ in range(3))
+    with torch.no_grad():
+        for _ in range(2):
+            attend(layer, new, None)
+    call, window = layer._call, layer.window
+    assert isinstance(call, ChoosingCall)
+    bounds, query = ChoiceBounds(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
+    given = {"scale": None, "window": window.storage, "length": window.length, "newest": None}
+    for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
+        assert call.attend(other, **given, bounds=bounds) is None
+    assert call.attend(query, **{**given, "scale": 0.5}, bounds=bounds) is None
+    wrong = [
+        {"length": window.capacity + 1},
+        {"length": -1},
+        {"window": tuple(states.double() for states in window.storage)},
+        {"window": (window.storage[0], window.storage[1][:, :, 1:].contiguous())},
+        {"window": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in window.storage)},
+        {"newest": (new[1].double(), new[2])},
+        {"newest": new[1:], "length": 0},
+    ]
+    made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.spread
+    for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
+        with pytest.raises(ValueError, match="window"):
+            ChoosingCall(*made, layer.scoring.length, 4, layer.pool.pages, other)
+    with pytest.raises(ValueError, match="`length` has to be from 1"):
+        ChoosingCall(*made, 0, 4, layer.pool.pages, layer.window.storage)
+    for changed in wrong:
+        with pytest.raises(ValueError, match="window|tokens in use"):
+            call.attend(query, **{**given, **changed}, bounds=bounds)
