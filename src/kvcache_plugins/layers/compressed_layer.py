@@ -30,7 +30,7 @@ from .contexts import in_own_context
 from .finite_states import check_finite
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
 from .lazy_states import stored_states
-from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, PreparedParts, RowBlock
+from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, PackedTokens, PreparedParts, RowBlock
 from .packing import Packing, Split
 from .prompt_layer import PromptLayer
 from .residual_buffer import ResidualBuffer
@@ -90,6 +90,8 @@ class CompressedLayer(PromptLayer):
         assert sliding_window is None or packing.has_windows
         self.packing = packing
         self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        # Tokens beyond which a block has no room before it needs it
+        self._most_rows = None if sliding_window is None else sliding_window - 1 + DROP_STEP
         super().__init__(layer_idx, attention_mask)
 
     def _clear(self) -> None:
@@ -100,11 +102,7 @@ class CompressedLayer(PromptLayer):
         self.prefix: ExactPrefix | None = None
         # Position before which blocks may be of tokens that the prefix holds
         self._prefix_stop = 0
-        self.blocks: list[Any] = []
-        # Whether decoded tokens may join the last block
-        self._is_open = False
-        # Whether tokens may join the block before a recent one
-        self._is_older_open = False
+        self.packed = PackedTokens()
         self.buffer = None
         self._prepared: PreparedParts | None = None
         self.codec: Any = None
@@ -125,6 +123,11 @@ class CompressedLayer(PromptLayer):
         super().lazy_initialization(key_states, value_states)
 
     @property
+    def blocks(self) -> list[Any]:
+        """Blocks of packed tokens, the oldest first."""
+        return self.packed.blocks
+
+    @property
     def buffer(self) -> ResidualBuffer | None:
         """The newest tokens, exact."""
         if self._plain is not None:
@@ -140,9 +143,7 @@ class CompressedLayer(PromptLayer):
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Makes the buffer of all tokens that are not the prefix's."""
         first = 0 if self.prefix is None else self.prefix.num_slots
-        keys, values = keys[:, :, first:], values[:, :, first:]
-        self.buffer = ResidualBuffer(keys, values, self._buffer_limit)
-        self.buffer.append(keys, values)
+        self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
 
     @property
     def _buffer_limit(self) -> int:
@@ -323,7 +324,9 @@ class CompressedLayer(PromptLayer):
                 self._prepared = None
                 old = slice(keys.shape[2] - num_kept)
                 self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
-        first = start + self._num_passed(length - start)
+        # What no query to come sees is not packed
+        has_passed = self.sliding_window is not None and not self.record_past
+        first = max(start, self._first_seen(length)) if has_passed else start
         count = packing.num_packed(max(length - first - num_kept, 0), is_prompt=is_prompt)
         skipped = keys.shape[2] - (length - first)
         if count:
@@ -347,7 +350,7 @@ class CompressedLayer(PromptLayer):
         if self.packing.residual_length:
             self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
             self._prefix_stop = int(end.max())
-        self._is_open = False
+        self.packed.is_open = False
         self._set_pending(split.pending)
         return first
 
@@ -409,71 +412,38 @@ class CompressedLayer(PromptLayer):
             if first_end is not None:
                 rows, positions = (block.keys, block.values), Positions(start, self.padding)
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
-        if self.blocks and start > self.blocks[-1].start + self.blocks[-1].length:
-            # A window has passed all that there was
-            self.blocks, self._is_open = [], False
         prepared, self._prepared = self._prepared, None
-        is_joining, newest = packing.joins(is_prompt=is_prompt), self.blocks[-1] if self.blocks else None
+        num_aged = 0
         if recent is not None:
             assert isinstance(block, RowBlock)
-            self._add_recent(block, prepared)
+            joined = self.packed.add_recent(block, packing.recent_length)
+            # Where there are too many, the older half is coded as all others
+            if self.blocks[-1].length > packing.recent_length:
+                num_aged = self.blocks[-1].length - packing.recent_length // 2
         else:
-            if newest is not None and newest.is_recent:
-                self._age(newest.length)
-            if self._is_open and is_joining:
-                newest = self.blocks[-1]
-                newest.append(block, self._most_rows)
-                if prepared is not None and prepared.extend(newest):
-                    self._prepared = prepared
-            else:
-                self.blocks.append(block)
-            self._is_open = is_joining
+            if first_end is None and self.packed.has_recent:
+                self._age(self.packed.newest.length)
+            joined = self.packed.add(block, self._most_rows, is_joining=packing.joins(is_prompt=is_prompt))
+        if joined is not None and prepared is not None and prepared.extend(joined):
+            self._prepared = prepared
+        if num_aged:
+            self._age(num_aged)
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += block.num_chunks if isinstance(block, GroupBlock) else 1
 
-    @property
-    def _most_rows(self) -> int | None:
-        """Tokens beyond which a block has no room before it needs it."""
-        return None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
-
-    def _add_recent(self, block: RowBlock, prepared: PreparedParts | None) -> None:
-        """Adds newest tokens in finer rows; where there are too many then, the older half is coded as all others."""
-        newest, most = self.blocks[-1] if self.blocks else None, self.packing.recent_length
-        block.is_recent = True
-        if newest is None or not newest.is_recent:
-            self.blocks.append(block)
-            self._is_older_open, self._is_open = self._is_open, True
-        else:
-            if not self._is_open:
-                # A copy may share them
-                newest.reserve(newest.length + block.length)
-                self._is_open = True
-            newest.append(block, most)
-            if prepared is not None and prepared.extend(newest):
-                self._prepared = prepared
-        if self.blocks[-1].length > most:
-            self._age(self.blocks[-1].length - most // 2)
-
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
-        recent = self.blocks[-1]
-        block = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
-        if self._is_older_open and len(self.blocks) > 1:
-            self.blocks[-2].append(block, self._most_rows)
-        else:
-            self.blocks.insert(-1, block)
-            self._is_older_open = True
-        if count < recent.length:
-            recent.drop_first(count)
-        else:
-            self.blocks.pop()
-            self._is_open = self._is_older_open
+
+        def coded_anew(recent: RowBlock, count: int) -> RowBlock:
+            return recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
+
+        self.packed.age(count, coded_anew, self._most_rows)
         self._prepared = None
 
     def end_recent(self) -> None:
         """Codes all packed tokens alike, and those to come."""
-        if self.blocks and self.blocks[-1].is_recent:
-            self._age(self.blocks[-1].length)
+        if self.packed.has_recent:
+            self._age(self.packed.newest.length)
         self.packing = self.packing.without_recent()
 
     def _codec_of(self, block: Block) -> Any:
@@ -482,18 +452,13 @@ class CompressedLayer(PromptLayer):
     def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
         buffer, count = self.buffer, keys.shape[2]
-        is_buffer = buffer is not None and buffer.length == count
-        if is_buffer and first < count:
-            assert buffer is not None
-            if first:
-                buffer.drop_first(first)
-            return
-        self.buffer = None if buffer is None else buffer.released()
-        if first < count:
-            keys, values = keys[:, :, first:], values[:, :, first:]
-            if self.buffer is None:
-                self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
-            self.buffer.append(keys, values)
+        if first == count:
+            self.buffer = None
+        elif buffer is None or buffer.length != count:
+            limit = self.packing.residual_length
+            self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
+        elif first:
+            buffer.drop_first(first)
 
     @property
     def _needs_queries(self) -> bool:
@@ -697,24 +662,12 @@ class CompressedLayer(PromptLayer):
         length = self._length - self._first_seen(self._length)
         return sum(shape[0] * shape[1] * length * shape[3] for shape in map(self.states_shape, ("keys", "values")))
 
-    def _num_passed(self, count: int) -> int:
-        """How many of the newest `count` tokens no query to come sees."""
-        return 0 if self.record_past else max(count - (self._length - self._first_seen(self._length)), 0)
-
     def _let_go(self) -> None:
         """Drops what no query to come sees, some rows at a time."""
         first = self._first_seen(self._length)
         if first <= self._held_start:
             return
-        blocks, newest = self.blocks, self.blocks[-1] if self.blocks else None
-        self.blocks = [block for block in blocks if block.start + block.length > first]
-        num_dropped = 0
-        if self.blocks and self.blocks[0].start < first:
-            num_dropped = (first - self.blocks[0].start) // DROP_STEP * DROP_STEP
-        if num_dropped:
-            self.blocks[0].drop_first(num_dropped)
-        if num_dropped or len(self.blocks) < len(blocks):
-            self.after_cut(newest)
+        if self.packed.drop_before(first):
             self._forget_before(self.blocks[0].start if self.blocks else self.exact_start)
 
     def _forget_before(self, position: int) -> None:
@@ -765,18 +718,9 @@ class CompressedLayer(PromptLayer):
             self.buffer.drop_last(min(count, self.buffer.length))
         if length >= exact_start:
             return
-        newest = self.blocks[-1] if self.blocks else None
-        self.blocks = [block for block in self.blocks if block.start < length]
-        if self.blocks and self.blocks[-1].start + self.blocks[-1].length > length:
-            self.blocks[-1].truncate(length - self.blocks[-1].start)
-        self.after_cut(newest)
+        self.packed.truncate(length)
         if self.prefix is not None:
             self.prefix.truncate(length)
-
-    def after_cut(self, newest: Block | None) -> None:
-        """Called when tokens have been dropped of blocks, of which `newest` was the last."""
-        is_last = newest is not None and bool(self.blocks) and self.blocks[-1] is newest
-        self._is_open = self._is_open and is_last and self.blocks[-1].can_grow
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._prepared = None
@@ -819,23 +763,15 @@ class CompressedLayer(PromptLayer):
         packed tokens, tables, and the exact tokens in front.
         """
         self.settle_prompt()
-        # Further tokens would be written into the room that the last blocks have left
-        self._is_open = self._is_older_open = False
-        for block in self.blocks:
-            yield from block.tensors()
+        yield from self.packed.share()
         if self.codec is not None and self._pending_sequences is None:
             yield from self.codec.tensors()
         if self.prefix is not None:
             yield from (self.prefix.keys, self.prefix.values, self.prefix.start, self.prefix.count)
 
     def stats(self) -> dict[str, int]:
-        exact = self._num_exact() if self.is_initialized else 0
-        return {
-            "tokens_cached": self._length,
-            "tokens_exact": exact,
-            **self._counters,
-            "dense_reads": self.dense_reads,
-        }
+        lengths = {"tokens_cached": self._length, "tokens_exact": self._num_exact() if self.is_initialized else 0}
+        return {**lengths, **self._counters, "dense_reads": self.dense_reads}
 
     def _num_exact(self) -> int:
         """Tokens that are exact and have not been let go of, of the sequence that has most of them packed."""
@@ -854,11 +790,9 @@ class CompressedLayer(PromptLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        held = []
-        for block in self.blocks:
-            if block.length:
-                keys, values = block.stored()
-                held.append(BlockState(block.start, block.length, keys, values, block.is_recent))
+        held = [
+            BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in self.blocks if each.length
+        ]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -867,7 +801,7 @@ class CompressedLayer(PromptLayer):
             value_head_dim=self._shapes["values"][3],
             length=self._length,
             held_start=self._held_start,
-            is_open=self._is_open and self.blocks[-1].length > 0,
+            is_open=self.packed.is_open and self.blocks[-1].length > 0,
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
@@ -882,17 +816,18 @@ class CompressedLayer(PromptLayer):
         """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):
             raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
-        self.codec, self.blocks = restore_blocks(state, self.packing, self.sliding_window, path)
+        self.codec, blocks = restore_blocks(state, self.packing, self.sliding_window, path)
+        self.packed = PackedTokens(blocks, is_open=state.is_open)
         self._prepared = None
         self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length
         self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
         self.dtype, self.batch_size = state.dtype, state.batch_size
         self.prefix, self.padding = state.prefix, state.padding
-        self.buffer = None if state.buffer is None else state.buffer.buffer(self.packing.residual_length)
-        self._is_older_open = state.is_open
+        exact, limit = state.buffer, self.packing.residual_length
+        self.buffer = None if exact is None else ResidualBuffer.of(exact.keys, exact.values, limit)
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
-        self._held_start, self._is_open, self._moments = state.held_start, state.is_open, state.moments
+        self._held_start, self._moments = state.held_start, state.moments
         self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)
         self._pending_sequences = None if state.pending is None else state.pending.bool()
         self.is_initialized, self.device = True, device

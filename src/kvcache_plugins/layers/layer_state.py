@@ -17,7 +17,6 @@ from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, che
 
 from .packed_tokens import ROWS, Block, ExactPrefix, GroupBlock, RowBlock
 from .packing import GroupPacking, Packing
-from .residual_buffer import ResidualBuffer
 
 
 Size = Annotated[int, Range(1, 2**20)]
@@ -41,12 +40,6 @@ class ExactStates:
         """Raises a `ValueError` if keys and values are of two dtypes."""
         if self.keys.dtype != self.values.dtype:
             raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
-
-    def buffer(self, limit: int) -> ResidualBuffer:
-        """Makes a buffer of these tokens that waits for `limit` of them."""
-        buffer = ResidualBuffer(self.keys, self.values, limit)
-        buffer.append(self.keys, self.values)
-        return buffer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
-from .encoder_decoder import UpdateOrder
 from .layer_types import replace_full_attention
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
 from .recurrent_states import HybridLayersMixin
@@ -23,6 +22,40 @@ from .static_layer import StaticLayer, traced_states
 
 # No layer, and no tokens
 _NONE = -1, -1
+
+
+class UpdateOrder:
+    """
+    Tells by the order of updates whether a cache gets an encoder's states too: each layer of the model updates it
+    twice then. Of a model with one layer nothing can be told, and no decoder alone is watched (`is_watched`).
+
+    Args:
+        config (`PreTrainedConfig`, *optional*): of the decoder; `None` if the cache was made without.
+        num_layers (`int`): of the decoder.
+    """
+
+    def __init__(self, config: PreTrainedConfig | None, num_layers: int):
+        self.is_watched = config is not None and config.is_encoder_decoder and num_layers > 1
+        self._last: int | None = None
+
+    def note(self, layer_idx: int) -> None:
+        """
+        Called before each update.
+
+        Raises:
+            ValueError: if it is the second one of a layer in a row.
+        """
+        last, self._last = self._last, layer_idx
+        if last == layer_idx and self.is_watched:
+            self._last = None
+            raise ValueError(
+                "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among "
+                "them: pass `EncoderDecoderCache(cache, DynamicCache())`"
+            )
+
+    def restart(self) -> None:
+        """The next update may be of any layer."""
+        self._last = None
 
 
 class ModelMatchMixin(HybridLayersMixin):

@@ -11,7 +11,7 @@ Legend: B batch, H heads, T tokens, D head dim, R bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -272,6 +272,114 @@ class GroupBlock:
 
 
 Block = RowBlock | GroupBlock
+
+
+class PackedTokens:
+    """
+    Packed tokens of a layer, in blocks that follow each other.
+
+    Attributes:
+        blocks (`list`): the oldest first; the last may be of recent tokens.
+        is_open (`bool`): whether decoded tokens may join the last block.
+        is_older_open (`bool`): whether tokens may join the block before a recent one.
+    """
+
+    def __init__(self, blocks: Sequence[Block] = (), *, is_open: bool = False):
+        self.blocks: list[Any] = [*blocks]
+        self.is_open = self.is_older_open = is_open
+
+    @property
+    def newest(self) -> Any:
+        """The last block, if there is one."""
+        return self.blocks[-1] if self.blocks else None
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether the last block is of recent tokens."""
+        return bool(self.blocks) and self.blocks[-1].is_recent
+
+    def add(self, block: Block, most: int | None, *, is_joining: bool) -> Block | None:
+        """
+        Adds a block that follows, to the last one if both are of decoded tokens, and then returns that.
+
+        Args:
+            block (`Block`): the tokens; they may begin later, where a window has passed all that there was.
+            most (`int`, *optional*): tokens beyond which a block has no room before it needs it.
+            is_joining (`bool`): whether they are decoded ones.
+        """
+        if self.blocks and block.start > self.newest.start + self.newest.length:
+            self.blocks, self.is_open = [], False
+        is_open, self.is_open = self.is_open, is_joining
+        if not (is_open and is_joining):
+            self.blocks.append(block)
+            return None
+        self.newest.append(block, most)
+        return self.blocks[-1]
+
+    def add_recent(self, block: RowBlock, most: int) -> RowBlock | None:
+        """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
+        block.is_recent = True
+        if not self.has_recent:
+            is_older_open = self.is_open
+            self.add(block, most, is_joining=False)
+            self.is_older_open, self.is_open = is_older_open and len(self.blocks) > 1, True
+            return None
+        if not self.is_open:
+            # A copy may share them
+            self.newest.reserve(self.newest.length + block.length)
+            self.is_open = True
+        return self.add(block, most, is_joining=True)
+
+    def age(self, count: int, coded_anew: Callable[[RowBlock, int], RowBlock], most: int | None) -> None:
+        """
+        Has the first `count` recent tokens be like all older ones.
+
+        Args:
+            count (`int`): how many.
+            coded_anew (`Callable`): codes the first tokens of the recent block as older ones are.
+            most (`int`, *optional*): as of `add`.
+        """
+        recent = self.blocks[-1]
+        block = coded_anew(recent, count)
+        if self.is_older_open and len(self.blocks) > 1:
+            self.blocks[-2].append(block, most)
+        else:
+            self.blocks.insert(-1, block)
+            self.is_older_open = True
+        if count < recent.length:
+            recent.drop_first(count)
+        else:
+            self.blocks.pop()
+            self.is_open = self.is_older_open
+
+    def drop_before(self, position: int) -> bool:
+        """Drops tokens before a position, some rows at a time, and tells whether it has."""
+        newest, count = self.newest, len(self.blocks)
+        self.blocks = [block for block in self.blocks if block.start + block.length > position]
+        num_dropped = max(position - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if not num_dropped and len(self.blocks) == count:
+            return False
+        self._close_if_cut(newest)
+        return True
+
+    def truncate(self, length: int) -> None:
+        """Drops tokens at position `length` and beyond."""
+        newest = self.newest
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.newest.start + self.newest.length > length:
+            self.newest.truncate(length - self.newest.start)
+        self._close_if_cut(newest)
+
+    def _close_if_cut(self, newest: Block | None) -> None:
+        self.is_open = self.is_open and newest is not None and self.newest is newest and newest.can_grow
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
+        self.is_open = self.is_older_open = False
+        for block in self.blocks:
+            yield from block.tensors()
 
 
 @dataclass(eq=False)

@@ -248,11 +248,6 @@ class GroupPacking(Packing):
             return 0
         return count - count % group if self.has_whole_groups else count
 
-    @property
-    def fixed(self) -> Codec | None:
-        """The codec, if it is the same whatever tokens there are."""
-        return None
-
     def joins(self, *, is_prompt: bool) -> bool:
         return not is_prompt
 

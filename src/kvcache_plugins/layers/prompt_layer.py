@@ -15,13 +15,90 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
-from .index_states import IndexStates
 from .lazy_states import LazyLayer, stored_states
-from .left_padding import LeftPadding
 
 
 # The end of an error of a prompt that does not go on from what is held
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
+
+
+class LeftPadding:
+    """
+    How many tokens at the start of each item of a sequence are padding. A layer has one and shares it with what it
+    holds: what becomes known later, or changes with the batch, is known to all.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is known."""
+        self.counts = None
+
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Counts padding at the start of every sequence, `[batch_size]`; `None` if none is known of."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: torch.Tensor | None) -> None:
+        self._counts: torch.Tensor | None = counts
+        self._longest: int | None = None
+        self._shortest: int | None = None
+
+    def shortest(self) -> int:
+        """Padding of the item that has least. The host waits for a device only the first time it asks."""
+        if self._shortest is None:
+            self._shortest = 0 if self.counts is None else int(self.counts.min())
+        return self._shortest
+
+    def longest(self) -> int:
+        """Padding of the item that has most. The host waits for a device only the first time it asks."""
+        if self._longest is None:
+            self._longest = 0 if self.counts is None else int(self.counts.max())
+        return self._longest
+
+    def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        """Position of every item's first real token, `[batch_size, 1]`."""
+        if self.counts is None:
+            return torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        return self.counts.to(device)[:, None]
+
+    def valid_tokens(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
+        """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
+        if self.counts is None or self.longest() <= start:
+            return None
+        return torch.arange(start, start + count, device=device) >= self.first_tokens(1, device)
+
+
+class IndexStates:
+    """
+    Keys of an indexer `[batch_size, ..., tokens, index head dim]`, by which layers of sparse attention pick tokens,
+    and positions of tokens `[batch_size, position dims, tokens]`, where the model asks for them to be kept. They are
+    few numbers a token, and decide which tokens are attended to at all: they stay exact.
+    """
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+
+    def append(self, keys: torch.Tensor) -> torch.Tensor:
+        """All keys, the new ones among them."""
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=-2)
+        return self.keys
+
+    def drop_last(self, count: int) -> None:
+        if self.keys is not None:
+            self.keys = self.keys[..., : max(self.keys.shape[-2] - count, 0), :]
+        if self.positions is not None:
+            self.positions = self.positions[..., : max(self.positions.shape[-1] - count, 0)]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.keys = None if self.keys is None else function(self.keys)
+        self.positions = None if self.positions is None else function(self.positions)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (tensor for tensor in (self.keys, self.positions) if tensor is not None)
 
 
 class PromptLayer(LazyLayer):

@@ -36,6 +36,13 @@ class ResidualBuffer:
         # The newest token, if it is still to be written
         self.left: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, limit: int) -> "ResidualBuffer":
+        """Makes a buffer that holds tokens."""
+        buffer = cls(keys, values, limit)
+        buffer.append(keys, values)
+        return buffer
+
     def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes keys and values with all their capacity."""
         self.storage, self.capacity = (keys, values), keys.shape[2]
@@ -80,10 +87,6 @@ class ResidualBuffer:
                 stored.narrow(2, 0, self.length).copy_(states)
             return
         self._store(_with_room(keys, capacity), _with_room(values, capacity))
-
-    def released(self) -> "ResidualBuffer | None":
-        """Lets go of all tokens, which are stored elsewhere; returns `None`, as the next ones make another buffer."""
-        return None
 
     def drop_last(self, count: int) -> None:
         self._write_left()

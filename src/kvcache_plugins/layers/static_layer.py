@@ -34,6 +34,7 @@ from .contexts import in_own_context
 from .finite_states import check_finite
 from .layer_state import LayerState
 from .lazy_states import stored_states
+from .packed_tokens import PackedTokens
 from .packing import Packing, RowPacking
 from .prompt_layer import kind_of
 
@@ -227,14 +228,14 @@ class StaticLayer(CompressedLayer):
         self._num_tokens, self._is_ahead = length, False
 
     @property
-    def blocks(self) -> list[Any]:  # type: ignore[override]
+    def packed(self) -> PackedTokens:  # type: ignore[override]
         """Packed tokens."""
         self._catch_up()
-        return self._blocks
+        return self._packed
 
-    @blocks.setter
-    def blocks(self, blocks: list[Any]) -> None:
-        self._blocks = blocks
+    @packed.setter
+    def packed(self, packed: PackedTokens) -> None:
+        self._packed = packed
 
     def _catch_up(self) -> None:
         """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
@@ -250,7 +251,7 @@ class StaticLayer(CompressedLayer):
 
     def _note_pushed(self, count: int) -> None:
         """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
-        block, before = self._blocks[-1], self._blocks[-1].length
+        block, before = self._packed.newest, self._packed.newest.length
         block.length, self._prepared, self._num_new = before + count, None, 1
         for name in ("tokens_compressed", "chunks_compressed"):
             self._counters[name] += count
@@ -282,10 +283,10 @@ class StaticLayer(CompressedLayer):
         # Padding is of the first prompt, and hidden by masks of its own part
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
-        if not self._is_open:
+        if not self.packed.is_open:
             heads = self.batch_size, self._shapes["keys"][1]
             self.blocks.append(self.packing.blank(self.codec, *heads, self.exact_start, self.device))
-            self._is_open = True
+            self.packed.is_open = True
         newest = self.blocks[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
         if newest.capacity < max(wanted, newest.length + 1):
