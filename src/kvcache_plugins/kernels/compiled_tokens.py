@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
-from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
+from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
@@ -45,58 +44,31 @@ _TOKENS: "WeakKeyDictionary[RowTokens, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
-    """
-    Codes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, as `RowTable.encode` does: components
-    where the table has a basis, and without their mean if they are to be rotated.
-    """
-    rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
-    _code("encode_rows", states, rows, table, table.rope, positions)
-    return rows
-
-
-@torch.compiler.disable
-def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None = START) -> torch.Tensor:
-    """
-    Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32, as `RowTable.decode` does: components where the
-    table has a basis, and without their mean if they were rotated.
-    """
-    states = torch.empty(*rows.shape[:3], table.num_coded)
-    _code("decode_rows", states, rows, table, table.rope, positions)
-    return states
-
-
-@torch.compiler.disable
-def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
-    """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
-    turned = torch.empty(keys.shape)
-    _code("turn_states", keys, None, None, layout, positions, result=turned, is_back=is_back)
-    return turned
-
-
-@torch.compiler.disable
-def measure_channels(
-    states: torch.Tensor, valid: torch.Tensor | None, layout: RotaryLayout | None, positions: Positions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `prompt_codec.channel_moments`; of no tokens that count they are 0."""
-    batch_size, num_heads, _, head_dim = states.shape
-    means, variances = torch.empty(2, batch_size, num_heads, head_dim).unbind()
-    valid = None if valid is None else valid.contiguous()
-    own = {"valid": valid, "means": means, "variances": variances}
-    _code("measure_channels", states, None, None, layout, positions, **own)
-    return means, variances
-
-
-def _code(
+def code(
     name: str,
     states: torch.Tensor,
     rows: torch.Tensor | None,
-    table: RowTable | None,
-    layout: RotaryLayout | None,
     positions: Positions | None,
+    layout: RotaryLayout | None,
+    table: RowTable | None = None,
     **others: Any,
 ) -> None:
-    """Runs a kernel on states `[B, H, T, K]` and rows `[B, H, T, R]`, of which one is written."""
+    """
+    Runs one of the kernels of `coding.c`.
+
+    Args:
+        name (`str`): `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`.
+        states (`torch.Tensor` of shape `[B, H, T, K]`): states of any floating dtype, of which `"decode_rows"` writes
+            float32: components where the table has a basis, without their mean where they are rotated.
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
+        positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
+        layout (`RotaryLayout`, *optional*): the rotary embedding of keys.
+        table (`RowTable`, *optional*): how rows are coded.
+        **others: what the kernel writes and reads besides, by field.
+
+    Raises:
+        ValueError: if tensors do not fit each other or the table.
+    """
     shape, threads = states.shape, None
     fields: dict[str, Any] = {"is_back": name != "decode_rows", **others}
     if name == "decode_rows":
@@ -144,7 +116,7 @@ def _describe(table: RowTable, batch_size: int) -> Structure:
     num_heads, deviation, num_coded = table.widths.shape[1], table.deviation, table.num_coded
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
     fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
-    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": num_blocks(num_coded)}
+    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
     fields["rotation"] = rotation_size(table.head_dim) if table.is_rotated else 1
     if table.basis is None:
         if table.order is not None:
@@ -159,9 +131,10 @@ def _describe(table: RowTable, batch_size: int) -> Structure:
     fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
     found = make("Coding", fields)
     # A copy would not see what is written into a table for another sequence
-    own = () if table.basis is not None else (table.order, table.mean, table.deviation, table.widths)
-    if all(each is None or each.is_contiguous() for each in own):
-        _CODINGS[table] = found
+    for own in () if table.basis is not None else (table.order, table.mean, table.deviation, table.widths):
+        if own is not None and not own.is_contiguous():
+            return found
+    _CODINGS[table] = found
     return found
 
 
