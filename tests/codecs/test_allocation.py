@@ -5,14 +5,13 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.codecs.allocation import (
+from kvcache_plugins.codecs.prompt_codec import (
     allocate_widths,
     even_widths,
     expected_distortion,
-    num_blocks,
     share_bytes,
 )
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 
 
 DISTORTIONS = QUANTIZERS["lloyd-max"].distortions

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.codecs.allocation import allocate_widths
 from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
+from kvcache_plugins.codecs.prompt_codec import allocate_widths
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables

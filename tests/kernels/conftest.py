@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
 from kvcache_plugins.codecs.basis import round_basis
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
-from kvcache_plugins.codecs.prompt_codec import PromptCodec
+from kvcache_plugins.codecs.prompt_codec import PromptCodec, allocate_widths
 from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library

@@ -14,7 +14,6 @@ from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layo
 from kvcache_plugins.codecs.rows import LAST_SCALE, RowCodec, RowTable
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.attention import prepare_coding
-from kvcache_plugins.kernels.compiled_tokens import decode_rows, encode_rows, measure_channels, turn_states
 
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
@@ -130,10 +129,10 @@ def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, dtype):
     decoded_keys = in_torch(lambda: keys.decode(key_rows, positions))
     decoded_values = in_torch(lambda: values.decode(value_rows))
     for _ in levels():
-        check_rows(encode_rows(states, keys, positions), key_rows)
-        check_rows(encode_rows(states, values), value_rows)
-        torch.testing.assert_close(decode_rows(key_rows, keys, positions), decoded_keys, atol=4e-6, rtol=2e-6)
-        torch.testing.assert_close(decode_rows(value_rows, values), decoded_values, atol=2e-6, rtol=2e-6)
+        check_rows(keys.encode(states, positions), key_rows)
+        check_rows(values.encode(states), value_rows)
+        torch.testing.assert_close(keys.decode(key_rows, positions), decoded_keys, atol=4e-6, rtol=2e-6)
+        torch.testing.assert_close(values.decode(value_rows), decoded_values, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -193,13 +192,13 @@ def test_rows_are_told_by_their_token_alone(levels, quantizer, request):
     positions = Positions(4, padding)
     one = table.map(lambda tensor: tensor[2:])
     for _ in levels():
-        rows = encode_rows(states, table, positions)
-        part = encode_rows(states[2:, :, 101:], one, Positions(105, padding[2:]))
+        rows = table.encode(states, positions)
+        part = one.encode(states[2:, :, 101:], Positions(105, padding[2:]))
         assert torch.equal(part, rows[2:, :, 101:])
-        dense = decode_rows(rows, table, positions)
+        dense = table.decode(rows, positions)
         torch.set_num_threads(2)
-        assert torch.equal(encode_rows(states, table, positions), rows)
-        assert torch.equal(decode_rows(rows, table, positions), dense)
+        assert torch.equal(table.encode(states, positions), rows)
+        assert torch.equal(table.decode(rows, positions), dense)
         torch.set_num_threads(1)
 
 
@@ -209,11 +208,11 @@ def test_no_more_threads_run_than_there_is_scratch_for(monkeypatch, levels, requ
     table, states = make_table("trellis", 48, is_key=False), torch.randn(1, 2, 900, 48)
     for _ in levels():
         torch.set_num_threads(1)
-        rows = encode_rows(states, table)
+        rows = table.encode(states)
         torch.set_num_threads(4)
         with monkeypatch.context() as patch:
-            patch.setattr("kvcache_plugins.kernels.compiled_tokens.num_threads", lambda: 1)
-            assert torch.equal(encode_rows(states, table), rows)
+            patch.setattr("kvcache_plugins.kernels.compiled_coding.num_threads", lambda: 1)
+            assert torch.equal(table.encode(states), rows)
 
 
 def test_forged_tables_read_and_write_what_there_is(levels):
@@ -226,23 +225,23 @@ def test_forged_tables_read_and_write_what_there_is(levels):
                 widths = torch.full_like(table.widths, width)
                 forged = dataclasses.replace(table, order=order, widths=widths, quantizer=quantizer)
                 for _ in levels():
-                    rows = encode_rows(states, forged, far)
-                    assert bool(decode_rows(rows, forged, far).isfinite().all())
+                    rows = forged.encode(states, far)
+                    assert bool(forged.decode(rows, far).isfinite().all())
 
 
 def test_other_shapes_are_refused():
     table = make_table("lloyd-max", 48, is_key=True)
     for shape in ((1, 2, 9, 40), (1, 3, 9, 48)):
         with pytest.raises(ValueError, match="`states` of . heads of .., a table of 2 of 48"):
-            encode_rows(torch.randn(shape), table)
+            table.encode(torch.randn(shape))
     with pytest.raises(ValueError, match="`valid` has to be 1 x 9 of torch.bool"):
-        measure_channels(torch.randn(1, 2, 9, 48), torch.ones(1, 8, dtype=torch.bool), None, Positions())
+        channel_moments(torch.randn(1, 2, 9, 48), torch.ones(1, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
-        decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
+        table.decode(torch.zeros(1, 2, 9, 5, dtype=torch.uint8))
     with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):
-        turn_states(torch.randn(1, 2, 9, 40), LAYOUT, Positions(), is_back=True)
+        apply_rope(torch.randn(1, 2, 9, 40), LAYOUT, Positions(), is_undone=True)
     with pytest.raises(ValueError, match="`padding` has to be 2"):
-        turn_states(torch.randn(2, 2, 9, 48), LAYOUT, Positions(0, torch.zeros(3)), is_back=True)
+        apply_rope(torch.randn(2, 2, 9, 48), LAYOUT, Positions(0, torch.zeros(3)), is_undone=True)
 
 
 @pytest.mark.parametrize("length", [0, 3])

@@ -7,7 +7,7 @@ import pytest
 
 from kvcache_plugins import kernels
 from kvcache_plugins.codecs import quantizers, rows
-from kvcache_plugins.codecs.allocation import BLOCK
+from kvcache_plugins.codecs.quantizers import BLOCK
 
 
 FOLDER = Path(kernels.__file__).parent / "cpu"

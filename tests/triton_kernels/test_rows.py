@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from transformers import Cache
 
-from kvcache_plugins.codecs.allocation import allocate_widths, num_blocks
 from kvcache_plugins.codecs.basis import round_basis
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, DensePart
-from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
-from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
+from kvcache_plugins.codecs.prompt_codec import allocate_widths, make_key_table, make_value_table
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks, thresholds
 from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .allocation import BLOCK
+from .quantizers import BLOCK
 
 
 # Of a metric's mean diagonal: what keeps directions that nothing was seen of from being free

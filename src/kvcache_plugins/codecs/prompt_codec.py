@@ -4,6 +4,10 @@ The energy of a channel of keys is its variance, which is what is left to code, 
 that channel, which is what an error there does to a score. Both are taken before the rotary embedding, as if every
 query had been turned back by the angles of all keys in turn.
 
+Bits are given out by reverse waterfilling over blocks of channels of like energy. The error of a channel is its energy
+times the distortion of its width. Bits go to the blocks whose errors they lessen most, which is the best there is, as
+every further bit of a block lessens it by less.
+
 Tables are a cache's own, so they are in its files. Compiled code reads rows by the widths of a table and channels by
 its order, and does not look whether they lead out of what is there: every number that is read is checked.
 
@@ -22,11 +26,10 @@ import torch.nn.functional as F
 from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .allocation import BLOCK, allocate_widths, even_widths, expected_distortion, num_blocks
 from .codec import CodecState, Positions, QueryMoments
-from .quantizers import QUANTIZERS
+from .quantizers import BLOCK, QUANTIZERS, num_blocks
 from .rope import START, RotaryLayout, apply_rope, channels_of
-from .rows import RowCodec, RowTable, order_dtype
+from .rows import RowCodec, RowTable
 
 
 # Relative, of frequencies that another machine or release computed: a few roundings of float32
@@ -198,16 +201,15 @@ def make_key_table(
         moments, number = None, number or 0
     elif number is None:
         number = 0 if len(layouts) == 1 else _find_layout(keys, valid, moments, layouts, positions, total, distortions)
-    found = _key_moments(keys, valid, moments, [number], layouts, positions)
-    mean, variance, queried = (each[:, :, 0] for each in found)
+    mean, variance, queried = _key_moments(keys, valid, moments, number, layouts, positions)
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
     # A channel that is constant among others that are not is exact, and has nothing to come
     least = torch.where(is_steady, _LEAST_OF_STEADY, torch.where(variance > 0, _LEAST_OF_CHANNEL, 0.0))
     variance = variance.maximum(least.square() * size)
-    _, order, widths = _allocate(variance * queried, total, distortions)
+    _, order, widths = allocate_channels(variance * queried, total, distortions)
     return RowTable(
-        order=order.to(order_dtype(keys.shape[3])),
+        order=order,
         mean=mean,
         deviation=_stored_deviation(variance.sqrt()),
         widths=widths.to(torch.uint8),
@@ -236,8 +238,9 @@ def _find_layout(
         Positions(positions.first + first, positions.padding),
     )
     # How keys vary that hardly do tells layouts apart, but says nothing of those to come
-    _, variance, queried = _key_moments(keys, valid, moments, range(len(layouts)), layouts, positions)
-    by_block, _, widths = _allocate(variance * queried, total, distortions)
+    found = (_key_moments(keys, valid, moments, number, layouts, positions) for number in range(len(layouts)))
+    energy = torch.stack([variance * queried for _, variance, queried in found], dim=2)
+    by_block, _, widths = allocate_channels(energy, total, distortions)
     errors = expected_distortion(by_block, widths, distortions)
     # Where it makes no difference the first is taken, so that sequences do not choose for each other
     logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
@@ -249,40 +252,30 @@ def _key_moments(
     keys: torch.Tensor,
     valid: torch.Tensor,
     moments: QueryMoments | None,
-    numbers: Sequence[int],
+    number: int,
     layouts: Sequence[RotaryLayout],
     positions: Positions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of keys
-    undone, averaged over keys, up to a factor; all `[B, H, C, D]`, of C of the layouts.
+    undone, averaged over keys, up to a factor; all `[B, H, D]`, in the layout of a number.
     """
-    each = [channel_moments(keys, valid, layouts[number], positions) for number in numbers]
-    exact, variance = (torch.stack(own, dim=2) for own in zip(*each, strict=True))
+    exact, variance = channel_moments(keys, valid, layouts[number], positions)
     mean = exact.clamp(-_LARGEST, _LARGEST).half()
     variance = variance + (exact - mean.float()).square()
     if moments is None:
         return mean, variance, torch.ones_like(variance)
-    channels = [channels_of(layouts[number], keys.device) for number in numbers]
-    partners, rates = (torch.stack(own) for own in zip(*channels, strict=True))
+    partners, rates = channels_of(layouts[number], keys.device)
     # Cosines and sines of twice the angles of tokens one behind the other have a mean in closed form
-    count = valid.sum(dim=1).clamp(min=1)[:, None, None]
-    first = (positions.of(1, keys.device)[:, 0] + valid.byte().argmax(dim=1))[:, None, None]
+    count = valid.sum(dim=1).clamp(min=1)[:, None]
+    first = positions.first + valid.byte().argmax(dim=1)
+    first = (first if positions.padding is None else first - positions.padding.to(keys.device))[:, None]
     share = torch.where(rates == 0, 1, (count * rates).sin() / (count * rates.sin()))
     middle = (2 * first + count - 1) * rates
-    cosines, sines = ((each * share).float()[:, None] for each in (middle.cos(), middle.sin()))
-    products = moments.products if len(numbers) == len(layouts) else moments.products[:, :, list(numbers)]
-    own, others = moments.squares[:, :, None], moments.squares[..., partners]
-    return mean, variance, (own + others + (own - others) * cosines - 2 * products * sines).clamp(min=0)
-
-
-def _allocate(
-    energy: torch.Tensor, total: int, distortions: tuple[float, ...]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Energies `[..., N]` of blocks of channels of falling energies `[..., D]`, the channels' order, and widths."""
-    energy, order = energy.sort(dim=-1, descending=True)
-    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
-    return by_block, order, allocate_widths(by_block, total, distortions)
+    cosines, sines = (middle.cos() * share).float()[:, None], (middle.sin() * share).float()[:, None]
+    own, others = moments.squares, moments.squares[..., partners]
+    queried = own + others + (own - others) * cosines - 2 * moments.products[:, :, number] * sines
+    return mean, variance, queried.clamp(min=0)
 
 
 def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
@@ -338,9 +331,13 @@ def channel_moments(
         positions (`Positions`, *optional*): of the tokens.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
-        from kvcache_plugins.kernels.compiled_tokens import measure_channels
+        from kvcache_plugins.kernels.compiled_coding import code
 
-        return measure_channels(states, valid, layout, positions)
+        # Of no tokens that count they are 0
+        means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()
+        valid = None if valid is None else valid.contiguous()
+        code("measure_channels", states, None, positions, layout, valid=valid, means=means, variances=variances)
+        return means, variances
     count = states.shape[2] if valid is None else valid.sum(dim=1).clamp(min=1)[:, None, None]
     counts = torch.ones((), dtype=torch.bool, device=states.device) if valid is None else valid[:, None, :, None]
     states = states.float() if layout is None else apply_rope(states, layout, positions, is_undone=True)
@@ -386,3 +383,85 @@ def _table(
         is_rotated=not is_of_keys,
         quantizer=quantizer,
     )
+
+
+def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:
+    """
+    Widths of blocks, so that the sum of `energy * distortion(width)` is least.
+
+    Args:
+        energies (`torch.Tensor` of shape `[B, H, N]`): summed energies of the blocks' channels.
+        total (`int`): sum of a head's widths, at most the largest width for every block.
+        distortions (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
+    """
+    errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
+    most = len(errors) - 1
+    # Of equals, as where nothing has energy, all get the same first
+    energies = energies.clamp(min=torch.finfo(energies.dtype).tiny)
+    gains = (energies[..., None] * (errors[:-1] - errors[1:])).flatten(-2)  # [B, H, N * the largest width]
+    blocks = gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // most
+    widths = torch.zeros(energies.shape, dtype=torch.int64, device=energies.device)
+    return widths.scatter_add_(-1, blocks, torch.ones_like(blocks))
+
+
+def order_dtype(head_dim: int) -> torch.dtype:
+    """The dtype in which channels of a head are numbered."""
+    return torch.uint8 if head_dim <= 256 else torch.int16
+
+
+def allocate_channels(
+    energy: torch.Tensor, total: int, distortions: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Orders channels of energies `[..., D]` so that these fall; returns energies of their blocks `[..., N]`, the order
+    as it is stored, and widths of blocks.
+    """
+    energy, order = energy.sort(dim=-1, descending=True)
+    by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    return by_block, order.to(order_dtype(order.shape[-1])), allocate_widths(by_block, total, distortions)
+
+
+def expected_distortion(energies: torch.Tensor, widths: torch.Tensor, distortions: tuple[float, ...]) -> torch.Tensor:
+    """The squared error to be expected of every head, `[B, H]`."""
+    errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
+    return (energies * errors[widths]).sum(dim=-1)
+
+
+def even_widths(head_dim: int, total: int) -> list[int]:
+    """The widths of blocks that all have the same energy: two neighbouring ones, the wider first."""
+    count = -(-head_dim // BLOCK)
+    width, rest = divmod(total, count)
+    return [width + 1] * rest + [width] * (count - rest)
+
+
+def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:
+    """
+    Shares bytes between sides of layers, in each of which every head has as many, so that the sum of
+    `energy * distortion(width)` over all is least.
+
+    Args:
+        energies (`Sequence[torch.Tensor]`): of every side, summed energies of the blocks' channels, `[H, N]`.
+        total (`int`): bytes in all, those of every head counted.
+        least (`int`): of a head, at least.
+        errors (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
+
+    Returns:
+        `list[int]`: of every side the bytes of a head.
+    """
+    distortions = torch.tensor(errors, dtype=torch.float64)
+    gains, owners = [], []
+    for number, side in enumerate(energies):
+        each = side.double().cpu()[..., None] * (distortions[:-1] - distortions[1:])
+        # The byte that a head takes next gains less than the one before, and so does its mean over heads
+        ordered = each.flatten(1).sort(dim=1, descending=True).values.mean(dim=0)
+        ordered[:least] = torch.inf
+        gains.append(ordered)
+        owners.append(torch.full_like(ordered, number, dtype=torch.int64))
+    order = torch.cat(gains).argsort(descending=True, stable=True)
+    taken = torch.cat(owners)[order]
+    costs = torch.tensor([side.shape[0] for side in energies])[taken].cumsum(dim=0)
+    counts: list[int] = torch.bincount(taken[costs <= total], minlength=len(energies)).tolist()
+    return [max(count, least) for count in counts]

@@ -16,9 +16,9 @@ from functools import cache
 
 import torch
 
-from .allocation import BLOCK
 
-
+# Channels that share a width, so that a block of width w is w bytes
+BLOCK = 8
 MAX_WIDTH = 8
 STATE_BITS = 8
 NUM_STATES = 2**STATE_BITS
@@ -27,6 +27,11 @@ SEARCH_STEPS = 8
 SEARCH_END = 6.0
 # More than any path costs
 _NO_PATH = 2**40
+
+
+def num_blocks(head_dim: int) -> int:
+    """Blocks that the channels of a head take, the last one perhaps not full."""
+    return -(-head_dim // BLOCK)
 
 
 def block_offsets(widths: torch.Tensor) -> torch.Tensor:

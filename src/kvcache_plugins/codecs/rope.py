@@ -134,8 +134,10 @@ def apply_rope(
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
         # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.compiled_tokens import turn_states
+        from kvcache_plugins.kernels.compiled_coding import code
 
-        return turn_states(keys, layout, positions, is_back=is_undone)
+        turned = torch.empty(keys.shape)
+        code("turn_states", keys, None, positions, layout, result=turned, is_back=is_undone)
+        return turned
     cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))
     return layout.rotate(keys.float(), cosines, -sines if is_undone else sines)

@@ -26,10 +26,9 @@ from torch import nn
 from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .allocation import BLOCK
 from .basis import Basis
 from .codec import START, Codec, Positions
-from .quantizers import QUANTIZERS, Quantizer
+from .quantizers import BLOCK, QUANTIZERS, Quantizer
 from .rope import RotaryLayout, apply_rope
 
 
@@ -180,9 +179,11 @@ class RowTable:
 
             return encode(states, self, positions)
         if kernel == "compiled":
-            from kvcache_plugins.kernels.compiled_tokens import encode_rows
+            from kvcache_plugins.kernels.compiled_coding import code
 
-            return encode_rows(states, self, positions)
+            rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
+            code("encode_rows", states, rows, positions, self.rope, self)
+            return rows
         parts = self._split(self._transform(states, positions))
         return torch.cat([self._encode(part) for part in parts], dim=2)
 
@@ -197,9 +198,10 @@ class RowTable:
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.compiled_tokens import decode_rows
+            from kvcache_plugins.kernels.compiled_coding import code
 
-            states = decode_rows(rows, self, positions)
+            states = torch.empty(*rows.shape[:3], self.num_coded)
+            code("decode_rows", states, rows, positions, self.rope, self)
             if self.basis is None and not self.is_rotated:
                 return states
         else:
@@ -436,11 +438,6 @@ class RowCodec(Codec):
             return self
         keys, values = self.tables()
         return RowCodec((keys.map(function), values.map(function)))
-
-
-def order_dtype(head_dim: int) -> torch.dtype:
-    """The dtype in which channels of a head are numbered."""
-    return torch.uint8 if head_dim <= 256 else torch.int16
 
 
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

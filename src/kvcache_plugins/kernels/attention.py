@@ -22,7 +22,7 @@ from .structs import KINDS, MOST_CHANNELS
 
 if TYPE_CHECKING:
     from .compiled import PreparedCall
-    from .compiled_tokens import PreparedCoding
+    from .compiled_coding import PreparedCoding
 
 
 def attend(
@@ -102,7 +102,7 @@ def prepare_coding(
     heads = max(table.head_dim for table in tables)
     if choose_coding_kernel(states, heads) != "compiled" or any(table.quantizer == "trellis" for table in tables):
         return None
-    from .compiled_tokens import PreparedCoding
+    from .compiled_coding import PreparedCoding
 
     return PreparedCoding(codec, padding, limit)
 

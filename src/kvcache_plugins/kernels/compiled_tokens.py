@@ -1,4 +1,4 @@
-"""Tokens coded and decoded, scored, chosen, gathered and attended to by the C kernels: what these are told.
+"""Tokens scored, chosen, gathered and attended to by the C kernels: what these are told.
 
 What is said of stored tokens of which some are chosen is checked once and kept beside them: in a model's step all that
 is touched comes from memory.
@@ -10,293 +10,26 @@ codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the wi
 import mmap
 import os
 from collections.abc import Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 
-from kvcache_plugins.codecs.allocation import BLOCK, num_blocks
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
-from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
-from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 from kvcache_plugins.files.mapped_files import address_of_advise
 
 from .compiled import AttentionCall, angles_by_tile, kind_of_tokens
 from .library import find_threads, function, num_threads, run
-from .structs import KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, check, make
+from .structs import KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
 
 
-# As in `coding.h` and `coding.c`
-_NUM_WIDTHS = MAX_WIDTH + 1
-_LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
-_TASK_TOKENS = 128
 _MOST_LANES = 16
-# Minima of a step of the search for a trellis, at most
-_MOST_MINIMA = NUM_STATES // 2
 # Tokens of a task that scores
 _TOKENS_PER_TASK = 2048
-# Of tables, keys and tokens that live
-_CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
+# Of keys and tokens that live
 _TOKENS: "WeakKeyDictionary[RowTokens, Structure]" = WeakKeyDictionary()
-
-
-@torch.compiler.disable
-def encode_rows(states: torch.Tensor, table: RowTable, positions: Positions = START) -> torch.Tensor:
-    """
-    Codes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, as `RowTable.encode` does: components
-    where the table has a basis, and without their mean if they are to be rotated.
-    """
-    rows = torch.empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
-    run("encode_rows", *_coding("encode_rows", states, rows, table, table.rope, positions))
-    return rows
-
-
-@torch.compiler.disable
-def decode_rows(rows: torch.Tensor, table: RowTable, positions: Positions | None = START) -> torch.Tensor:
-    """
-    Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32, as `RowTable.decode` does: components where the
-    table has a basis, and without their mean if they were rotated.
-    """
-    states = torch.empty(*rows.shape[:3], table.num_coded)
-    run("decode_rows", *_coding("decode_rows", states, rows, table, table.rope, positions))
-    return states
-
-
-@torch.compiler.disable
-def turn_states(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_back: bool) -> torch.Tensor:
-    """Applies the rotary embedding to keys `[B, H, T, D]` of any floating dtype, or undoes it; float32."""
-    turned = torch.empty(keys.shape)
-    run("turn_states", *_coding("turn_states", keys, None, None, layout, positions, result=turned, is_back=is_back))
-    return turned
-
-
-@torch.compiler.disable
-def measure_channels(
-    states: torch.Tensor, valid: torch.Tensor | None, layout: RotaryLayout | None, positions: Positions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `prompt_codec.channel_moments`; of no tokens that count they are 0."""
-    batch_size, num_heads, _, head_dim = states.shape
-    means, variances = torch.empty(2, batch_size, num_heads, head_dim).unbind()
-    valid = None if valid is None else valid.contiguous()
-    own = {"valid": valid, "means": means, "variances": variances}
-    run("measure_channels", *_coding("measure_channels", states, None, None, layout, positions, **own))
-    return means, variances
-
-
-class PreparedCoding:
-    """
-    Codes tokens as rows in storage behind others, as often as a buffer is full: what stays the same is checked once.
-
-    Args:
-        codec (`RowCodec`): whose rows they are, of scalar quantizers.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): of the sequences.
-        limit (`float`): what all numbers have to be below.
-    """
-
-    def __init__(self, codec: RowCodec, padding: torch.Tensor | None, limit: float):
-        self.codec, self.padding = codec, padding
-        self._limit, self._sides = limit, [_CodingSide(table) for table in codec.tables()]
-
-    def append(
-        self,
-        states: tuple[torch.Tensor, torch.Tensor],
-        rows: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        start: int,
-    ) -> bool:
-        """
-        Codes keys and values behind the rows in use, and tells whether the codes stand for them: if not, no row in use
-        has changed, and `RowTable.encode` and whoever calls it say more.
-
-        Args:
-            states (two `torch.Tensor` of shape `[B, H, T, D]`): keys and values.
-            rows (two `torch.Tensor` of shape `[B, H, capacity, R]`, uint8): storage with `length` rows in use.
-            length, start (`int`): rows in use, and the index of the first token to be coded.
-        """
-        positions = Positions(start, self.padding)
-        return all(
-            side.append(own, to, length, positions, self._limit)
-            for side, own, to in zip(self._sides, states, rows, strict=True)
-        )
-
-
-class _CodingSide:
-    """Keeps what `PreparedCoding` has checked of keys or of values."""
-
-    __slots__ = ("address", "call", "kind", "most", "rows", "table")
-
-    def __init__(self, table: RowTable):
-        self.table, self.call = table, None
-
-    def append(
-        self, states: torch.Tensor, rows: torch.Tensor, length: int, positions: Positions, limit: float
-    ) -> bool:
-        table = self.table
-        numbers, count = table.numbers(states, positions), states.shape[2]
-        kind = numbers.shape[:2], numbers.shape[3], numbers.dtype, rows.shape[:2], rows.shape[3]
-        if self.call is None or kind != self.kind or positions.first + count >= self.most:
-            # Positions up to here have angles in it
-            self.most = 2 ** ((positions.first + count) // TILE).bit_length() * TILE
-            self.kind, self.rows = kind, None
-            self.call = _coding("encode_rows", numbers, rows, table, table.rope, positions, limit=limit)[0]
-        call, strides = self.call, numbers.stride()
-        if rows is not self.rows:
-            call.rows, call.capacity = (
-                check("rows", rows, call.arrays["rows"], {**call.given, "capacity": rows.shape[2]}),
-                rows.shape[2],
-            )
-            self.rows, self.address = rows, call.rows
-        if not 0 <= length <= rows.shape[2] - count or strides[3] != 1 or not numbers.is_cpu or count > TILE:
-            raise ValueError(
-                f"{count} tokens of {numbers.device}, strides {strides}, behind {length} of {rows.shape[2]} rows"
-            )
-        call.states, call.tokens, call.start = numbers.data_ptr(), count, positions.first
-        call.strides[0], call.strides[1], call.strides[2] = strides[:3]
-        call.rows = self.address + length * rows.shape[3]
-        call.tasks.next = call.tasks.ended = call.is_unfit = 0
-        call.tasks.count = numbers.shape[0] * numbers.shape[1]
-        run("encode_rows", call)
-        return not call.is_unfit
-
-
-def _coding(
-    name: str,
-    states: torch.Tensor,
-    rows: torch.Tensor | None,
-    table: RowTable | None,
-    layout: RotaryLayout | None,
-    positions: Positions | None,
-    **others: Any,
-) -> tuple[Structure, int | None]:
-    """
-    Describes states `[B, H, T, K]` and rows `[B, H, T, R]` to a kernel, which writes one of them. Returns the call,
-    and threads that there is scratch for.
-    """
-    shape, threads = states.shape, None
-    fields: dict[str, Any] = {"is_back": name != "decode_rows", **others}
-    if name == "decode_rows":
-        assert rows is not None
-        fields |= {"rows": rows.contiguous(), "result": states}
-    else:
-        states = states if states.dtype in KINDS else states.float()
-        states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
-        fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
-        fields["rows"] = rows
-    fields["capacity"] = 0 if rows is None else rows.shape[2]
-    # In a basis keys are turned by themselves
-    if positions is not None and layout is not None and layout.frequencies and (table is None or table.basis is None):
-        head_dim = shape[3] if table is None else table.head_dim
-        if layout.head_dim != head_dim:
-            raise ValueError(f"keys of {head_dim} channels, a rotary embedding of {layout.head_dim}")
-        # Tiles of positions up to the last token's, and as many below 0, where padding is
-        tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
-        padding = None if positions.padding is None else positions.padding.long().contiguous()
-        fields |= {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
-    if table is None:
-        base, fields["rotation"] = None, 1
-        fields |= {"batch": shape[0], "heads": shape[1], "dim": shape[3]}
-    else:
-        base = _CODINGS.get(table)
-        if base is None or base.batch != shape[0]:
-            base = _describe(table, shape[0])
-        if (base.heads, base.dim) != (shape[1], shape[3]):
-            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {base.heads} of {base.dim}")
-    if base is not None and base.is_trellis and name == "encode_rows":
-        threads = num_threads()
-        size = (base.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
-        fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
-    if shape[3] > MOST_CHANNELS:
-        raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
-    call = make("Coding", fields, base=base, tokens=shape[2])
-    # A copy of them may be this call's alone
-    call.alive = call.alive, states
-    # Of so many tokens, which are counted from the start of a tile; channels are measured of all
-    call.tasks.count = shape[0] * shape[1]
-    if name != "measure_channels":
-        call.tasks.count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
-    return call, threads
-
-
-def _describe(table: RowTable, batch_size: int) -> Structure:
-    """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
-    num_heads, deviation, num_coded = table.widths.shape[1], table.deviation, table.num_coded
-    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
-    fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
-    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": num_blocks(num_coded)}
-    fields["rotation"] = rotation_size(table.head_dim) if table.is_rotated else 1
-    if table.basis is None:
-        if table.order is not None:
-            fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
-        if table.mean is not None and not table.is_rotated:
-            fields["mean"] = table.mean.contiguous()
-    if deviation is None:
-        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
-    # Of a model's tables there is one for all sequences
-    widths = table.widths.expand(batch_size, -1, -1) if table.basis is not None else table.widths
-    fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
-    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
-    found = make("Coding", fields)
-    # A copy would not see what is written into a table for another sequence
-    own = () if table.basis is not None else (table.order, table.mean, table.deviation, table.widths)
-    if all(each is None or each.is_contiguous() for each in own):
-        _CODINGS[table] = found
-    return found
-
-
-@cache
-def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
-    """Makes `Codebook` of `coding.h`."""
-    with torch.inference_mode(False):
-        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
-        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
-        coefficients[:count, :3] = torch.tensor(own.coefficients)
-        coefficients[:count, 3] = 1 if is_weighted else own.gains()
-        multipliers[:count] = torch.tensor(own.multipliers)
-        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
-        for width in range(1, _NUM_WIDTHS):
-            half = 2 ** (width - 1)
-            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
-        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
-        scale_bounds = _by_levels(halfway[:15])
-        scale_bounds[15] = halfway[15]
-        points = state_points(bounds.device)
-        parts = (
-            bounds,
-            scale_bounds,
-            scale_of(torch.arange(256)),
-            coefficients,
-            points,
-            multipliers.view(torch.float32),
-        )
-        return torch.cat([part.flatten() for part in parts])
-
-
-def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
-    """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
-    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
-    for level in range(levels):
-        first = 2 ** (levels - 1 - level)
-        placed[_LEVELS[level] : _LEVELS[level] + 2**level] = bounds[first - 1 :: 2 * first]
-    return placed
-
-
-@cache
-def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
-    """Describes a rotary embedding for as many tiles of positions from 0 on as below."""
-    with torch.inference_mode(False):
-        partners = channels_of(layout, torch.device("cpu"))[0]
-        offsets = torch.stack(layout.angles(torch.arange(TILE))).permute(2, 0, 1)
-        # Lanes may read over the end of a tile
-        offsets = F.pad(offsets, (0, _MOST_LANES)).contiguous()
-        origins = torch.stack(layout.angles(torch.arange(-tiles, tiles) * TILE), dim=2)
-    fields = {"partners": partners, "offsets": offsets, "origins": origins}
-    return make("Rotary", fields, dim=layout.head_dim, tiles=tiles)
 
 
 @torch.compiler.disable

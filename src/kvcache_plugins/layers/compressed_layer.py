@@ -219,27 +219,19 @@ class CompressedLayer(PromptLayer):
         else was to be done: so it is, from one time to the next, while a sequence is decoded.
         """
         prepared, buffer, packing = self._prepared, self.buffer, self.packing
-        if prepared is None or prepared.call is None or self._stands_still or not self._is_open or buffer is None:
+        if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
-        block, start, count = self.blocks[-1], self._length - buffer.length, buffer.length - packing.num_kept
-        most = packing.recent_length or self._most_rows
-        if (
-            not isinstance(block, RowBlock)
-            or block.is_recent != bool(packing.recent_length)
-            or start != block.start + block.length
-            or start < self._prefix_stop
-            or (block.is_recent and block.length + count > packing.recent_length)
-            or self._valid_tokens(start, count) is not None
-        ):
+        start, count = self._length - buffer.length, buffer.length - packing.num_kept
+        block = self.packed.joined(start, count, packing.recent_length)
+        if block is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
             return False
         codec, coding = self._codec_of(block), prepared.coding
         if coding is None or coding.codec is not codec or coding.padding is not self.padding:
             coding = prepared.coding = prepare_coding(codec, buffer.keys, self.padding, packing.largest)
         if coding is None:
             return False
-        block.make_room(count, most)
-        keys, values = buffer.tensors()
-        tokens = keys[:, :, :count], values[:, :, :count]
+        block.make_room(count, packing.recent_length or self._most_rows)
+        tokens = buffer.keys[:, :, :count], buffer.values[:, :, :count]
         if not coding.append(tokens, (block.keys, block.values), block.length, start):
             return False
         block.length += count

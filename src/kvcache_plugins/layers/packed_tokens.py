@@ -26,7 +26,7 @@ from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
 
 if TYPE_CHECKING:
     from kvcache_plugins.kernels.compiled import PreparedCall
-    from kvcache_plugins.kernels.compiled_tokens import PreparedCoding
+    from kvcache_plugins.kernels.compiled_coding import PreparedCoding
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
@@ -315,6 +315,14 @@ class PackedTokens:
             return None
         self.newest.append(block, most)
         return self.blocks[-1]
+
+    def joined(self, start: int, count: int, most_recent: int) -> RowBlock | None:
+        """Returns the block that `count` decoded tokens from a position on only have to join, if that is all."""
+        newest = self.newest
+        if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:
+            return None
+        has_room = newest.length + count <= most_recent if newest.is_recent else not most_recent
+        return newest if has_room else None
 
     def add_recent(self, block: RowBlock, most: int) -> RowBlock | None:
         """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""

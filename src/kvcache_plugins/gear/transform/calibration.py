@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.codecs.allocation import BLOCK, allocate_widths, share_bytes
 from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
+from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 
-from kvcache_plugins.codecs.allocation import num_blocks
+from kvcache_plugins.codecs.quantizers import num_blocks
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.files.schema import Range, Stored
 

@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcache_plugins.codecs.allocation import num_blocks
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.gear.config import SLIDING
 from kvcache_plugins.layers.packed_tokens import DROP_STEP
