@@ -220,6 +220,10 @@ def fetched_share_of_bytes(row: Row) -> float | None:
     return float(fetched / (windows[-1]["num_scored"] * sum(dense) / 2))
 
 
+def _by_stretch(row: Row) -> str:
+    return ", ".join(f"{kl:.4f}" for kl in row["kl_by_stretch"])
+
+
 def _fetched(row: Row) -> str:
     stats = row.get("stats", {})
     return f"{100 * stats['tokens_fetched'] / stats['tokens_fetchable']:.1f}" if stats.get("tokens_fetchable") else "-"
@@ -254,6 +258,9 @@ FIDELITY = Table(
     Column("KL to dense", _kl),
     number("KL, median", "kl_median", ".4f", when=any_has("kl_median")),
     number("99.9th percentile", "kl_p999", ".3f", when=any_has("kl_p999")),
+    Column("KL by stretches", _by_stretch, any_has("kl_by_stretch")),
+    number("last / first quarter", "kl_last_to_first_quarter", ".2f", when=any_has("kl_by_stretch")),
+    number("KL a 1000 tokens deeper", "kl_per_1000_tokens", "+.4f", when=any_has("kl_by_stretch")),
     number("same top token", "top1_agreement", ".1f", 100, suffix=" %"),
     FETCHED,
     Column(
