@@ -334,23 +334,18 @@ def measure_fidelity(
     return {name: own.finish() for name, own in running.items()}
 
 
-def kl_by_stretch(windows: Sequence[WindowScore], stretch: int) -> list[float]:
-    """Computes the mean KL of each stretch of so many scored tokens, over windows of one length."""
-    stops = stretch_stops(stretch, windows[0].num_scored)
-    parts = zip([0, *stops], stops, strict=False)
-    return [statistics.fmean(kl for window in windows for kl in window.position_kl[slice(*part)]) for part in parts]
-
-
-def _trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
+def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
     """Describes how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
-    quarter = windows[0].num_scored // 4
-    first, last = (
-        statistics.fmean(kl for window in windows for kl in window.position_kl[part])
-        for part in (slice(quarter), slice(-quarter, None))
-    )
+
+    def mean_kl(start: int, stop: int) -> float:
+        return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
+
+    num_scored = windows[0].num_scored
+    stops = stretch_stops(stretch, num_scored)
+    first, last = mean_kl(0, num_scored // 4), mean_kl(num_scored - num_scored // 4, num_scored)
     depths, values = zip(*(each for window in windows for each in enumerate(window.position_kl)), strict=True)
     return {
-        "kl_by_stretch": kl_by_stretch(windows, stretch),
+        "kl_by_stretch": [mean_kl(*part) for part in zip([0, *stops], stops, strict=False)],
         "kl_per_1000_tokens": 1000 * statistics.linear_regression(depths, values).slope,
         # The dense cache has nothing to be a multiple of
         "kl_last_to_first_quarter": last / first if first else None,
@@ -365,7 +360,7 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     # A number for each token would be most of a file
     own = [asdict(window) for window in fidelity.windows]
     row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
-    return row if stretch is None else row | _trend(fidelity.windows, stretch)
+    return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
