@@ -36,8 +36,6 @@ _MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- e
 # What a cell of a number begins with, if there is one
 _NUMBER = re.compile(r"$|-$|~?[ +-]*\d")
 _QUARTILES = re.compile(r" \(.* to .*\)")
-# A step that takes at most so many times the first cache's is not called slower
-_TOLERANCE = 1.02
 
 
 def field(row: Row, path: str) -> Any:
@@ -308,39 +306,6 @@ def render_llama_cpp(rows: Rows) -> str:
     return make_markdown_table([*head, "KL to Transformers, same text"], cells)
 
 
-_KINDS = ("shape", "dtype", "batch_size", "num_threads")
-
-
-def render_shapes(rows: Rows) -> str:
-    """Renders speeds of steps against the first cache: a line for each kind of model, a column a context."""
-    contexts = sorted({row["context"] for row in rows})
-    others = [cache for cache in dict.fromkeys(row["cache"] for row in rows) if cache != REFERENCE]
-    places: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        places[tuple(row[key] for key in (*_KINDS, "context"))][row["cache"]] = row
-
-    def show(place: Mapping[str, Row] | None) -> str:
-        if place is None:
-            return "-"
-        speeds = [place[other]["speed_against_first"] for other in others]
-        shown = (f"**{speed:.2f}**" if speed < 1 / _TOLERANCE else f"{speed:.2f}" for speed in speeds)
-        return f"{1e3 * place[REFERENCE]['median_s']:.2f}: {' / '.join(shown)}"
-
-    kinds = dict.fromkeys(place[:-1] for place in places)
-    cells = [[*map(str, kind), *(show(places.get((*kind, context))) for context in contexts)] for kind in kinds]
-    head = ("heads", "dtype", "batch", "threads", *(f"{context} tokens" for context in contexts))
-    counts = []
-    for other in others:
-        own = [row["speed_against_first"] for row in rows if row["cache"] == other]
-        slower = sum(speed < 1 / _TOLERANCE for speed in own)
-        counts.append(f"`{other}` in {slower} of {len(own)}, at worst {min(own):.2f} times as fast")
-    names = " / ".join(f"`{other}`" for other in others)
-    return (
-        f"Of whole steps: milliseconds of {REFERENCE}, and how many times as fast {names} are.\n\n"
-        f"{make_markdown_table(head, cells)}\nSlower than {_TOLERANCE} times the time: {'; '.join(counts)}.\n"
-    )
-
-
 def render_store(rows: Rows) -> str:
     """Renders a line for the prompts of a visit that were known, and one for those that were not; medians."""
     head = ("scenario", "way", "visit", "prompts", "tokens", "known", "first token, s", "of CPU, s", "% of the first")
@@ -460,7 +425,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         SPEED,
         Column("of which ms", _parts, any_has("parts_s")),
     ),
-    "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
