@@ -99,10 +99,7 @@ class Result:
     def show(self, title: str) -> None:
         """Prints the rows as a table."""
         if self.rows:
-            kind = self.more.get("benchmark", self.kind)
-            # A terminal has no room for contexts side by side
-            text = RENDERERS["step" if kind == "shapes" else kind](self.rows)
-            print_markdown(text, title.format_map({"device": "", **self.settings}))
+            print_markdown(RENDERERS[self.kind](self.rows), title.format_map({"device": "", **self.settings}))
 
     def content(self) -> dict[str, Any]:
         """Makes what is written as JSON."""
@@ -113,8 +110,7 @@ class Result:
             origin["device"] = device
         origin["versions"] = {**origin["versions"], **more.pop("versions", {})}  # type: ignore[dict-item]
         failures = {"failures": self.failures} if self.failures else {}
-        kind = more.pop("benchmark", self.kind)
-        return {"benchmark": kind, **origin, "settings": self.settings, **more, "rows": self.rows, **failures}
+        return {"benchmark": self.kind, **origin, "settings": self.settings, **more, "rows": self.rows, **failures}
 
 
 def loaded_settings(network: Any) -> Iterator[Found]:

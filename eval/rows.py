@@ -16,7 +16,7 @@ class Settings(dict[str, Any]):
 
 
 class Content(dict[str, Any]):
-    """Fields of a result beside its rows. `benchmark`, `device` and `versions` take the place of what is the rule."""
+    """Fields of a result beside its rows. `device` and `versions` take the place of what is the rule."""
 
 
 # A row is any other mapping

@@ -36,8 +36,6 @@ _MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- e
 # What a cell of a number begins with, if there is one
 _NUMBER = re.compile(r"$|-$|~?[ +-]*\d")
 _QUARTILES = re.compile(r" \(.* to .*\)")
-# A step that takes at most so many times the first cache's is not called slower
-_TOLERANCE = 1.02
 
 
 def field(row: Row, path: str) -> Any:
@@ -220,6 +218,10 @@ def fetched_share_of_bytes(row: Row) -> float | None:
     return float(fetched / (windows[-1]["num_scored"] * sum(dense) / 2))
 
 
+def _by_stretch(row: Row) -> str:
+    return ", ".join(f"{kl:.4f}" for kl in row["kl_by_stretch"])
+
+
 def _fetched(row: Row) -> str:
     stats = row.get("stats", {})
     return f"{100 * stats['tokens_fetched'] / stats['tokens_fetchable']:.1f}" if stats.get("tokens_fetchable") else "-"
@@ -254,6 +256,9 @@ FIDELITY = Table(
     Column("KL to dense", _kl),
     number("KL, median", "kl_median", ".4f", when=any_has("kl_median")),
     number("99.9th percentile", "kl_p999", ".3f", when=any_has("kl_p999")),
+    Column("KL by stretches", _by_stretch, any_has("kl_by_stretch")),
+    number("last / first quarter", "kl_last_to_first_quarter", ".2f", when=any_has("kl_by_stretch")),
+    number("KL a 1000 tokens deeper", "kl_per_1000_tokens", "+.4f", when=any_has("kl_by_stretch")),
     number("same top token", "top1_agreement", ".1f", 100, suffix=" %"),
     FETCHED,
     Column(
@@ -299,39 +304,6 @@ def render_llama_cpp(rows: Rows) -> str:
         known = [f"{row['kl_after_reading']:.4f}" for row in own.values() if "kl_after_reading" in row]
         cells.append([f"`{cache}`", *times, held, known[-1] if known else ""])
     return make_markdown_table([*head, "KL to Transformers, same text"], cells)
-
-
-_KINDS = ("shape", "dtype", "batch_size", "num_threads")
-
-
-def render_shapes(rows: Rows) -> str:
-    """Renders speeds of steps against the first cache: a line for each kind of model, a column a context."""
-    contexts = sorted({row["context"] for row in rows})
-    others = [cache for cache in dict.fromkeys(row["cache"] for row in rows) if cache != REFERENCE]
-    places: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        places[tuple(row[key] for key in (*_KINDS, "context"))][row["cache"]] = row
-
-    def show(place: Mapping[str, Row] | None) -> str:
-        if place is None:
-            return "-"
-        speeds = [place[other]["speed_against_first"] for other in others]
-        shown = (f"**{speed:.2f}**" if speed < 1 / _TOLERANCE else f"{speed:.2f}" for speed in speeds)
-        return f"{1e3 * place[REFERENCE]['median_s']:.2f}: {' / '.join(shown)}"
-
-    kinds = dict.fromkeys(place[:-1] for place in places)
-    cells = [[*map(str, kind), *(show(places.get((*kind, context))) for context in contexts)] for kind in kinds]
-    head = ("heads", "dtype", "batch", "threads", *(f"{context} tokens" for context in contexts))
-    counts = []
-    for other in others:
-        own = [row["speed_against_first"] for row in rows if row["cache"] == other]
-        slower = sum(speed < 1 / _TOLERANCE for speed in own)
-        counts.append(f"`{other}` in {slower} of {len(own)}, at worst {min(own):.2f} times as fast")
-    names = " / ".join(f"`{other}`" for other in others)
-    return (
-        f"Of whole steps: milliseconds of {REFERENCE}, and how many times as fast {names} are.\n\n"
-        f"{make_markdown_table(head, cells)}\nSlower than {_TOLERANCE} times the time: {'; '.join(counts)}.\n"
-    )
 
 
 def render_store(rows: Rows) -> str:
@@ -453,7 +425,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         SPEED,
         Column("of which ms", _parts, any_has("parts_s")),
     ),
-    "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),

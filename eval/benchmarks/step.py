@@ -33,7 +33,7 @@ from kvcache_plugins.eval.harness import (
     time_call,
     with_reference,
 )
-from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
+from kvcache_plugins.eval.rows import Failure, Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
@@ -166,7 +166,6 @@ def benchmark_steps(
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    yield Content(benchmark="shapes" if shape else "step")
     start = time.perf_counter()
     kinds: list[str | None] = [*shape] if shape else [None]
     precisions: list[str | None] = [*dtype] if dtype else [None]

@@ -51,6 +51,7 @@ from kvcache_plugins.eval.harness import (
     check_length,
     encode_text,
     spread_windows,
+    stretch_stops,
 )
 from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.infinigen.queries import find_attention_modules
@@ -333,15 +334,33 @@ def measure_fidelity(
     return {name: own.finish() for name, own in running.items()}
 
 
-def fidelity_fields(cache: str, fidelity: Fidelity) -> dict[str, Any]:
-    """Makes a row of a result."""
+def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
+    """Describes how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
+
+    def mean_kl(start: int, stop: int) -> float:
+        return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
+
+    num_scored = windows[0].num_scored
+    stops = stretch_stops(stretch, num_scored)
+    first, last = mean_kl(0, num_scored // 4), mean_kl(num_scored - num_scored // 4, num_scored)
+    depths, values = zip(*(each for window in windows for each in enumerate(window.position_kl)), strict=True)
+    return {
+        "kl_by_stretch": [mean_kl(*part) for part in zip([0, *stops], stops, strict=False)],
+        "kl_per_1000_tokens": 1000 * statistics.linear_regression(depths, values).slope,
+        # The dense cache has nothing to be a multiple of
+        "kl_last_to_first_quarter": last / first if first else None,
+    }
+
+
+def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
+    """Makes a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
     row = {"cache": cache, **{each.name: getattr(fidelity, each.name) for each in fields(fidelity)}}
     for name in ("memory_after_prefix", "memory_at_end"):
         row[name] = memory_fields(row[name])
     # A number for each token would be most of a file
     own = [asdict(window) for window in fidelity.windows]
     row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
-    return row
+    return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
@@ -361,6 +380,9 @@ def evaluate_fidelity(
             min=1,
         ),
     ] = None,
+    stretch: Annotated[
+        int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     seed: SeedOption = 42,
@@ -377,7 +399,11 @@ def evaluate_fidelity(
         kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear --cache kivi-4bit
         kvcache-plugins eval fidelity --text-file book.txt --windows 2 --decoded 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
+        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --scored 2048 --decoded 16 --stretch 256 \\
+            --cache gear --cache kivi-4bit
     """
+    if stretch is not None and scored < 4:
+        raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
     text = read_text(text_file, "text_file")
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
     token_ids, start_ids = encode_text(tokenizer, text)
@@ -389,4 +415,4 @@ def evaluate_fidelity(
     yield Settings(dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type)
     yield Content(device=loaded.device)
     for spec, result in sorted(results.items(), key=lambda each: each[1].memory_after_prefix.total_bytes):
-        yield fidelity_fields(spec, result)
+        yield fidelity_fields(spec, result, stretch)

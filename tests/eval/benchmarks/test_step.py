@@ -27,7 +27,7 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
     result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert content["benchmark"] == "shapes"
+    assert content["benchmark"] == "step"
     keys = ("dtype", "batch_size", "context", "num_threads", "cache")
     places = [tuple(row[key] for key in keys) for row in content["rows"]]
     assert len(places) == len(set(places)) == (3 + 4) * 2 * 2

@@ -17,12 +17,14 @@ from kvcache_plugins.cli import evaluate
 from kvcache_plugins.eval.harness import encode_text, spread_windows
 from kvcache_plugins.eval.measures import fidelity
 from kvcache_plugins.eval.measures.fidelity import (
+    WindowScore,
     continuation_logits,
     fill_cache,
     measure_fidelity,
     record_attention,
     relative_errors,
     squared_errors,
+    trend,
 )
 from kvcache_plugins.registry import describe_caches
 
@@ -96,6 +98,18 @@ def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Te
     assert 0 < results["0.5"].kl_median < results["0.5"].kl < results["0.5"].kl_p999
 
 
+def test_trend_is_of_positions_over_all_windows() -> None:
+    kls = [(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0)]
+    windows = [
+        WindowScore(num_scored=8, nll=0, dense_nll=0, kl=sum(each), num_agreeing=0, position_kl=each) for each in kls
+    ]
+    found = trend(windows, 3)
+    assert found["kl_by_stretch"] == [3.0, 6.0, 8.5]
+    assert found["kl_per_1000_tokens"] == pytest.approx(1000)
+    # Quarters are two tokens each: 2.5 and 8.5
+    assert found["kl_last_to_first_quarter"] == pytest.approx(3.4)
+
+
 def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(
     tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
 ) -> None:
@@ -159,7 +173,7 @@ def test_command_writes_rows_with_their_provenance(
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
-    settings = {"windows": 2, "prefix": 192, "scored": 32}
+    settings = {"windows": 2, "prefix": 192, "scored": 32, "stretch": 12}
     arguments = ["--text-file", str(text_file), "--out", str(out)]
     for name, value in settings.items():
         arguments += [f"--{name}", str(value)]
@@ -182,6 +196,11 @@ def test_command_writes_rows_with_their_provenance(
     assert rows["gear-2bit"]["num_scored"] == 64
     assert 0 < rows["gear-2bit"]["kl_median"] < rows["gear-2bit"]["kl_p999"]
     assert len(rows["gear-2bit"]["windows"]) == 2
+    # Stretches of 12, 12 and 8 tokens of both windows: together they are the mean
+    first, second, third = rows["gear-2bit"]["kl_by_stretch"]
+    assert (12 * first + 12 * second + 8 * third) / 32 == pytest.approx(rows["gear-2bit"]["kl"])
+    assert rows["dynamic"]["kl_by_stretch"] == [0, 0, 0]
+    assert rows["dynamic"]["kl_last_to_first_quarter"] is None
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
     assert len(rows["gear-2bit"]["layer_errors"]) == 30
     assert rows["gear-2bit"]["first_difference"] < rows["dynamic"]["first_difference"]
@@ -193,6 +212,7 @@ def test_command_writes_rows_with_their_provenance(
         (["--text-file", "no-such-file", "--cache", "dynamic"], "No such file"),
         (["--text-file", __file__, "--cache", "dynamc"], "Did you mean `dynamic`"),
         (["--text-file", __file__, "--cache", "dynamic", "--windows", "10000"], "ask for fewer or shorter windows"),
+        (["--text-file", __file__, "--cache", "dynamic", "--scored", "3", "--stretch", "1"], "at least 4 tokens"),
     ],
 )
 def test_command_errors_are_one_line(
