@@ -1,6 +1,8 @@
 """Transformers' continuous batching in `compressed_batching`: requests together are what they are alone."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -147,6 +149,21 @@ def test_other_models_are_left_alone(smollm2, prompts, context, tiny_llama):
     assert paged_cache.ATTN_TYPE_TO_ALLOCATOR["full_attention"] is paged_cache.FullAttentionCacheAllocator
     assert paged_cache.PagedAttentionMemoryHandler.__name__ == "PagedAttentionMemoryHandler"
     assert paged_cache.PagedAttentionCache.update.__qualname__ == "PagedAttentionCache.update"
+
+
+def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
+    prompts = [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))]
+    models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=60)
+
+    def work(model, wait=lambda: None):
+        with compressed_batching(model, "gear-t25", text=torch.tensor(prompts[-1:])) as batching:
+            wait()
+            return run(model, prompts), batching.stats()["tokens_coded"]
+
+    alone = [work(model) for model in models]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(work, models, [are_open.wait] * 2))
+    assert together == alone and alone[0][0] != alone[1][0]
 
 
 def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from typer.testing import CliRunner
 
-from kvcache_plugins import PromptStore, cli, compressed_batching
+from kvcache_plugins import PromptStore, cli, compressed_batching, create_cache
 from kvcache_plugins.prompt_store.inspection import find_damaged
 
 
@@ -160,6 +162,35 @@ def test_ctrl_c_lets_an_answer_end(tiny_folder):
     assert list(chunks)[-1].usage.completion_tokens == 200
     assert process.wait(timeout=60) == 0
     assert "Interrupted" not in process.stderr.read()
+
+
+def test_transformers_server_runs_the_folder_of_a_models_repository(tiny_folder, tmp_path, monkeypatch):
+    from transformers.cli.serve import Serve
+
+    repository, made = tmp_path / "repository", []
+    shutil.copytree(tiny_folder, repository)
+    shutil.copytree(Path(__file__).resolve().parents[2] / "hub" / "custom_generate", repository / "custom_generate")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+
+    def watch(*args, **options):
+        made.append(create_cache(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr("kvcache_plugins.create_cache", watch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = {"host": "127.0.0.1", "port": port, "log_level": "error", "non_blocking": True}
+    server = Serve(force_model=str(repository), trust_remote_code=True, **sizes, **ON_CPU)
+    try:
+        client = connect(f"http://127.0.0.1:{port}/v1").with_options(max_retries=8)
+        asked = {"model": str(repository), "prompt": "abc " * 64, "max_tokens": 4, "temperature": 0}
+        whole = client.completions.create(**asked).choices[0].text
+        streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **asked))
+    finally:
+        server.kill_server()
+    assert whole == streamed and len(made) == 2
+    assert all(cache.stats()["tokens_compressed"] > 200 for cache in made)
 
 
 REFUSED = {

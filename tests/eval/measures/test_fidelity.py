@@ -219,7 +219,7 @@ def test_command_errors_are_one_line(
     arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
-    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments, "--prefix", "32", "--scored", "8"])
+    result = CliRunner().invoke(evaluate.app, ["fidelity", "--prefix", "32", "--scored", "8", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.startswith("Error: ")
