@@ -1,6 +1,4 @@
-"""KVarN: equal to its published steps written out for one tile, smaller errors by each of them, bytes to the byte."""
-
-from collections import Counter
+"""KVarN: equal to its published steps written out for one tile, keys that differ in size, bytes to the byte."""
 
 import pytest
 import torch
@@ -70,16 +68,13 @@ def test_tiles_are_those_of_the_published_steps(name: str) -> None:
             assert (found[at] - wanted[at]).norm() == pytest.approx(error, rel=0.005)
 
 
-def test_rotation_and_normalization_lower_errors() -> None:
-    keys, values = states_of(1, 2, 4 * TILE, DIM), states_of(1, 2, 4 * TILE, DIM)
-    # One channel of a few tokens is far out
-    values[:, :, ::9, 5] *= 12
-    errors = []
-    for options in ({"backbone": "kivi"}, {"backbone": "kivi", "rotate_values": True}, {"backbone": "kvarn"}):
-        cache = GEARCache(nbits=3, rank=0, sparsity=0.0, q_group_size=None, residual_length=TILE, **options)
-        layer = filled(cache, keys, values).layers[0]
-        errors.append([(layer.materialize(s) - x).norm().item() for s, x in (("keys", keys), ("values", values))])
-    assert errors[2][0] < 0.95 * errors[0][0] and errors[2][1] < 0.95 * errors[1][1] < 0.95 * errors[0][1]
+def test_normalization_lowers_errors_of_keys_whose_tokens_differ_in_size() -> None:
+    """A channel's range over a tile is that of its largest tokens; values have a scale a token anyway."""
+    keys, errors = states_of(1, 2, 4 * TILE, DIM), []
+    for backbone in ("kivi", "kvarn"):
+        cache = filled(GEARCache(nbits=3, backbone=backbone, rank=0, sparsity=0.0, residual_length=TILE), keys, keys)
+        errors.append((cache.layers[0].materialize("keys") - keys).norm())
+    assert errors[1] < 0.85 * errors[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +84,7 @@ def test_bytes_of_a_tile_are_the_published_ones(name: str) -> None:
     scales = 2 * (2 * DIM + TILE) + 2 * (DIM + 2 * TILE)
     memory = cache.memory()
     assert memory.total_bytes == 2 * 3 * 2 * (codes + scales)
-    assert Counter(memory.parts)["scales"] == 2 * 3 * 2 * scales
+    assert memory.parts["scales"] == 2 * 3 * 2 * scales
 
 
 @torch.no_grad()
