@@ -91,7 +91,7 @@ def test_bytes_of_a_tile_are_the_published_ones(name: str) -> None:
 def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
     """Also where exact sinks take a part of the first tile, and with decoded tiles, cropped or not."""
     states = states_of(2, 2, 4 * TILE, DIM)
-    for sinks in (0, 20):
+    for sinks in (0, 110):
         caches = []
         for rows, first in (([0, 1], 0), ([1], TILE // 2 + 7)):
             own = states[rows, :, first : 2 * TILE + 40]
